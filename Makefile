@@ -15,14 +15,15 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test test-slow sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install quickstart test test-full test-rest sanitize lint docs pictures bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
-	@echo "make test         the test suite, without the tests that are marked slow; make test-slow: those"
+	@echo "make test         the test suite, in ten minutes; make test-full: all of it; make test-rest: what test leaves out"
 	@echo "make sanitize     the C++ operators under sanitizers: address, undefined behaviour, races"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
+	@echo "make pictures     the quickstart anew, and the pictures of README and docs from it (needs Chromium)"
 	@echo "make bench        the benchmarks; results under benchmarks/results"
 	@echo "make gpu          on a GPU (with TORCH=torch): the tests that need one, then its benchmarks"
 	@echo "make kernels      the Triton kernels compiled for sm_90, without a GPU; the tables of docs/gpu.md"
@@ -62,8 +63,12 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+test-full: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal --full
+
+# All of it, or what the changes since a revision can reach: make test-rest SINCE=origin/main
+test-rest: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal --rest $(if $(SINCE),--since $(SINCE))
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.sanitizers
@@ -75,6 +80,9 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.pictures
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(LOCKED) --no-build-isolation --editable ".[bench]"
@@ -94,8 +102,6 @@ gpu: $(VENV)/.gpu
 
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
-	$(BIN)/python -m benchmarks.amd_table --out benchmarks/results/gpu
-	$(BIN)/python -m benchmarks.launch_count --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 
 wheel: $(VENV)/.dev

@@ -9,28 +9,19 @@ import torch
 NAMES = (
     "rollout",
     "grpo_step",
-    "kv_bytes",
     "saved_bytes",
     "step_memory",
     "fits",
     "frozen_base",
-    "decode_scaling",
-    "growth",
-    "recipes",
-    "overlapped_rewards",
     "kernels_cpu",
-    "trackers",
-    "report_page",
     "memory_plan",
     "published",
     "exposed",
     "ranks",
-    "idle_groups",
-    "shared_prompts",
+    "optimizers",
     "serve",
-    "compare_presets",
 )
-LARGE = ("large_model", "long_completions", "long_memory")
+LARGE = ("large_model", "long_completions")
 """Only by name: they take many minutes and GiB."""
 
 

@@ -17,7 +17,7 @@ from isobit import Model
 from isobit.kernels import Packed, get_ops, tensors_of
 from isobit.model.adapters.targets import NewAdapter
 from isobit.precision import E2M1, QuantSpec, quantize
-from isobit.precision.nibbles import NVFP4, packed
+from isobit.precision.packed_fp4 import NVFP4, packed
 
 PRESETS = ("bf16", "fp8", "mxfp8", "nvfp4")
 _ROWS = (1, 8, 256)

@@ -22,9 +22,9 @@ import torch
 from benchmarks.cross_compile import Compiled, compile_launch, kernel_name
 from benchmarks.gpu.shapes import SHAPES
 from isobit.kernels import KVStore, Layout
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
-from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer

@@ -38,7 +38,7 @@ from isobit.precision.flow import LINEAR_LAYERS
 from isobit.rl import OptimizerSettings, Sample, for_precision
 from isobit.rl.algorithm.objective import OBJECTIVES
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 
@@ -153,7 +153,7 @@ def main(out: str, part: str, *arguments: str) -> None:
             found = _overhead_of(ranks, Path(arguments[0]), int(arguments[1]))
         else:
             found = _exchange_of(ranks, int(arguments[0]), int(arguments[1]))
-        of_all = ranks.gather(found)
+        of_all = ranks.all_gather_json(found)
         if ranks.first:
             Path(out).write_text(json.dumps(of_all))
 
@@ -161,7 +161,7 @@ def main(out: str, part: str, *arguments: str) -> None:
 def measured_bytes(ranks: Any, directory: str | Path) -> Bytes:
     """Of a step of the learner and the sync after it; `ranks` counts `bytes_sent`."""
     model = Model.load(directory, "fp8", ranks=ranks)
-    optimizer = Optimizer(model.named_parameters(), OptimizerSettings(), model.transformer.masters.shards)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(), model.transformer.masters.shards)
     objective = for_precision(OBJECTIVES["grpo"], model.precision, stale=False)
     tokens = MICRO * (PROMPT + COMPLETION)
     learner = Learner(model, optimizer, objective, micro_batch_tokens=tokens)

@@ -31,8 +31,6 @@ def open_run(
     precision: str,
     stack: ExitStack,
     consistency: str = "bitwise",
-    trackers: Sequence[str] = (),
-    quiet: bool = True,
     ranks: Ranks = ALONE,
     prompts: int = PROMPTS,
     new: int = NEW,
@@ -41,7 +39,7 @@ def open_run(
 ) -> Session:
     """An open run of such steps in `folder`, which `stack` closes; with other counts of prompts and of new tokens,
     another function of `rewards`, and changed keys of the config, if given."""
-    name = run_name(model, precision, consistency)
+    name = f"{model.name}-{precision}-{consistency}"
     values = {
         "model": {"path": str(model)},
         "task": {"name": "arithmetic", "options": {"digits": 3}},
@@ -51,14 +49,8 @@ def open_run(
         "prompts_per_step": prompts,
         "sampling": {"group_size": GROUP, "max_new_tokens": new, "ignore_eos": True},
         "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
-        "tracking": {"trackers": list(trackers)},
         "steps": 1_000_000,
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config, changes), NO_OBJECTS, quiet=quiet, ranks=ranks))
-
-
-def run_name(model: Path, precision: str, consistency: str = "bitwise") -> str:
-    """The run's directory in its folder."""
-    return f"{model.name}-{precision}-{consistency}"
+    return stack.enter_context(open_session(load_config(config, changes), NO_OBJECTS, quiet=True, ranks=ranks))

@@ -19,11 +19,16 @@ with suppress(ImportError):  # a machine with a GPU may lack it
     hypothesis.settings.register_profile("repeatable", derandomize=True)  # what fails here fails everywhere
     hypothesis.settings.load_profile("repeatable")
 
-from isobit import cli
 from isobit.kernels.native import build
+from tests import selection
 from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
+from tests.selection import pytest_addoption as pytest_addoption
+from tests.selection import pytest_configure as pytest_configure
+from tests.selection import pytest_configure_node as pytest_configure_node
+from tests.selection import pytest_report_header as pytest_report_header
+from tests.selection import pytest_sessionfinish as pytest_sessionfinish
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +68,28 @@ def quickstart_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+RunIsobit = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_isobit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunIsobit:
+    """Run a command in this process; returns (exit code, what it printed, its errors)."""
+    from isobit import cli  # here, since it reaches everything (`reach.py`)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (int(stop.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
 Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Refused:
     """Run a command that must be refused and write nothing; returns its one line."""
     monkeypatch.chdir(tmp_path)
 
@@ -77,11 +99,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def call(*arguments: object) -> str:
         before = listing()
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
+        code, _, line = run_isobit(*arguments)
+        assert code == 2, line
         assert line.startswith("isobit: ")
         assert line.count("\n") == 1, line
         assert len(line) < 700
@@ -91,15 +110,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return call
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under several workers, the long tests first."""
+@pytest.hookimpl(trylast=True)  # when pytest has left out what `-m` and `-k` do
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is to run (`selection.py`); under several workers, the long tests first."""
+    selection.select(config, items)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        items[:] = longest_first(items, workers, lambda item: str(item.path), _is_slow)
-
-
-def _is_slow(item: pytest.Item) -> bool:
-    return item.get_closest_marker("slow") is not None
+        items[:] = longest_first(items, workers, lambda item: str(item.path), selection.is_slow)
 
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2

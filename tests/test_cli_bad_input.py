@@ -96,7 +96,7 @@ def config(tmp_path: Path, base_model: Path) -> Path:
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
         (["task.prompt_template='no place for it'"], "{prompt}"),
         (["task.held_out_size=0", "evaluation.every=1"], "the held-out split is empty"),
-        (["precision.kv_cache=fp16"], "precision.kv_cache: expected one of bf16, e4m3, e4m3-calibrated, int8"),
+        (["precision.kv_cache=fp16"], "precision.kv_cache: expected bf16, e4m3, e4m3-calibrated or int8"),
         (["precision={preset: bf16, kv_calibration: learner}"], "there is no calibrated KV cache"),
         (["algorithm.correction=token_tiss"], "correction"),
         (["algorithm.router_replay=true"], "algorithm.router_replay: the model is dense"),
@@ -104,7 +104,7 @@ def config(tmp_path: Path, base_model: Path) -> Path:
         (["replay.groups_per_step=2"], "groups_per_step 2 exceeds capacity 0"),
         (["rollouts_ahead=9"], "rollouts_ahead 9 exceeds replay.max_staleness 8"),
         (["rewards.models=[{path: model}]"], "no tensor score.weight"),
-        (["algorithm.shadow_calibrates_clip=true"], "needs shadow passes"),
+        (["algorithm.shadow_every=20"], "algorithm.shadow_every: shadow passes have left"),
         (["optimizer.state=4bit"], "optimizer.state"),
         (["evaluation={every: 1, pass_at: [2]}"], "pass_at needs samples: set num_samples"),
         (
@@ -367,6 +367,7 @@ def test_evaluations_are_refused(
     (folder / "empty.jsonl").write_text("\n")
     (folder / "two.json").write_text(json.dumps({**RESULT, "prompts": RESULT["prompts"] * 2}))
     (folder / "run").mkdir()
+    (folder / "run" / "format.txt").write_text("2\n")
     shutil.copy(config, folder / "run" / "config.yaml")
     first, *options = words
     data = () if "--data" in options else ("--data", "rows.jsonl")

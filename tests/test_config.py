@@ -92,7 +92,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo or reinforce or "),
         ("algorithm.preset=true", "algorithm.preset: expected grpo, "),
         ("algorithm.correction={weight: null}", "algorithm.correction.weight: expected none, token or sequence, got"),
-        ("algorithm={loss: cispo, surrogate: clip}", "surrogate is the old name of loss"),
+        ("algorithm={surrogate: cispo}", "unknown key 'algorithm.surrogate' (did you mean 'algorithm.loss'?)"),
         ("algorithm.epochs=null", "algorithm.epochs: expected a whole number, got nothing"),
         ("sampling.temperature=0.0005", ": sampling.temperature: expected at least 0.001, got 0.0005"),
         ("sampling.stop=['']", ": sampling.stop: expected texts that are not empty, got ['']"),

@@ -9,18 +9,19 @@ from torch import Tensor
 
 from isobit.engine.calibration import measured_amax
 from isobit.evaluation.inspection.quantization import activation_health, weight_health
-from isobit.kernels import Ops, separate_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels import Ops, inference_engine_ops
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.checkpoint import read_weights
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
-from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
-from isobit.training.measuring.meter import PeakMemory
+from isobit.rl.optim import eight_bit
+from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
 
 from .models import tiny_model
@@ -30,7 +31,7 @@ CASES = [
     ("bf16", "qwen3", {}),
     ("fp8", "llama", {"kl_coefficient": 0.1, "updates_per_batch": 2}),
     ("fp8", "qwen3_moe", {"router_aux_coefficient": 0.01}),
-    ("fp8-rollout", "qwen2", {"shadow_every": 1}),
+    ("fp8-rollout", "qwen2", {}),
     ("fp8[kv_cache=e4m3-calibrated,kv_calibration=learner]", "llama", {}),
     ("mxfp8", "llama", {}),
 ]
@@ -61,7 +62,7 @@ def learn(ops: Ops, precision: str, family: str, objective: Objective, samples: 
     """Two steps; everything that came of them."""
     model = on(ops, precision, family)
     reference = on(ops, precision, family) if objective.kl_coefficient else None
-    optimizer = Optimizer(model.named_parameters(), OptimizerSettings(1e-3, weight_decay=0.1, max_grad_norm=0.5))
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(1e-3, weight_decay=0.1, max_grad_norm=0.5))
     learner = Learner(model, optimizer, objective, reference=reference, micro_batch_tokens=16)
     metrics = []
     for step in range(2):
@@ -83,7 +84,7 @@ def bits(tensor: Tensor) -> list[int]:
 @pytest.mark.parametrize(("precision", "family", "changes"), CASES, ids=lambda value: str(value))
 def test_learning_has_the_bits_of_the_cpu(precision: str, family: str, changes: dict[str, float]) -> None:
     recompute = precision == "fp8-rollout"
-    objective = Objective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
+    objective = ResolvedObjective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
     samples = samples_of(on(ReferenceOps("exact"), precision, family))
     wanted = learn(ReferenceOps("exact"), precision, family, objective, samples)
     with PretendDevice():
@@ -96,7 +97,7 @@ def test_checkpointed_activations_too() -> None:
 
     def trained(ops: ReferenceOps, recompute: bool) -> tuple[object, ...]:
         model = on(ops, "fp8")
-        optimizer = Optimizer(model.named_parameters(), OptimizerSettings(1e-2))
+        optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(1e-2))
         found = supervised_update(model, optimizer, samples, 1e-2, 20, recompute)
         return found, [bits(p.detach().cpu()) for p in model.parameters()]
 
@@ -129,11 +130,12 @@ def test_a_forgotten_move_raises() -> None:
 def test_a_moment_that_is_elsewhere_raises(misplaced: str) -> None:
     with PretendDevice():
         parameter = torch.nn.Parameter(torch.ones(2, 2).to(DEVICE))
-        optimizer = Optimizer({"weight": parameter}, OptimizerSettings())
+        optimizer = ShardedOptimizer({"weight": parameter}, OptimizerSettings())
         for _ in range(2):
             parameter.grad = torch.ones(2, 2, device=DEVICE)
             optimizer.step(1e-3, 1.0)
-        optimizer._state["weight"][misplaced] = optimizer._state["weight"][misplaced].cpu()
+        state = optimizer._tensors()["weight"]
+        state[misplaced] = state[misplaced].cpu()  # type: ignore[index]
         parameter.grad = torch.ones(2, 2, device=DEVICE)
         with pytest.raises(Mixed):
             optimizer.step(1e-3, 1.0)
@@ -142,7 +144,7 @@ def test_a_moment_that_is_elsewhere_raises(misplaced: str) -> None:
 def test_the_optimizer_waits_once_for_all_gradients() -> None:
     with PretendDevice() as mode:
         parameters = {str(i): torch.nn.Parameter(torch.full((3, i + 1), 0.5).to(DEVICE)) for i in range(4)}
-        optimizer = Optimizer(parameters, OptimizerSettings())
+        optimizer = ShardedOptimizer(parameters, OptimizerSettings())
         for parameter in parameters.values():
             parameter.grad = 3 * parameter.detach()
         mode.waits.clear()
@@ -160,20 +162,20 @@ def test_the_optimizer_waits_once_for_all_gradients() -> None:
 def test_a_state_goes_to_the_parameters_and_comes_back() -> None:
     settings = OptimizerSettings(1e-2, weight_decay=0.1)
 
-    def steps(optimizer: Optimizer, count: int) -> None:
+    def steps(optimizer: ShardedOptimizer, count: int) -> None:
         for step in range(count):
             for parameter in optimizer.parameters.values():
                 parameter.grad = (parameter.detach() * (step + 2)).clone()
             optimizer.step(1e-2, 0.5)
 
     start = torch.linspace(-1, 1, 64 * 128).view(64, 128)
-    here = Optimizer({"w": torch.nn.Parameter(start.clone())}, settings)
+    here = ShardedOptimizer({"w": torch.nn.Parameter(start.clone())}, settings)
     steps(here, 1)
     saved = here.state()
     moved = here.parameters["w"].detach().clone()
     steps(here, 2)
     with PretendDevice():
-        there = Optimizer({"w": torch.nn.Parameter(moved.to(DEVICE))}, settings)
+        there = ShardedOptimizer({"w": torch.nn.Parameter(moved.to(DEVICE))}, settings)
         there.load_state(saved)
         steps(there, 2)
         found = there.state()
@@ -185,9 +187,9 @@ def test_a_state_goes_to_the_parameters_and_comes_back() -> None:
 
 def test_moments_in_8_bits_are_where_their_parameter_is() -> None:
     parameter = torch.nn.Parameter(torch.empty(64, 128, device="meta"))
-    optimizer = Optimizer({"w": parameter}, OptimizerSettings(state="8bit"))
-    assert optimizer._eight_bit is not None
-    moments = optimizer._eight_bit._fresh(parameter)
+    optimizer = ShardedOptimizer({"w": parameter}, OptimizerSettings(state="8bit"))
+    assert list(optimizer._optimizers) == [eight_bit.AdamW8bit]
+    moments = eight_bit._fresh(parameter)
     assert {part.device for m in moments.values() for part in (m.codes, m.scale)} == {parameter.device}
 
 
@@ -244,7 +246,7 @@ def test_the_weights_are_measured_without_waiting_for_each() -> None:
 
 
 def test_a_separate_engine_is_on_the_learners_device() -> None:
-    assert separate_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
+    assert inference_engine_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
 
 
 def test_more_logits_at_a_time_on_a_gpu() -> None:
@@ -263,13 +265,13 @@ def test_peaks_of_a_phase_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0]))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
-    memory = PeakMemory(DEVICE)
+    memory, found = Meter(lambda phase: None, DEVICE), dict[str, float]()
     for phase, used in (("rollout", 40.0), ("learn", 7.0), ("rollout", 20.0)):
-        with memory.of(phase):
+        with memory.timed(found, phase, peak=True):
             peak[0] = max(peak[0], used)
-    assert memory.metrics() == {"memory/peak_rollout_mib": 40.0, "memory/peak_learn_mib": 7.0}
-    assert memory.metrics() == {}
-    nowhere = PeakMemory(torch.device("cpu"))
-    with nowhere.of("learn"):
+    peaks = {name: value for name, value in found.items() if name.startswith("memory/")}
+    assert peaks == {"memory/peak_rollout_mib": 40.0, "memory/peak_learn_mib": 7.0}
+    nowhere, nothing = Meter(lambda phase: None, torch.device("cpu")), dict[str, float]()
+    with nowhere.timed(nothing, "learn", peak=True):
         pass
-    assert nowhere.metrics() == {}
+    assert list(nothing) == ["time/learn"]

@@ -38,7 +38,8 @@ MISTAKES: dict[str, Mistake] = {
         lambda m, e: Engine("path"),
         "Engine: expected a Model, got 'path'; open one with Model.load",
     ),
-    "pages as text": (lambda m, e: Engine(m, "512"), "engine.kv_pages: expected a whole number, at least 1, got '512'"),
+    "pages without a name": (lambda m, e: Engine(m, 512), "Engine: expected its size by name, as in kv_pages=512, got"),
+    "pages as words": (lambda m, e: Engine(m, kv_pages="many"), "engine.kv_pages: expected a whole number, got 'many'"),
     "one text": (
         lambda m, e: e.generate("12", SHORT),
         "prompts: expected a list of prompts, got one text; write [text]",
@@ -52,7 +53,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an empty prompt": (lambda m, e: e.generate([""], SHORT), "prompt 0 is empty"),
     "an id out of range": (lambda m, e: e.generate([[999]], SHORT), "token id 999 is not in the model's vocabulary"),
-    "too few pages": (lambda m, e: Engine(m, 1).generate(["1" * 30], SHORT), "raise kv_pages or lower max_new_tokens"),
+    "too few pages": (
+        lambda m, e: Engine(m, kv_pages=1).generate(["1" * 30], SHORT),
+        "raise kv_pages or lower max_new_tokens",
+    ),
     "a long prompt": (lambda m, e: e.generate(["1" * 80], SHORT), "the model's context of 64 takes at most 63"),
     "ids that are a number": (lambda m, e: e.generate(["1"], SHORT, 3), "prompt_ids: expected a list of whole numbers"),
     "one sequence": (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit.config import elsewhere, load_config
-from isobit.config.elsewhere import counterpart
+from isobit.config import aliases, load_config
+from isobit.config.aliases import counterpart
 from isobit.precision import precision_from
 from isobit.run import metrics
 from tests.documents import ROOT, reader_folder
@@ -94,16 +94,16 @@ def test_messages_about_unknown_keys_say_what_the_tables_say(path: Path) -> None
             same = name.rpartition(".")[2] in {each.rpartition(".")[2] for each in wanted}  # found without a table
             allowed_elsewhere = key in ALSO.get(name, ())
             assert (known and (key in wanted or (key is None and not wanted))) or same or allowed_elsewhere, (
-                f"{name}: name it in config/elsewhere.py"
+                f"{name}: name it in config/aliases.py"
             )
             compared += 1
     assert compared > 30
 
 
-def test_every_name_of_elsewhere_leads_to_a_key_that_exists() -> None:
-    assert set(elsewhere._NAMES) <= KEYS
-    names = [name for names in (*elsewhere._NAMES.values(), elsewhere._NONE) for name in names.split()]
-    assert len(names) == len(set(names)) == len(elsewhere._KEYS)
+def test_every_alias_leads_to_a_key_that_exists() -> None:
+    assert set(aliases._NAMES) <= KEYS
+    names = [name for names in (*aliases._NAMES.values(), aliases._NONE) for name in names.split()]
+    assert len(names) == len(set(names)) == len(aliases._KEYS)
     assert not set(names) & KEYS
     assert counterpart("no.such.name") == (False, None)
 

@@ -22,7 +22,7 @@ from tests.training.test_scoring import reward_model
 
 SOURCE = Path(isobit.__file__).parent
 NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
-TRACKING = "isobit.config.tracking"  # goes to the trackers' processes as a mapping, and is read there by name
+TRACKING = "isobit.monitor.trackers.settings"  # goes to the trackers' processes as a mapping, and is read there by name
 NOT_BY_A_RUN = {
     "Objective.preset",  # its parts are
     # by a fleet, whose runs need Ray (tests/fleet)
@@ -88,9 +88,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 RULE = "{weight: token, cap: 2, veto: 1e-5, rejection: {measure: k3, level: token, high: 9}}"
 RUNS = (
     ("evaluation={every: 1, samples: 4, num_samples: 2}", "replay={capacity: 8, groups_per_step: 2}"),
-    ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, shadow_every: 1, updates_per_batch: 2}}"),
+    ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, updates_per_batch: 2}}"),
     ("algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, decoupled_rewards: true}",),
     ("adapter={rank: 2, targets: [q_proj]}",),
+    ("optimizer={name: muon}",),
     ("algorithm={preset: reinforce_pp, kl_coefficient: 0.1}", "optimizer={schedule: cosine, warmup_steps: 1}"),
 )
 

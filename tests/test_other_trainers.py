@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.config.elsewhere import counterpart
+from isobit.config.aliases import counterpart
 from tests.documents import ROOT
 from tests.test_option_tables import quoted, rows
 
@@ -124,4 +124,4 @@ def test_what_is_not_there_is_told_as_such(trainer: str) -> None:
             continue
         known, key = counterpart(name)
         assert key is None, f"{name}: {key}"
-        assert known or trainer != "trl", f"{name}: name it in config/elsewhere.py"
+        assert known or trainer != "trl", f"{name}: name it in config/aliases.py"

@@ -1,7 +1,6 @@
 """What a model, a row or an exception wrote reaches no terminal as a command."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from isobit.cli.commands import dry_run, generate
 from isobit.engine.types import Completion
 from isobit.errors import IsobitError, printable
 from isobit.monitor.screen import Display
+from tests.conftest import RunIsobit
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r \u202e \x7f \ud800"
 
@@ -37,13 +37,11 @@ def test_errors_and_notes_are_shown_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "\x1b" not in printed
 
 
-def test_a_dry_run_shows_prompts_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_prompts_so(monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> None:
     monkeypatch.setattr(dry_run, "dry_run", lambda config, say: say(f"first prompt: {HOSTILE}"))
-    monkeypatch.setattr(sys, "argv", ["isobit", "train", "configs/quickstart.yaml", "--dry-run"])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert done.value.code == 0
-    assert printable(HOSTILE) in capsys.readouterr().out
+    code, out, _ = run_isobit("train", "configs/quickstart.yaml", "--dry-run")
+    assert code == 0
+    assert printable(HOSTILE) in out
 
 
 def test_json_of_completions_holds_no_control_character_and_the_same_text() -> None:

@@ -108,6 +108,46 @@ def _target(site: Path, page: Path, link: str) -> Path:
     return target / "index.html" if target.is_dir() else target
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("learning rate", "optimizer.learning_rate"),
+        ("batch size", "prompts_per_step"),
+        ("temperature", "sampling.temperature"),
+        ("KL", "algorithm.kl_coefficient"),
+        ("kv_pages", "engine.kv_pages"),
+    ],
+)
+def test_a_search_finds_the_key_first(site: Path, opened: Open, words: str, key: str) -> None:
+    """The first result is the page of keys with this key below it; Enter leads to its row."""
+    with opened(site / "index.html") as seen:
+        seen.page.evaluate("document.querySelector('input.md-search__input').focus()")
+        seen.page.locator("input.md-search__input").press_sequentially(words)
+        found = seen.page.locator(".md-search-result__item").first.locator("a[href*='#']").first
+        found.wait_for(timeout=60_000)
+        address = urlsplit(found.get_attribute("href") or "")
+        assert (Path(address.path).name, address.fragment) == ("config.html", key)
+        seen.page.keyboard.press("Enter")
+        seen.page.wait_for_url(f"**/config.html*#{key}")
+        assert seen.page.locator(f"[id='{key}'] td code").first.inner_text() == key
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_cut(site: Path, opened: Open, pages: dict[Path, Page], width: int) -> None:
+    """No page scrolls sideways; code fits into its box, and what a program printed scrolls inside it."""
+    cut = """() => [...document.querySelectorAll(".md-content pre > code")]
+        .filter((code) => code.scrollWidth > code.clientWidth + 1)
+        .filter((code) => !code.closest(".language-text") || getComputedStyle(code).overflowX != "auto")
+        .map((code) => code.innerText)"""
+    for path in pages:
+        with opened(path, width=width) as seen:
+            assert not seen.scrolls_sideways(), path.name
+            assert seen.page.evaluate(cut) == [], path.name
+    with opened(site / "commands.html", width=width) as seen:  # the control: code that is not wrapped
+        seen.page.add_style_tag(content=".md-typeset pre > code { white-space: pre !important; font-size: 2em }")
+        assert seen.page.evaluate(cut)
+
+
 def test_it_is_read_and_searched_from_disk(site: Path, opened: Open) -> None:
     """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked from elsewhere."""
     with opened(site / "index.html") as seen:

@@ -6,7 +6,6 @@ The rewards of a run are compared with what the same functions give here, on the
 import importlib.util
 import json
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import datasets
 import pytest
 import yaml
 
-from isobit import cli
 from isobit.run.completions import COMPLETIONS, read
+from tests.conftest import RunIsobit
 from tests.models import tiny_model
 
 TEMPLATE = (
@@ -102,7 +101,7 @@ def functions(path: Path, text: str) -> Any:
     return module
 
 
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> list[dict[str, Any]]:
+def train(folder: Path, run_isobit: RunIsobit, **values: Any) -> list[dict[str, Any]]:
     """`isobit train` for three steps; every completion of it."""
     config = {
         "prompts_per_step": 2,
@@ -112,10 +111,8 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> list[
         **values,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr(sys, "argv", ["isobit", "train", str(folder / "run.yaml"), "--quiet"])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert not done.value.code
+    code, _, err = run_isobit("train", folder / "run.yaml", "--quiet")
+    assert not code, err
     rows = list(read(folder / "run" / COMPLETIONS))
     assert len(rows) == 3 * 2 * 4
     return rows
@@ -142,13 +139,13 @@ def verl_parquet(path: Path, method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["strict", "flexible"])
 def test_a_verl_parquet_and_compute_score_run_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Path, method: str
+    tmp_path: Path, run_isobit: RunIsobit, chat_model: Path, method: str
 ) -> None:
     verl_parquet(tmp_path / "train.parquet", method)
     theirs = functions(tmp_path / "gsm8k_score.py", VERL_REWARD)
     rows = train(
         tmp_path,
-        monkeypatch,
+        run_isobit,
         model={"path": str(chat_model)},
         task={"path": str(tmp_path / "train.parquet"), "held_out_size": 0},
         rewards={"functions": [{"function": f"{tmp_path / 'gsm8k_score.py'}:compute_score"}]},
@@ -163,27 +160,20 @@ def test_a_verl_parquet_and_compute_score_run_unchanged(
     assert {row["reward"] for row in rows} == ({0.0, 0.1} if method == "flexible" else {0.0})
 
 
-def test_verl_answers_score_as_in_verl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verl_answers_score_as_in_verl(tmp_path: Path, run_isobit: RunIsobit) -> None:
     """The right completions, scored from the same file: all are right."""
     verl_parquet(tmp_path / "test.parquet", "strict")
     functions(tmp_path / "gsm8k_score.py", VERL_REWARD)
     table = datasets.Dataset.from_parquet(str(tmp_path / "test.parquet"), cache_dir=str(tmp_path / "cache"))
     table.map(lambda row: {"solution": row["extra_info"]["answer"]}).to_parquet(tmp_path / "solved.parquet")
-    words = ["eval", "--data", tmp_path / "solved.parquet", "--completions", "solution"]
-    words += ["--reward", f"{tmp_path / 'gsm8k_score.py'}:compute_score"]
-    monkeypatch.setattr(sys, "argv", ["isobit", *map(str, words)])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert not done.value.code
-    assert "reward    1.0000  1.0000 to 1.0000        8" in capsys.readouterr().out
+    words = ("--completions", "solution", "--reward", f"{tmp_path / 'gsm8k_score.py'}:compute_score")
+    code, out, err = run_isobit("eval", "--data", tmp_path / "solved.parquet", *words)
+    assert not code, err
+    assert "reward    1.0000  1.0000 to 1.0000        8" in out
 
 
 @pytest.mark.slow
-def test_reward_functions_of_trl_run_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Path
-) -> None:
+def test_reward_functions_of_trl_run_unchanged(tmp_path: Path, run_isobit: RunIsobit, chat_model: Path) -> None:
     """On a conversational data set saved by `datasets`; sync, async, with the trainer's state and logging, and one that
     scores some samples only."""
     datasets.disable_progress_bars()
@@ -202,7 +192,7 @@ def test_reward_functions_of_trl_run_unchanged(
     specs.append({"function": f"{tmp_path / 'trl_rewards.py'}:some_reward"})
     done = train(
         tmp_path,
-        monkeypatch,
+        run_isobit,
         model={"path": str(chat_model)},
         task={"path": str(tmp_path / "data"), "held_out_size": 0},
         rewards={"functions": specs},

@@ -138,7 +138,7 @@ def test_the_wheel_is_of_a_platform_and_of_every_python(wheel: Path) -> None:
     assert {f"isobit/kernels/native/prebuilt/{level}-" for level in LEVELS} == {
         name.rpartition("-")[0] + "-" for name in names if name.endswith(".so")
     }
-    assert {"isobit/kernels/native/product.cpp", "isobit/kernels/native/tile.h", "isobit/py.typed"} <= set(names)
+    assert {"isobit/kernels/product/product.cpp", "isobit/kernels/native/tile.h", "isobit/py.typed"} <= set(names)
 
 
 def test_the_libraries_need_the_c_library_and_gnu_openmp_only(installed: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_library_of_other_sources_or_that_cannot_be_loaded_is_not_used(
     assert "no C++ compiler found (g++, c++, clang++); cannot load " in computed(copy, tmp_path, **bare)["why"]
     shutil.rmtree(copy)
     shutil.copytree(installed, copy)
-    source = copy / "isobit/kernels/native/product.cpp"
+    source = copy / "isobit/kernels/product/product.cpp"
     source.write_text(source.read_text() + "\n")
     without = computed(copy, tmp_path, **bare)["why"]
     assert "no C++ compiler found (g++, c++, clang++)" in without

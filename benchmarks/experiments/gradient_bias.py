@@ -40,7 +40,8 @@ from isobit import Engine, Model, Sampling
 from isobit.rl.algorithm.correction import correct
 from isobit.rl.algorithm.correction_rule import CorrectionRule
 from isobit.rl.learner.forward import forward
-from isobit.rl.learner.packing import micro_batches, pack
+from isobit.rl.learner.packing import pack
+from isobit.rl.learner.schedule import micro_batches
 
 FLOWS = {
     "bf16[engines=separate]": "bf16",

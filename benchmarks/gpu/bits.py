@@ -19,11 +19,11 @@ from benchmarks.gpu.common import Bench, Case, random_model, shapes
 from benchmarks.gpu.decode import decode_step
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
-from isobit.kernels.triton import product as product_module
-from isobit.kernels.triton import self_check
-from isobit.kernels.triton.cublas import cublas_product, takes
+from isobit.kernels.backends import self_check
+from isobit.kernels.product.triton import product as product_module
+from isobit.kernels.product.triton.cublas import cublas_product, takes
+from isobit.kernels.product.triton.plan import ProductPlan, plan
 from isobit.kernels.triton.launch import target
-from isobit.kernels.triton.product_plan import ProductPlan, plan
 from isobit.model import ModelConfig
 from isobit.plan.work import linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
@@ -86,7 +86,7 @@ def _case(bench: Bench, name: str, check: Callable[[Case, Bench], None]) -> None
 
 
 def _start_up(case: Case, bench: Bench) -> None:
-    """What `backend: auto` asks before it takes a GPU (`isobit.kernels.triton.self_check`)."""
+    """What `backend: auto` asks before it takes a GPU (`isobit.kernels.backends.self_check`)."""
     found = self_check.failures(get_ops("triton"), target().fp8)
     case.row("failures", failures=found, holds=not found)
 

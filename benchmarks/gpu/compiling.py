@@ -23,10 +23,10 @@ from benchmarks.gpu import bits
 from benchmarks.gpu.common import Bench, described
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.kernel_table import META, MODELS, launches, signature
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import ARCHITECTURES, find_gpu
-from isobit.kernels.triton import product as product_module
+from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
-from isobit.kernels.triton.ops import TritonOps
 
 PRESETS = ("fp8", "bf16", "fp8-unified")
 _MOST_WORKERS = 14  # each has a context on the GPU, of half a gigabyte

@@ -15,10 +15,10 @@ from benchmarks.gpu.common import PRESETS, Bench, Case, consistencies, random_mo
 from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
 from isobit.precision import PRESETS as FLOWS
-from isobit.rl import OBJECTIVES, for_precision
+from isobit.rl import OBJECTIVES, ResolvedObjective, for_precision
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.training.rollouts.sources import sample_of
 
 _LARGE = 120 << 30  # bytes: more than an H100 has, and less than an H200
@@ -59,9 +59,9 @@ def _measure(
     sequences = prompts * group
     sampling = Sampling(group, new_tokens, seed=0, ignore_eos=True)
     pages = min(sequences, 512) * -(-(prompt_tokens + new_tokens + 1) // 16) + 64
-    engine = Engine(model, pages, 16, max_batch_tokens=8192, max_sequences=512)
-    objective = for_precision(replace(OBJECTIVES["grpo"], max_new_tokens=new_tokens), model.precision)
-    optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
+    engine = Engine(model, kv_pages=pages, page_size=16, max_batch_tokens=8192, max_sequences=512)
+    objective = for_precision(ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=new_tokens), model.precision)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
     learner = Learner(model, optimizer, objective, micro_batch_tokens=64 if bench.rehearsal else 16384)
     times: dict[str, float] = {}
     peaks: dict[str, int] = {}

@@ -3,7 +3,7 @@
 `fp8 with its quantization` is what a layer pays: the activation's quantization and the product. Where that is slower
 than the best BF16 product, FP8 loses, and the shape is named: `precision` can keep such layers in BF16 on both sides.
 `in a learner`, nothing is captured, and a library multiplies where it returns Triton's bytes
-(`kernels/triton/library.py`).
+(`kernels/product/triton/library.py`).
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from torch.nn import functional
 from benchmarks.gpu.common import Bench, Case, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from isobit.kernels import KVStore, Layout, get_ops
+from isobit.kernels.product.triton.library import STEP
 from isobit.kernels.table import triton_ops
-from isobit.kernels.triton.library import STEP
 from isobit.plan.work import Rates, Work, linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 

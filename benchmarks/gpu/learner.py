@@ -8,8 +8,8 @@ from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.plan.work import floor, learn, prefill
 from isobit.precision import PRESETS as FLOWS
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 def run(bench: Bench) -> None:
@@ -38,7 +38,7 @@ def _measure(case: Case, what: str, model: Model, length: int, sequences: int, b
     layout = Layout.packed([length] * sequences).to(device)
     tokens = torch.arange(length * sequences, device=device) % model.config.vocab_size
     targets = tokens.roll(-1)
-    optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
 
     def forward_backward() -> None:
         logprobs, _ = transformer.head_logprobs(transformer.hidden(tokens, layout), targets)

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import amd_table, attention_sass, launch_count, roofline
+from benchmarks import roofline
 from benchmarks.gpu import targets
 from benchmarks.kernel_table import architecture_table, table
 
@@ -22,9 +22,6 @@ def tables() -> dict[str, str]:
     return {
         "kernels": table(kernels),
         "architectures": architecture_table(json.loads((KERNELS.parent / "architectures.json").read_text())),
-        "attention": attention_sass.comparison(json.loads((KERNELS.parent / "attention_sass.json").read_text())),
-        "amd": amd_table.table(json.loads((KERNELS.parent / "amd.json").read_text(encoding="utf-8"))),
-        "launches": launch_count.table(json.loads((KERNELS.parent / "launches.json").read_text(encoding="utf-8"))),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
         "ceilings": targets.ceilings_table(KERNELS.parent),

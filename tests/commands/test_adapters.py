@@ -2,20 +2,19 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from isobit import cli
 from isobit.cli.commands.serving import open_serving
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.comparison import ALONE
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
+from tests.conftest import RunIsobit
 
 Isobit = Callable[..., str]
 NEW = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
@@ -41,17 +40,14 @@ def folder(tmp_path: Path, base_model: Path) -> Path:
 
 
 @pytest.fixture
-def isobit(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Isobit:
+def isobit(folder: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Isobit:
     """Run a command in the folder; what it prints, or, of one that fails, its error."""
     monkeypatch.chdir(folder)
 
     def call(*words: object, fails: bool = False) -> str:
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, words)])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        captured = capsys.readouterr()
-        assert bool(done.value.code) == fails, captured.err
-        return captured.err if fails else captured.out
+        code, out, err = run_isobit(*words)
+        assert bool(code) == fails, err
+        return err if fails else out
 
     return call
 

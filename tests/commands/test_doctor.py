@@ -12,6 +12,7 @@ from isobit.cli.commands import doctor
 from isobit.cli.commands.doctor import diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
+from isobit.precision import PRESETS
 
 
 def _doctor(*arguments: str, **environment: str) -> str:
@@ -28,6 +29,17 @@ def test_it_says_what_a_run_says() -> None:
     assert all(printed["facts"].values())
     text = _doctor()
     assert all(f"{name} " in text for name in printed["facts"])
+
+
+def test_it_says_what_of_a_preset_is_not_in_cpp() -> None:
+    """As a run of that preset does; and of no other preset."""
+    ops, precision = get_ops(), PRESETS["fp8-rollout-kv"]
+    if ops.backend != "native":
+        pytest.skip("without a compiler all is in PyTorch")
+    said = diagnose().facts["in PyTorch"]
+    ops.check_precision(precision)
+    assert f"fp8-rollout-kv: {ops.why.rpartition(': ')[2]}" in said
+    assert "fp8: " not in said
 
 
 def test_without_a_compiler_it_says_why_everything_is_slow_and_what_helps(tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
 """`isobit eval`: what is asked, of whom, and what is printed and written; against counting by hand."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit import cli
 from isobit.cli.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.training.train import train
+from tests.conftest import RunIsobit
 from tests.models import tiny_model
 from tests.runs import write_config
 
@@ -30,17 +29,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluate(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Eval:
+def evaluate(folder: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Eval:
     """Run `isobit eval` in the folder, with short completions; returns what it prints."""
     monkeypatch.chdir(folder)
 
     def call(*words: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["isobit", "eval", *map(str, words)])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        captured = capsys.readouterr()
-        assert not done.value.code, captured.err
-        return captured.out
+        code, out, err = run_isobit("eval", *words)
+        assert not code, err
+        return out
 
     return call
 
@@ -167,6 +163,7 @@ def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model:
     run = folder / "run"
     run.mkdir()
     write_config(folder, base_model, evaluation={"num_samples": 8, "pass_at": [8]}).rename(run / "config.yaml")
+    (run / "format.txt").write_text("2\n")
     assert evaluation_config(run, {}).evaluation.pass_at == (8,)
     config = evaluation_config(run, {"evaluation": {"num_samples": 4}, "seed": 3, "task": {"path": "x", "options": {}}})
     assert (config.evaluation.num_samples, config.evaluation.pass_at, config.seed) == (4, (), 3)

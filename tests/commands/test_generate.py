@@ -8,25 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from isobit import cli
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
+from tests.conftest import RunIsobit
 
 Generate = Callable[..., str]
 
 
 @pytest.fixture
-def generate(
-    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def generate(base_model: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Generate:
     def call(*words: object, stdin: str = "") -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        monkeypatch.setattr(sys, "argv", ["isobit", "generate", *map(str, (base_model, *words))])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        assert not done.value.code
-        return capsys.readouterr().out
+        code, out, err = run_isobit("generate", base_model, *words)
+        assert not code, err
+        return out
 
     return call
 

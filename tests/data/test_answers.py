@@ -2,14 +2,12 @@
 
 import ast
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit import cli
 from isobit.data.answers import NoAnswer, answer_messages, answer_text, gold_text
 from isobit.data.dataset import read_examples
 from isobit.data.readers import Source
@@ -17,6 +15,7 @@ from isobit.errors import IsobitError
 from isobit.rewards.functions import load_function
 from isobit.rewards.named import build
 from isobit.tasks import arithmetic, gsm8k
+from tests.conftest import RunIsobit
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "isobit"
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
@@ -126,19 +125,14 @@ def test_a_conversation_must_end_with_an_answer_that_says_something(tmp_path: Pa
             read_examples(Source(file))
 
 
-def test_given_completions_are_answers_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_given_completions_are_answers_or_refused(tmp_path: Path, run_isobit: RunIsobit) -> None:
     """A list and null were scored as the text that Python writes of them."""
 
-    def evaluate(*values: Any) -> tuple[object, str, str]:
+    def evaluate(*values: Any) -> tuple[int, str, str]:
         rows = [{"prompt": f"q{i}", "answer": "7", "said": value} for i, value in enumerate(values)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["eval", "--data", str(tmp_path / "rows.jsonl"), "--reward", "exact_match", "--completions", "said"]
-        monkeypatch.setattr(sys, "argv", ["isobit", *words])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        return (done.value.code, *capsys.readouterr())
+        words = ("--reward", "exact_match", "--completions", "said")
+        return run_isobit("eval", "--data", tmp_path / "rows.jsonl", *words)
 
     code, out, _ = evaluate(*(value for value, text in ANSWERS if text == "7"), "8")
     assert not code

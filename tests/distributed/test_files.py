@@ -29,9 +29,9 @@ from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.hub import checkpoint, names
 from isobit.model.hub.checkpoint import open_weights, read_weights, write_weights
 from isobit.rl import OptimizerSettings
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
-from isobit.training.parts import not_finite, problem_of, save_checkpoint
+from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
 from tests.distributed.threads import run
 from tests.models import tiny_model
 
@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, model: Model, settings: OptimizerSettings) -> None:
         self.model, shards = model, model.transformer.masters.shards
-        self.optimizer = Optimizer(model.named_parameters(), settings, shards)
+        self.optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
 
     def learn(self, steps: range) -> "Run":
         """Steps with gradients that are a function of master and step alone; one expert never has one."""
@@ -82,19 +82,14 @@ class Run:
         return self
 
     def save(self, directory: Path, step: int = 1) -> Path:
-        parts: Any = SimpleNamespace(
-            ranks=self.model.ranks,
-            model=self.model,
-            optimizer=self.optimizer,
-            calibrator=SimpleNamespace(active=True),
-            save_model=self.model.save,
-        )
+        calibrator = SimpleNamespace(active=True)
+        given: Any = (self.model, self.optimizer, None, calibrator, None)
+        trained = Trained(*given)
         counts = dict.fromkeys(("cursor", "weights_version", "bad_steps_in_a_row", "rows"), 0)
-        lists: dict[str, Any] = {"pending": [], "replay": [], "queue": [], "clip_bounds": [0.2, 0.2]}
-        state = {"step": step, "offsets": {}, **counts, **lists}
-        return save_checkpoint(
+        lists: dict[str, Any] = {"pending": [], "replay": [], "queue": []}
+        state = {"step": step, "masters": "fp32", "offsets": {}, **counts, **lists}
+        return trained.save(
             directory,
-            parts,
             state,
             {"scales": torch.arange(6.0).view(2, 3), "tokens": torch.arange(3)},
             "0" * 64,
@@ -208,7 +203,7 @@ def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: s
 
 def test_control_rows_in_the_order_of_ranks_are_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_order_of_ranks(path: Path, parts: dict[str, Part], ranks: Ranks = ALONE) -> None:
-        counts = ranks.gather({name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()})
+        counts = ranks.all_gather_json({name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()})
         starts = {name: sum(given[name] for given in counts[: ranks.rank]) for name in parts}
         write_file(path, {name: replace(part, start=starts[name]) for name, part in parts.items()}, ranks)
 
@@ -259,7 +254,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             one.save(tmp_path, 1)
             monkeypatch.setattr(files.os, "pwrite", fault)
             fault.strike(ranks, rank)
-            ranks.gather(None)
+            ranks.all_gather_json(None)
             try:
                 one.learn(range(1, 2)).save(tmp_path, 2)
             except Exception as error:
@@ -331,9 +326,9 @@ def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
         best.consider(2, {"m": 0.25})
         first = hashes(folder / "best")
         best.consider(3, {"m": 0.75})
-        ranks.gather(None)
+        ranks.all_gather_json(None)
         better = hashes(folder / "best")
-        ranks.gather(None)
+        ranks.all_gather_json(None)
         again = Best(folder, "m", one.model.save, ranks)
         again.restore(saved)
         assert hashes(folder / "best") == first != better

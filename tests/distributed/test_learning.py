@@ -15,18 +15,18 @@ from isobit.distributed.exchange import GradientSum
 from isobit.distributed.shards import Shards
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.model import Model
-from isobit.rl import Objective, OptimizerSettings, Sample, for_precision
+from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.objective import OBJECTIVES
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.threads import Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps=8)
-OBJECTIVE = replace(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
+OBJECTIVE = ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
 
 
 def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "fp32") -> Model:
@@ -36,7 +36,7 @@ def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "
 def whole(ranks: Ranks, shards: Shards, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of masters' shapes from the rows of all ranks, in the order of rows."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
-    for rank, tensors in enumerate(ranks.gather_tensors(mine)):
+    for rank, tensors in enumerate(ranks.all_gather_tensors(mine)):
         for name, tensor in tensors.items():
             found.setdefault(name, []).append((shards.rows[name.partition("|")[0]][rank][0], tensor))
     return {name: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])]) for name, parts in found.items()}
@@ -56,8 +56,7 @@ def learn(
     """(masters and moments, metrics) after some steps on the samples."""
     model = model_of(precision, family, ranks, settings.masters)
     shards = model.transformer.masters.shards
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, shards, holders=holders)
+    optimizer = ShardedOptimizer.of(model, settings)
     chosen = for_precision(objective, model.precision, stale=False)
     learner = Learner(model, optimizer, chosen, micro_batch_tokens=tokens, seed=7, **given)
     metrics = []
@@ -66,7 +65,7 @@ def learn(
         model.sync()
         version = model.weights_version
         samples = [replace(s, weights_version=version) for s in samples]
-    state = {f"{name}|{key}": value for name, each in optimizer._state.items() for key, value in each.items()}
+    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
     return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), metrics
 
@@ -109,7 +108,7 @@ class _AllReduced(GradientSum):
 
     def finish(self) -> None:
         shards = self._shards
-        sums = shards.ranks.gather_tensors(self._mine)
+        sums = shards.ranks.all_gather_tensors(self._mine)
         for name, holder in self._holders.items():
             parts = [given[name] for given in sums if name in given]
             holder.grad = sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None
@@ -158,8 +157,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8-bit moments": {"settings": replace(SETTINGS, state="8bit")},
     "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
     "BF16 masters, 8-bit moments": {"settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)},
+    "Muon": {"settings": replace(SETTINGS, name="muon")},
+    "Muon, BF16 masters, experts": {
+        "settings": replace(SETTINGS, name="muon", masters="bf16"),
+        "family": "qwen3_moe",
+    },
     "old log-probabilities recomputed": {"objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)},
-    "shadow passes": {"objective": replace(OBJECTIVE, shadow_every=1, shadow_calibrates_clip=True)},
     "tensor-wise": {"precision": "fp8[weight_granularity=tensor]"},
     "nvfp4": {"precision": "nvfp4"},
     "separate engines": {"precision": "fp8-rollout"},

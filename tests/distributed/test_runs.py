@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "bf16": ("qwen3", ["precision=bf16"]),
     "mixture of experts": ("qwen3_moe", ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"]),
     "BF16 masters": ("qwen3", ["optimizer.masters=bf16", "optimizer.state=8bit"]),
+    "Muon": ("qwen3", ["optimizer.name=muon"]),
     "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
     "dynamic sampling": ("qwen3", ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"]),
@@ -100,6 +101,18 @@ def test_processes_started_here_train_the_same(tmp_path: Path, one: tuple[Path, 
     assert process.returncode == 0, printed
     assert bits(directory) == alone
     _joined(directory, 2, printed)
+
+
+@pytest.mark.slow
+def test_processes_exchange_whole_matrices(tmp_path: Path) -> None:
+    """By gloo, for Muon."""
+    config, directory = written(tmp_path), tmp_path / "run"
+    alone = trained(config, tmp_path / "alone", 0, ["optimizer.name=muon"])
+    given = ["train", str(config), *SMALL, "optimizer.name=muon", f"run.dir={directory}", "ranks=2"]
+    process = started(given)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert bits(directory) == alone
 
 
 @pytest.mark.slow

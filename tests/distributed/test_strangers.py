@@ -133,7 +133,7 @@ class Store(dist.PrefixStore):
 store = Store("", dist.FileStore(folder + "/store"))
 try:
     ranks = TorchRanks(store, rank, 2, torch.device("cpu"), 30, PrivateFolder(Path(folder)))
-    print(ranks.gather(rank), ranks.claim("a") + ranks.claim("a") >= 1)
+    print(ranks.all_gather_json(rank), ranks.claim("a") + ranks.claim("a") >= 1)
     ranks.close()
 except RunFailed as error:
     print(error)

@@ -21,7 +21,7 @@ def test_ranks_that_were_closed_have_no_threads_while_they_are_referred_to() -> 
     """A thread of gloo that frees a tensor while Python ends aborts the process, after its work is done."""
     before = _threads()
     ranks = TorchRanks(dist.HashStore(), 0, 1, torch.device("cpu"), 30)
-    ranks.exchange(torch.ones(3), [3], [3], range(1))()
+    ranks.all_to_all(torch.ones(3), [3], [3], range(1))()
     assert _threads() > before  # the control: as long as the group is there
     ranks.close()
     assert _threads() == before

@@ -41,11 +41,11 @@ class ThreadRanks(Ranks):
         self.bytes_sent, self.sent_to = 0, Counter[int]()
         self.met: list[str] = []
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self.met.append("gather")
         return self._all("gather", data)
 
-    def exchange(
+    def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
         assert sent.numel() == sum(sent_sizes)

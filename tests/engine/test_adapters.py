@@ -125,8 +125,8 @@ def test_a_completion_goes_on_with_its_adapter(folder: Path) -> None:
     model = served(folder)
     engine = Engine(model)
     first = engine.generate(["1+1="], SAMPLING, adapters=["b"])[0][0]
-    ticket = engine.extend(first, [3, 4], SAMPLING)
-    assert ticket.adapter == "b"
+    request = engine.continue_from(first, [3, 4], SAMPLING)
+    assert request.adapter == "b"
     while not (done := engine.step()):
         pass
     assert done[0][1].adapter == "b"
@@ -178,12 +178,12 @@ def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
     model = Model.load(folder / "base", "fp8", "native", level("native")).serving({})
     engine = Engine(model, page_size=4)
     long = Sampling(n=2, max_new_tokens=40, seed=1, ignore_eos=True)
-    tickets = {engine.submit("9-", long): -1}
+    requests = {engine.submit("9-", long): -1}
     found: dict[int, list[Completion]] = {}
 
     def step() -> None:
-        for ticket, completion in engine.step():
-            found.setdefault(tickets[ticket], []).append(completion)
+        for request, completion in engine.step():
+            found.setdefault(requests[request], []).append(completion)
         engine.integrity()
 
     for name in ("a", "b", None):
@@ -192,7 +192,7 @@ def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
             model.add_adapter(name, folder / name)
         for index, (prompt, of) in enumerate(zip(PROMPTS, NAMES)):
             if of == name:
-                tickets[engine.submit(prompt, SAMPLING, index, adapter=of)] = index
+                requests[engine.submit(prompt, SAMPLING, index, adapter=of)] = index
     while engine.num_open > 1:
         step()
     model.remove_adapter("a")
@@ -210,12 +210,12 @@ def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
 def test_an_adapter_that_left_is_said_and_its_name_is_used_up(folder: Path) -> None:
     model = served(folder)
     engine = Engine(model)
-    ticket = engine.submit("1+1=", SAMPLING, adapter="a")
+    request = engine.submit("1+1=", SAMPLING, adapter="a")
     engine.step()
     model.remove_adapter("a")
     with pytest.raises(IsobitError, match="adapter: 'a' is not served any more; cancel its requests"):
         engine.step()
-    engine.cancel(ticket)
+    engine.cancel(request)
     engine.integrity()
     with pytest.raises(IsobitError, match="the name 'a' was given to another one before"):
         model.add_adapter("a", folder / "a")

@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0), "query_scalar": 5},
         {"query_scalar": 6},
     ),
+    "glm4": ({"qkv_bias": True, "rope": _HALF}, {"rms_eps": 1e-2}),
     "gpt_oss": (
         {"windows": (5, None, 9), "qkv_bias": True, "o_bias": True, "experts": Experts(5, 2, 208)},
         {"windows": (5, None, 8)},

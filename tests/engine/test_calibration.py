@@ -71,7 +71,7 @@ def test_scales_that_are_missing_or_stale_are_noticed() -> None:
 
 
 def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted() -> None:
-    per_head, calibrated = Engine(tiny_model("fp8"), 8), Engine(tiny_model(CALIBRATED), 8)
+    per_head, calibrated = Engine(tiny_model("fp8"), kv_pages=8), Engine(tiny_model(CALIBRATED), kv_pages=8)
     layers = calibrated.model.config.num_layers
     codes = 8 * 16 * 2 * 2 * 8 * layers  # pages, tokens, K and V, heads, dimension
     assert calibrated.kv_bytes == codes + 2 * 4 * layers

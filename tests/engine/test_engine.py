@@ -98,8 +98,20 @@ def test_prompt_ids_that_do_not_fit_are_refused(prompt_ids: list, make_engine: M
 @pytest.mark.parametrize("name", ["kv_pages", "page_size", "max_batch_tokens", "max_sequences"])
 @pytest.mark.parametrize("value", [0, -3, 1.5, True])
 def test_engine_sizes_are_checked(name: str, value: object) -> None:
-    with pytest.raises(IsobitError, match=f"engine.{name}: expected a whole number, at least 1, got"):
-        Engine(tiny(), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(IsobitError, match=f"engine.{name}: expected (a whole number|at least 1), got"):
+        Engine(tiny(), **{name: value})
+
+
+def test_a_size_is_declared_once() -> None:
+    """Its fields may be given as a whole, by name, or both; a name that it has not is refused."""
+    size = EngineSize(kv_pages=9, page_size=4, max_sequences=3)
+    other = EngineSize(kv_pages=5, max_sequences=3)
+    for engine in (Engine(tiny(), size), Engine(tiny(), other, kv_pages=9, page_size=4)):
+        assert (engine.pages.num_pages, engine.page_size, engine.max_sequences) == (9, 4, 3)
+        assert engine.max_batch_tokens == EngineSize().max_batch_tokens
+    assert Engine(tiny()).pages.num_pages == 512
+    with pytest.raises(IsobitError, match=r"engine.kv_page: unknown, did you mean 'kv_pages'\?"):
+        Engine(tiny(), kv_page=3)
 
 
 def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:

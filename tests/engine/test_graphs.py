@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.graphs import DecodeGraphs, graph_kind, ladder
-from isobit.engine.types import Sampling
+from isobit.engine.types import EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS
 from isobit.model import Model
@@ -109,7 +109,7 @@ def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int
     needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isobit.engine.engine.graph_kind", lambda model, wanted: EagerGraph)
-        engine = Engine(tiny("bf16", "native"), needed + spare, page_size, budget, max_sequences)
+        engine = Engine(tiny("bf16", "native"), EngineSize(needed + spare, page_size, budget, max_sequences))
     check("bf16", "native", engine)
     engine.integrity()
 

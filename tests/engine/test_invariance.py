@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.types import Sampling
+from isobit.engine.types import EngineSize, Sampling
 from tests.kernels.helpers import threads
 
 from .helpers import Outcome, outcome, rollout, tiny
@@ -135,7 +135,7 @@ def test_a_call_of_its_own_for_every_prompt(make_engine: MakeEngine) -> None:
 )
 def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int, order: list[int]) -> None:
     needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
-    engine = Engine(tiny("fp8", "native"), needed + spare, page_size, budget, max_sequences)
+    engine = Engine(tiny("fp8", "native"), EngineSize(needed + spare, page_size, budget, max_sequences))
     prompts, ids = [PROMPTS[i] for i in order], [PROMPT_IDS[i] for i in order]
     assert rollout(engine, prompts, SAMPLING, ids) == baseline("fp8", "native")
     engine.integrity()

@@ -110,15 +110,15 @@ def cancelled_beside_one_that_came(engine: Engine) -> bool:
     """Three requests decode; a fourth one comes, and one of the three is cancelled while the next step, which the
     fourth is not in, is under way. Whether the others are what they are alone."""
     long = Sampling(n=2, max_new_tokens=12, seed=7, ignore_eos=True)
-    doomed, *tickets = [engine.submit(PROMPTS[index], long, index) for index in range(3)]
+    doomed, *requests = [engine.submit(PROMPTS[index], long, index) for index in range(3)]
     for _ in range(3):
         engine.step()
-    tickets.append(engine.submit(PROMPTS[3], long, 3))
+    requests.append(engine.submit(PROMPTS[3], long, 3))
     engine.step()
     assert engine.scheduler.rows.count == 8
     engine.cancel(doomed)
     found = finish(engine)
-    return [found[ticket] for ticket in tickets] == [alone(engine.model, (PROMPTS[i], long, i)) for i in (1, 2, 3)]
+    return [found[request] for request in requests] == [alone(engine.model, (PROMPTS[i], long, i)) for i in (1, 2, 3)]
 
 
 def test_a_row_that_came_meanwhile_and_one_that_was_cancelled(
@@ -201,8 +201,8 @@ def test_negative_control_rows_that_stay_where_they_are(
     engine = make_captured(tiny("fp8", "native"), kv_pages=200)
     with pytest.raises((AssertionError, IndexError)):
         assert cancelled_beside_one_that_came(engine)
-    for ticket in list(engine.scheduler.groups):
-        engine.cancel(ticket)
+    for request in list(engine.scheduler.requests):
+        engine.cancel(request)
 
 
 def test_negative_control_first_tokens_before_those_of_decoding_rows(

@@ -5,7 +5,7 @@ import pytest
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.kernels.reference import attention
+from isobit.kernels.attention import definition as attention
 from isobit.model import Model
 from tests.models import tiny_model
 

@@ -9,7 +9,7 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.kernels import Layout
-from isobit.kernels.truncation import Context, penalize
+from isobit.kernels.sampling.filtering import Context, penalize
 from isobit.model import Model
 
 from .helpers import outcome, tiny
@@ -46,7 +46,7 @@ def differing(model: Model, completions: list[Completion], sampling: Sampling) -
             hidden,
             ids[rows + 1],
             1.0,
-            truncation=sampling.truncation,
+            filtering=sampling.filtering,
             context=Context(ids, torch.zeros_like(rows), rows),
         )
         own = torch.tensor(completion.sampled)
@@ -81,7 +81,7 @@ def test_further_turns_count_all_tokens_before(make_engine: MakeEngine) -> None:
     engine = make_engine(model)
     one = replace(PENALIZED, n=1, max_new_tokens=6, ignore_eos=True)
     (before,) = engine.generate([[5, 6, 7]], one)[0]
-    engine.extend(before, [8, 9], one)
+    engine.continue_from(before, [8, 9], one)
     ((_, after),) = [found for _ in range(6) for found in engine.step()]
     assert len(after.token_ids) == 14
     assert differing(model, [after], one) == 0

@@ -10,7 +10,7 @@ import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.types import Completion, Sampling, Ticket
+from isobit.engine.types import Completion, Request, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.rl.learner.forward import forward
@@ -22,7 +22,7 @@ from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
-Request = tuple[list[int], Sampling, int]
+Asked = tuple[list[int], Sampling, int]
 
 SETTINGS = [
     Sampling(n=3, max_new_tokens=14, temperature=0.9, seed=2**40 + 17),
@@ -34,25 +34,25 @@ SETTINGS = [
     Sampling(n=3, max_new_tokens=1, seed=9),
     Sampling(n=1, max_new_tokens=18, top_k=9, top_p=0.9, min_p=0.01, temperature=0.7, seed=8, stop=("b",)),
 ]
-REQUESTS: list[Request] = list(zip(PROMPTS, SETTINGS, PROMPT_IDS, strict=True))
+REQUESTS: list[Asked] = list(zip(PROMPTS, SETTINGS, PROMPT_IDS, strict=True))
 TIGHT = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 24, "max_sequences": 7}
 
 
-def finish(engine: Engine) -> dict[Ticket, list[Completion]]:
+def finish(engine: Engine) -> dict[Request, list[Completion]]:
     """Step until nothing is open, proving after every step that all is in order."""
-    found: dict[Ticket, list[Completion]] = {}
+    found: dict[Request, list[Completion]] = {}
     while engine.num_open:
-        for ticket, completion in engine.step():
-            found.setdefault(ticket, []).append(completion)
+        for request, completion in engine.step():
+            found.setdefault(request, []).append(completion)
         engine.integrity()
-    return {ticket: sorted(done, key=lambda c: c.sample_index) for ticket, done in found.items()}
+    return {request: sorted(done, key=lambda c: c.sample_index) for request, done in found.items()}
 
 
-def complete(engine: Engine, ticket: Ticket) -> list[Completion]:
-    return finish(engine)[ticket]
+def complete(engine: Engine, request: Request) -> list[Completion]:
+    return finish(engine)[request]
 
 
-def alone(model: Model, request: Request) -> list[Completion]:
+def alone(model: Model, request: Asked) -> list[Completion]:
     engine = Engine(model, kv_pages=200)
     return complete(engine, engine.submit(*request))
 
@@ -60,20 +60,20 @@ def alone(model: Model, request: Request) -> list[Completion]:
 def arrive(engine: Engine, seed: int, cancels: bool = False) -> dict[int, list[Completion]]:
     """Submit the requests in some order, with steps between; of every three cancel one somewhere. By index."""
     rng = random.Random(seed)
-    tickets: dict[Ticket, int] = {}
+    requests: dict[Request, int] = {}
     found: dict[int, list[Completion]] = {}
     coming = rng.sample(range(len(REQUESTS)), len(REQUESTS))
     doomed = set(coming[::3]) if cancels else set()
     while coming or engine.num_open:
         while coming and rng.random() < 0.4:
             index = coming.pop(0)
-            tickets[engine.submit(*REQUESTS[index])] = index
-        for ticket, completion in engine.step():
-            found.setdefault(tickets[ticket], []).append(completion)
-        for ticket, index in tickets.items():
+            requests[engine.submit(*REQUESTS[index])] = index
+        for request, completion in engine.step():
+            found.setdefault(requests[request], []).append(completion)
+        for request, index in requests.items():
             if index in doomed and rng.random() < 0.3:
-                engine.cancel(ticket)
-                engine.cancel(ticket)
+                engine.cancel(request)
+                engine.cancel(request)
         engine.integrity()
     assert engine.pages.num_used == 0
     whole = {i: sorted(c, key=lambda c: c.sample_index) for i, c in found.items() if len(c) == REQUESTS[i][1].n}
@@ -110,7 +110,7 @@ def test_captured_steps_and_steps_ahead_too(
 def test_negative_control_a_key_by_order_of_arrival(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("bf16", "native")
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
-    monkeypatch.setattr(Scheduler, "key", lambda self, s: (s.group.ticket.sampling.seed, 0, s.number))
+    monkeypatch.setattr(Scheduler, "key", lambda self, s: (s.owner.request.sampling.seed, 0, s.number))
     with pytest.raises(AssertionError):
         assert arrive(make_engine(model, kv_pages=200), 1) == wanted
 
@@ -149,10 +149,10 @@ def test_a_cancelled_request_frees_its_pages_at_once_and_changes_no_other(make_e
 
 def test_negative_control_a_cancelled_request_that_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny(), kv_pages=20)
-    ticket = engine.submit(*REQUESTS[4])
+    request = engine.submit(*REQUESTS[4])
     engine.step()
     monkeypatch.setattr(engine.pages, "release", lambda pages: None)
-    engine.cancel(ticket)
+    engine.cancel(request)
     with pytest.raises(AssertionError, match="references, but 0 holders"):
         engine.integrity()
 
@@ -166,10 +166,10 @@ def test_many_requests_leave_nothing_behind(make_engine: MakeEngine, make_captur
         for number in range(400):
             sampling = replace(rng.choice(SETTINGS), n=rng.randint(1, 3), max_new_tokens=rng.randint(1, 6))
             sampling = replace(sampling, stop=(str(number), "zz") if rng.random() < 0.3 else ())
-            ticket = engine.submit([rng.randrange(3, 40) for _ in range(rng.randint(1, 30))], sampling, number)
+            request = engine.submit([rng.randrange(3, 40) for _ in range(rng.randint(1, 30))], sampling, number)
             if rng.random() < 0.2:
-                engine.cancel(ticket)
-            most_open = max(most_open, sum(len(group.members) for group in scheduler.groups.values()))
+                engine.cancel(request)
+            most_open = max(most_open, sum(len(group.members) for group in scheduler.requests.values()))
             while engine.num_open > rng.randint(0, 5):
                 engine.step()
                 engine.integrity()
@@ -180,7 +180,7 @@ def test_many_requests_leave_nothing_behind(make_engine: MakeEngine, make_captur
         assert scheduler.record.num_slots <= 32
         assert scheduler.record.num_free == scheduler.record.num_slots
         assert scheduler.record.tokens.shape[1] == 64
-        assert not any((scheduler.groups, scheduler.at, scheduler.running, scheduler.waiting, scheduler.prefilling))
+        assert not any((scheduler.requests, scheduler.at, scheduler.running, scheduler.waiting, scheduler.prefilling))
         assert len(engine.pages._page_of) == len(engine.pages._entry_of) <= 30
         assert engine.pages.num_free == 30
         assert engine._endings._stops.cache_info().currsize <= 64
@@ -201,10 +201,10 @@ def test_an_extension_gives_the_bits_of_all_its_tokens_afresh(
     prompt, sampling, prompt_id = PROMPTS[3], replace(SETTINGS[0], stop=("a",)), 12
     turns = complete(engine, engine.submit(prompt, sampling, prompt_id))
     for given in ([7, 8, 9, 10, 11], [30], []):
-        tickets = {engine.extend(before, given, sampling): before for before in turns}
-        extended = {ticket: done[0] for ticket, done in finish(engine).items()}
-        for ticket, before in tickets.items():
-            after, so_far = extended[ticket], [*prompt, *before.token_ids, *given]
+        requests = {engine.continue_from(before, given, sampling): before for before in turns}
+        extended = {request: done[0] for request, done in finish(engine).items()}
+        for request, before in requests.items():
+            after, so_far = extended[request], [*prompt, *before.token_ids, *given]
             fresh = Engine(model, kv_pages=200)
             again = fresh.submit(so_far, replace(sampling, n=1), prompt_id, before.sample_index)
             wanted = complete(fresh, again)[0]
@@ -226,8 +226,8 @@ def test_a_mask_is_written_where_there_are_given_tokens(make_engine: MakeEngine)
     engine, sampling = make_engine(tiny()), Sampling(max_new_tokens=4, ignore_eos=True)
     first = complete(engine, engine.submit([5, 6], sampling))[0]
     assert first.completion_mask is None
-    assert complete(engine, engine.extend(first, [], sampling))[0].completion_mask is None
-    mask = complete(engine, engine.extend(first, [9, 9], sampling))[0].completion_mask
+    assert complete(engine, engine.continue_from(first, [], sampling))[0].completion_mask is None
+    mask = complete(engine, engine.continue_from(first, [9, 9], sampling))[0].completion_mask
     assert mask == [True] * 4 + [False] * 2 + [True] * 4
 
 
@@ -238,9 +238,9 @@ def test_turns_have_the_learners_log_probabilities(preset: str, make_engine: Mak
     engine, sampling = make_engine(model, page_size=4), Sampling(n=3, max_new_tokens=6, ignore_eos=True)
     turns = complete(engine, engine.submit(PROMPTS[4], sampling))
     for given in ([7, 8, 9], [30, 31]):
-        tickets = [engine.extend(before, given, sampling) for before in turns]
+        requests = [engine.continue_from(before, given, sampling) for before in turns]
         done = finish(engine)
-        turns = [done[ticket][0] for ticket in tickets]
+        turns = [done[request][0] for request in requests]
     samples = [sample_of(completion, 0) for completion in turns]
     with torch.no_grad():
         learned = forward(model, pack(samples), 1.0)[0].tolist()
@@ -262,10 +262,10 @@ def test_requests_that_can_never_be_answered_are_refused_at_once(make_engine: Ma
         (lambda: engine.submit([5], Sampling(), -1), "prompt_id: expected a whole number from 0"),
         (lambda: engine.submit([5], Sampling(), 0, 2**32), "sample_index: expected a whole number from 0"),
         (lambda: engine.submit([5], {"n": 2}), r"sampling: expected Sampling\(n=4, ...\), got"),
-        (lambda: engine.extend(done, [5] * 60), "the prompt has 100 tokens, but the model's context of 96"),
-        (lambda: engine.extend(done, [5] * 30), "needs 6 pages of 16 tokens"),
-        (lambda: engine.extend(done, "7"), "Engine.extend: expected token ids, got a text"),
-        (lambda: engine.extend(done, [64]), "token id 64 is not in the model's vocabulary"),
+        (lambda: engine.continue_from(done, [5] * 60), "the prompt has 100 tokens, but the model's context of 96"),
+        (lambda: engine.continue_from(done, [5] * 30), "needs 6 pages of 16 tokens"),
+        (lambda: engine.continue_from(done, "7"), "Engine.continue_from: expected token ids, got a text"),
+        (lambda: engine.continue_from(done, [64]), "token id 64 is not in the model's vocabulary"),
     ):
         with pytest.raises(IsobitError, match=message) as raised:
             refused()
@@ -278,7 +278,7 @@ def test_what_open_requests_forbid(make_engine: MakeEngine) -> None:
     engine, sampling = make_engine(model), Sampling(max_new_tokens=4, ignore_eos=True)
     done = complete(engine, engine.submit([5], sampling))[0]
     assert engine.step() == []
-    ticket = engine.submit([5], sampling)
+    request = engine.submit([5], sampling)
     for forbidden in (engine.sleep, lambda: engine.generate([[5]])):
         with pytest.raises(IsobitError, match="1 requests are open; finish or cancel them first"):
             forbidden()
@@ -286,10 +286,10 @@ def test_what_open_requests_forbid(make_engine: MakeEngine) -> None:
     model.sync()
     with pytest.raises(IsobitError, match=r"Engine\.step: the weights changed while 1 requests are open"):
         engine.step()
-    engine.cancel(ticket)
+    engine.cancel(request)
     engine.sleep()
     with pytest.raises(IsobitError, match="the completion is of version 0 of the weights, which are at version 1"):
-        engine.extend(done, [5], sampling)
+        engine.continue_from(done, [5], sampling)
     again = complete(engine, engine.submit([5], sampling))[0]
     assert (again.token_ids, again.logprobs) == (done.token_ids, done.logprobs)
 
@@ -300,7 +300,7 @@ def test_a_step_that_fails_can_be_taken_again(make_captured: MakeEngine, monkeyp
     model = tiny("bf16", "native")
     wanted = alone(model, REQUESTS[4])
     engine = make_captured(model, kv_pages=200)
-    ticket, hidden = engine.submit(*REQUESTS[4]), model.transformer.hidden
+    request, hidden = engine.submit(*REQUESTS[4]), model.transformer.hidden
     for _ in range(5):
         engine.step()
     with monkeypatch.context() as patch:
@@ -310,7 +310,7 @@ def test_a_step_that_fails_can_be_taken_again(make_captured: MakeEngine, monkeyp
             with pytest.raises(IsobitError, match="the prompt: the model's logits hold NaN or infinity"):
                 engine.step()
             engine.integrity()
-    assert finish(engine)[ticket] == wanted
+    assert finish(engine)[request] == wanted
 
 
 def test_lengths_differ() -> None:
@@ -323,21 +323,21 @@ def test_each_token_is_reported_as_it_is_sampled(make_engine: MakeEngine) -> Non
     model = tiny("fp8", "native")
     for sizes in ({"kv_pages": 200}, TIGHT):
         engine = make_engine(model, **sizes)
-        seen: dict[tuple[Ticket, int], list[tuple[int, float]]] = {}
+        seen: dict[tuple[Request, int], list[tuple[int, float]]] = {}
 
-        def hear(ticket: Ticket, sample: int, token: int, logprob: float) -> None:
-            seen.setdefault((ticket, sample), []).append((token, logprob))  # noqa: B023
+        def hear(request: Request, sample: int, token: int, logprob: float) -> None:
+            seen.setdefault((request, sample), []).append((token, logprob))  # noqa: B023
 
-        tickets = [engine.submit(*request) for request in REQUESTS]
-        done: list[tuple[Ticket, Completion]] = []
+        requests = [engine.submit(*asked) for asked in REQUESTS]
+        done: list[tuple[Request, Completion]] = []
         while engine.num_open:
             done += engine.step(hear)
-            engine.cancel(tickets[0])
+            engine.cancel(requests[0])
         heard = {key: ([t for t, _ in got], [p for _, p in got]) for key, got in seen.items()}
-        whole = {(ticket, c.sample_index): (c.token_ids, c.logprobs) for ticket, c in done}
+        whole = {(request, c.sample_index): (c.token_ids, c.logprobs) for request, c in done}
         assert len(whole) == sum(sampling.n for _, sampling, _ in REQUESTS[1:])
-        assert {key: got for key, got in heard.items() if key[0] is not tickets[0]} == whole
-        assert all(len(tokens) == 1 for key, (tokens, _) in heard.items() if key[0] is tickets[0])
+        assert {key: got for key, got in heard.items() if key[0] is not requests[0]} == whole
+        assert all(len(tokens) == 1 for key, (tokens, _) in heard.items() if key[0] is requests[0])
 
 
 def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine) -> None:
@@ -369,3 +369,11 @@ def test_stop_tokens_end_a_completion_as_its_own_end_does(make_engine: MakeEngin
     assert any(short.finish_reason == "stop" for short in ended)
     with pytest.raises(IsobitError, match="stop_tokens: expected a whole number from 0"):
         Sampling(stop_tokens=(-1,))
+
+
+def test_extend_is_still_understood() -> None:
+    engine = Engine(tiny(), kv_pages=20)
+    [[before]] = engine.generate([[5, 6]], Sampling(max_new_tokens=2))
+    with pytest.warns(FutureWarning, match="continue_from"):
+        request = engine.extend(before, [7], Sampling(max_new_tokens=2))
+    complete(engine, request)

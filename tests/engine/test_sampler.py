@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.engine.sampler import Draws, draw, kinds_of, truncate
+from isobit.engine.sampler import Draws, draw, filtered_logits, kinds_of
 from isobit.engine.types import Sampling
 from isobit.kernels import Ops, get_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from tests.models import require
 
 OPS = get_ops("reference")
@@ -32,7 +32,7 @@ def drawn(logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops = OPS) -> t
 
 def kept(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits, of which those that the sampling leaves out are -inf."""
-    return truncate(logits, draws_of(some_keys(len(logits)), sampling))
+    return filtered_logits(logits, draws_of(some_keys(len(logits)), sampling))
 
 
 def some_keys(rows: int) -> Tensor:

@@ -12,7 +12,7 @@ from isobit.engine.batch import build
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, Stats
-from isobit.engine.types import Sampling, Ticket
+from isobit.engine.types import Request, Sampling
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Shadow:
         self.scheduler = Scheduler(self.pool, **sizes, prefix_cache=case.prefix_cache)
         sampling = Sampling(case.n, seed=5)
         for group, limit in enumerate(self._most()):
-            self.scheduler.add(Ticket(self._prompt(group), sampling, group, 0), limit)
+            self.scheduler.add(Request(self._prompt(group), sampling, group, 0), limit)
         self.slots = np.full((case.num_pages * case.page_size, 2), -1)
         self.known = [self._prompt(i // case.n) for i in range(len(case.prompts) * case.n)]
         self.tokens_per_step: list[int] = []
@@ -237,8 +237,8 @@ def test_cancelling_gives_everything_back_in_any_state(sizes: dict[str, int]) ->
         for _ in range(steps):
             step(shadow)
         assert (shadow.pool.num_used > 0) == (steps > 0)
-        for ticket in list(shadow.scheduler.groups):
-            shadow.scheduler.cancel(ticket)
+        for request in list(shadow.scheduler.requests):
+            shadow.scheduler.cancel(request)
             shadow.scheduler.integrity()
         shadow.pool.integrity([])
         assert shadow.pool.num_free == shadow.pool.num_pages

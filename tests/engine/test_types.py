@@ -43,9 +43,9 @@ def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
 
 
 def test_truncated_and_greedy() -> None:
-    assert not Sampling().truncated
-    assert Sampling(top_k=3).truncated
-    assert Sampling(top_p=0.9).truncated
-    assert Sampling(min_p=0.1).truncated
+    assert not Sampling().filtered
+    assert Sampling(top_k=3).filtered
+    assert Sampling(top_p=0.9).filtered
+    assert Sampling(min_p=0.1).filtered
     assert Sampling(temperature=0).greedy
-    assert not Sampling(temperature=0, top_k=3).truncated
+    assert not Sampling(temperature=0, top_k=3).filtered

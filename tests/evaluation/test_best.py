@@ -17,7 +17,7 @@ from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
 from isobit.evaluation.best import Best
 from isobit.evaluation.majority import majority_at_k
-from isobit.evaluation.periodic import HeldOut
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.model import Model
 from isobit.monitor.report.intervals import pass_at_k
 from isobit.run import checkpoints
@@ -306,6 +306,6 @@ def test_memory_counts_the_evaluations_cache(tmp_path: Path, base_model: Path) -
     for opened in parts:
         opened.rewards.close()
     assert parts[0].kv_bytes == parts[0].engine.kv_bytes
-    assert isinstance(parts[1].held_out, HeldOut)
+    assert isinstance(parts[1].held_out, PeriodicEvaluation)
     assert parts[1].kv_bytes == parts[1].engine.kv_bytes + parts[1].held_out.engine.kv_bytes
     assert parts[1].held_out.engine.kv_bytes > parts[1].engine.kv_bytes

@@ -6,7 +6,7 @@ from random import Random
 import torch
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.types import Completion, EngineSize, Request
 from isobit.model import Model, Tokenizer
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
@@ -45,9 +45,13 @@ def check(case: Case, backend: str) -> Found:
     return found
 
 
+def _size(schedule: Schedule) -> EngineSize:
+    return EngineSize(schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences)
+
+
 def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> dict[Key, Completion]:
     torch.set_num_threads(schedule.threads)
-    engine = Engine(model, schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences)
+    engine = Engine(model, _size(schedule))
     engine.record_routes = model.config.experts is not None
     prompts = [list(case.prompts[i]) for i in schedule.order]
     if calibrate:
@@ -61,12 +65,18 @@ def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Compl
     """The case's requests one by one, each submitted between two steps, and beside them others that are cancelled or
     have other settings. A sample whose first tokens are given goes on as it did: here as the completion."""
     rng, n = Random(case.seed), case.sampling.n
-    more = (2 * schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens + 40, schedule.max_sequences + 4)
-    engine = Engine(model, *more)
+    size = _size(schedule)
+    engine = Engine(
+        model,
+        size,
+        kv_pages=2 * schedule.kv_pages,
+        max_batch_tokens=size.max_batch_tokens + 40,
+        max_sequences=size.max_sequences + 4,
+    )
     engine.record_routes = model.config.experts is not None
     other = replace(case.sampling, n=1, temperature=1.1, top_k=4, top_p=0.9, min_p=0.0, stop=())
-    coming, doomed, results = list(schedule.order), list[Ticket](), dict[Key, Completion]()
-    wanted: set[Ticket] = set()
+    coming, doomed, results = list(schedule.order), list[Request](), dict[Key, Completion]()
+    wanted: set[Request] = set()
     while coming or engine.num_open:
         while coming and rng.random() < 0.5:
             index = coming.pop(0)
@@ -78,8 +88,8 @@ def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Compl
                 given = rng.randrange(1, len(tokens))
                 rest = replace(case.sampling, n=1, max_new_tokens=case.sampling.max_new_tokens - given)
                 wanted.add(engine.submit([*prompt, *tokens[:given]], rest, prompt_id, sample))
-        for ticket, completion in engine.step():
-            if ticket in wanted:
+        for request, completion in engine.step():
+            if request in wanted:
                 _keep(completion, len(known[completion.prompt_id, 0].prompt_token_ids), results)
         if doomed and rng.random() < 0.3:
             engine.cancel(doomed.pop(0))
@@ -115,7 +125,7 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
         packed = pack(part, learning.share_prompts and model.config.linear is None)
-        logprobs, entropy = forward(model, packed, temperature, case.sampling.truncation, recompute=learning.recompute)
+        logprobs, entropy = forward(model, packed, temperature, case.sampling.filtering, recompute=learning.recompute)
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])

@@ -9,7 +9,7 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
-from isobit.kernels.native.ops import available
+from isobit.kernels.native import available
 from isobit.model.families import FAMILIES
 from tests.models import require
 
@@ -60,7 +60,7 @@ def _tokens_by_place_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Scheduler,
         "key",
-        lambda self, s: (s.group.ticket.sampling.seed, s.group.number, s.number - s.group.number),
+        lambda self, s: (s.owner.request.sampling.seed, s.owner.number, s.number - s.owner.number),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.common import random_model
 from benchmarks.gpu.shapes import SHAPES
 from isobit import Engine, Model, Sampling
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, EngineSize
 
 from ..kernels.helpers import same
 
@@ -32,7 +32,8 @@ def _prompts(model: Model) -> list[list[int]]:
 
 
 def _generate(model: Model, new_tokens: int = 24, kv_pages: int = 320, **options: int) -> list[Completion]:
-    engine = Engine(model, kv_pages, 16, **({"max_batch_tokens": 700, "max_sequences": 40} | options))
+    size = EngineSize(kv_pages, 16, max_batch_tokens=700, max_sequences=40)
+    engine = Engine(model, size, **options)
     groups = engine.generate(_prompts(model), Sampling(4, new_tokens, seed=3, ignore_eos=True))
     engine.integrity()
     return [completion for group in groups for completion in group]

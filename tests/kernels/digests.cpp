@@ -4,12 +4,12 @@
 #include <cstdio>
 #include <vector>
 
-#include "attention.h"
-#include "delta.h"
-#include "product.h"
-#include "rows.h"
-#include "self_test.h"
-#include "ordered.h"
+#include "attention/attention.h"
+#include "delta/delta.h"
+#include "product/product.h"
+#include "norms/norms.h"
+#include "native/self_test.h"
+#include "product/ordered.h"
 
 EXPORT int64_t isobit_ordered_isa(int64_t wanted, int64_t order);
 EXPORT int64_t isobit_ordered_self_test(int64_t isa, int64_t order);

@@ -8,9 +8,16 @@ import pytest
 
 from isobit.kernels.native import build, interface, recipe
 
-DELTA = ("convolution.cpp", "delta.cpp", "delta_backward.cpp")
-ROWS = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", *DELTA, "rows32.cpp")
-PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("ordered"))
+DELTA = ("delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp")
+ROWS = (
+    "norms/norms.cpp",
+    "heads/heads.cpp",
+    "attention/attention.cpp",
+    "attention/attention_backward.cpp",
+    *DELTA,
+    "native/rows32.cpp",
+)
+PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("product/ordered"))
 
 
 def library_of(
@@ -34,10 +41,16 @@ def changed_copy(folder: Path, files: Sequence[str], right: str, wrong: str) -> 
 
 def changed_copies(folder: Path, changes: Mapping[str, tuple[str, str]]) -> None:
     """The same with a line of its own for each file."""
-    for path in recipe.HERE.glob("*.[ch]*"):
-        text = path.read_text()
-        if path.name in changes:
-            right, wrong = changes[path.name]
+    for name in (*recipe.SOURCES, *recipe.HEADERS):
+        text = (recipe.HERE / name).read_text()
+        if name in changes:
+            right, wrong = changes[name]
             assert text.count(right) == 1
             text = text.replace(right, wrong)
-        (folder / path.name).write_text(text)
+        write(folder / name, text)
+
+
+def write(path: Path, text: str) -> None:
+    """A file, in a folder that may have to be made."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)

@@ -27,8 +27,8 @@ _SELECTED = (
 TESTS = (
     "tests/kernels/test_native.py", "tests/kernels/test_native_invariance.py", "tests/kernels/test_ordered.py",
     "tests/kernels/test_rows32.py", "tests/kernels/test_head_inputs.py", "tests/kernels/test_requantization.py",
-    "tests/kernels/test_native_separate.py", "tests/kernels/test_squares.py", "tests/kernels/test_windows.py",
-    "tests/kernels/test_stochastic.py", "tests/kernels/test_nibbles.py", "tests/kernels/test_probabilities.py",
+    "tests/kernels/test_native_inference_engine.py", "tests/kernels/test_squares.py", "tests/kernels/test_windows.py",
+    "tests/kernels/test_stochastic.py", "tests/kernels/test_packed_fp4.py", "tests/kernels/test_probabilities.py",
     "tests/kernels/test_delta.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip

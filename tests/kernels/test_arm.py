@@ -50,7 +50,7 @@ def test_an_arm_processor_computes_the_same_bits(tmp_path: Path) -> None:
     linked = [library()._name, f"-Wl,-rpath,{Path(library()._name).parent}", "-o", here]
     subprocess.run([compiler(), *FLAGS, "-fopenmp", f"-I{HERE}", str(PROGRAM), *linked], check=True, timeout=300)
     *wanted, path = digests(here)
-    names = sorted({*SOURCES} - {"interface.cpp"})
+    names = sorted({*SOURCES} - {"native/interface.cpp"})
     with ThreadPoolExecutor(2) as pool:
         objects = dict(zip(names, pool.map(lambda name: compiled(tmp_path, HERE / name), names)))
     main = compiled(tmp_path, PROGRAM)
@@ -58,7 +58,7 @@ def test_an_arm_processor_computes_the_same_bits(tmp_path: Path) -> None:
     assert found == wanted
     assert len(found) == 49
     assert arm_path == "path 1" != path, "products by NEON"
-    for name in ("pointwise.cpp", "attention_backward.cpp"):  # the control
+    for name in ("norms/norms.cpp", "attention/attention_backward.cpp"):  # the control
         objects[name] = compiled(tmp_path, HERE / name, *WRONG)
     *other, _ = on_arm(tmp_path, [main, *objects.values()])
     differing = {line.split()[0] for line, right in zip(other, wanted) if line != right}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.kernels.reference import attention as implementation
+from isobit.kernels.attention import definition as implementation
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec, quantize
 
 from .helpers import draw, ordinals, same, threads

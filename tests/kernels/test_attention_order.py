@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.kernels.reference import attention as implementation
+from isobit.kernels.attention import definition as implementation
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import tree_sum
 from isobit.precision import BF16, E4M3, QuantSpec

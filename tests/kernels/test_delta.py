@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels import DeltaHeads, Layout, Ops, StateStore, get_ops
+from isobit.kernels.delta import definition as delta
+from isobit.kernels.delta import native as in_cpp
 from isobit.kernels.native import available, recipe
-from isobit.kernels.native.delta import DeltaOperators
-from isobit.kernels.reference import delta
+from isobit.kernels.native.base import NativeBase
 from isobit.precision import BF16, FP32
 
 from .helpers import same, threads
@@ -198,12 +199,12 @@ def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(sizes: tuple[i
     """Both sum in float32, in orders of their own: C++ may be twice as far from the reference's recurrence in float64
     as that in float32 is, all elements together. The control: without one row's gradient."""
     native, case, layout = get_ops("native"), Case([50, 1, 16, 17], sizes), Layout.packed([50, 1, 16, 17])
-    assert isinstance(native, DeltaOperators)
+    assert isinstance(native, NativeBase)
     parts = delta.Parts(*(part.contiguous() for part in delta._parts(case.x, case.gates, case.heads)))
     dout = torch.randn(parts.v.shape, generator=torch.Generator().manual_seed(2))
     true = delta._backward(delta.Parts(*(part.double() for part in parts)), dout.double(), layout)
-    single, found = delta._backward(parts, dout, layout), native._backward(parts, dout, layout)
-    wrong = native._backward(parts, dout.index_fill(0, torch.tensor(40), 0.0), layout)
+    single, found = delta._backward(parts, dout, layout), in_cpp.backward(native, parts, dout, layout)
+    wrong = in_cpp.backward(native, parts, dout.index_fill(0, torch.tensor(40), 0.0), layout)
     for ours, other, theirs, exact in zip(found, wrong, single, true):
         bound = 2 * (theirs - exact).norm() + 1e-7 * exact.norm()
         assert (ours - exact).norm() <= bound
@@ -256,9 +257,9 @@ def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkey
         pytest.skip("flags of x86-64")
     native, other, wrong = (get_ops("native") for _ in range(3))
     order = "(lane[0][n] + lane[{}][n]) + (lane[{}][n] + lane[3][n])"
-    changed_copy(tmp_path, ["delta.h"], order.format(2, 1), order.format(1, 2))
-    other._lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch)
-    wrong._lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch, tmp_path)
+    changed_copy(tmp_path, ["delta/delta.h"], order.format(2, 1), order.format(1, 2))
+    other.lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch)
+    wrong.lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch, tmp_path)
     for sizes in SIZES:
         for dtype in DTYPES:
             case = Case([38, 1, 4], sizes, dtype, 3)

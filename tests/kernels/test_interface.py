@@ -11,25 +11,29 @@ import pytest
 from isobit.errors import IsobitError
 from isobit.kernels.native import available, interface
 from isobit.kernels.native.build import BuildFailed, load
-from isobit.kernels.native.recipe import HERE, SOURCES, compile_library, compiler
+from isobit.kernels.native.recipe import HEADERS, HERE, SOURCES, compile_library, compiler
+from tests.kernels.libraries import write
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
 Library = Callable[..., ctypes.CDLL]
+
+PRODUCT = "product/product.h"
 
 
 @pytest.fixture(scope="module")
 def interface_alone(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """Compile only what says how structs are laid out, from sources in which `old` is `new`."""
 
-    def compiled(file: str = "product.h", old: str = "", new: str = "") -> ctypes.CDLL:
+    def compiled(file: str = PRODUCT, old: str = "", new: str = "") -> ctypes.CDLL:
         folder = tmp_path_factory.mktemp("sources")
-        for path in HERE.glob("*.[ch]*"):
-            text = path.read_text() if path.suffix == ".h" or path.name == "interface.cpp" else ""
-            if path.name == file:
+        for name in (*SOURCES, *HEADERS):
+            read = name in HEADERS or name == "native/interface.cpp"
+            text = (HERE / name).read_text() if read else ""
+            if name == file:
                 assert text.count(old) == 1 or not old
                 text = text.replace(old, new) if old else text
-            (folder / path.name).write_text(text)
+            write(folder / name, text)
         compile_library(compiler(), folder / "library.so", ["-O0"], [], folder)
         return ctypes.CDLL(str(folder / "library.so"))
 
@@ -40,14 +44,29 @@ def interface_alone(tmp_path_factory: pytest.TempPathFactory) -> Library:
     ("file", "old", "new", "odd"),
     [
         (
-            "product.h",
+            PRODUCT,
             "    const float* common;",
             "    const float *common, *more;",
             r"ProductArguments.size has \(offset, size\) \(0, 2",
         ),
-        ("product.h", "kind_a, m, n, k;", "kind_a, n, m, k;", r"ProductArguments.m has \(offset, size\) \(16, 8\)"),
-        ("attention.h", "    double scale;", "    float scale;", r"AttentionArguments.scale has .*, 4\) in C\+\+"),
-        ("interface.cpp", "FIELD(bias_kind), ", "", r"ProductArguments.bias_kind has \(offset, size\) None in C\+\+"),
+        (
+            PRODUCT,
+            "kind_a, m, n, k;",
+            "kind_a, n, m, k;",
+            r"ProductArguments.m has \(offset, size\) \(16, 8\)",
+        ),
+        (
+            "attention/attention.h",
+            "    double scale;",
+            "    float scale;",
+            r"AttentionArguments.scale has .*, 4\) in C\+\+",
+        ),
+        (
+            "native/interface.cpp",
+            "FIELD(bias_kind), ",
+            "",
+            r"ProductArguments.bias_kind has \(offset, size\) None in C\+\+",
+        ),
     ],
     ids=["added", "swapped", "narrower", "not listed"],
 )

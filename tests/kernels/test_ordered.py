@@ -13,9 +13,10 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Operand, Ops, Stacked, get_ops
-from isobit.kernels.composed import rows_of
-from isobit.kernels.native import build, ordered
-from isobit.kernels.reference import ordered as definition
+from isobit.kernels.matrices import rows_of
+from isobit.kernels.native import build
+from isobit.kernels.product import ordered as definition
+from isobit.kernels.product import ordered_native as ordered
 from isobit.options import consistency
 from isobit.options.consistency import TDP32, VDP32, default_order, processor_features
 from isobit.precision import E4M3, E5M2, QuantSpec, quantize
@@ -340,14 +341,14 @@ def test_the_default_is_the_order_of_the_processors_instruction(monkeypatch: pyt
 
 _TDP32 = ("add(sum[r][p], add(even[r][p], odd[r][p]))", "add(add(sum[r][p], even[r][p]), odd[r][p])")
 WRONG = {
-    TDP32: {"ordered_kernel.h": _TDP32, "ordered_registers.h": _TDP32},
+    TDP32: {"product/ordered_kernel.h": _TDP32, "product/ordered_registers.h": _TDP32},
     VDP32: {
-        "ordered_kernel.h": ("k = i ^ 1;", "k = i;"),
-        "ordered_registers.h": (
+        "product/ordered_kernel.h": ("k = i ^ 1;", "k = i;"),
+        "product/ordered_registers.h": (
             "fma(vsplat(x[0]), left, fma(vsplat(x[1]), right, sum[r][p]))",
             "fma(vsplat(x[1]), right, fma(vsplat(x[0]), left, sum[r][p]))",
         ),
-        "ordered_bf16.cpp": (": add(before, sum[r][p])", ": add(sum[r][p], sum[r][p])"),
+        "product/ordered_bf16.cpp": (": add(before, sum[r][p])", ": add(sum[r][p], sum[r][p])"),
     },
 }
 """Each chain added to the sum by itself; the products of a pair exchanged, and what is before a block forgotten."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, Ops, get_ops
+from isobit.kernels.attention import definition as implementation
+from isobit.kernels.attention import float32 as attention32
+from isobit.kernels.attention import probabilities
+from isobit.kernels.attention.probabilities import boundaries, to_e4m3
 from isobit.kernels.native import recipe
-from isobit.kernels.reference import attention as implementation
-from isobit.kernels.reference import attention32, probabilities
-from isobit.kernels.reference.probabilities import boundaries, to_e4m3
 from isobit.kernels.reference.sums import tree_sum
 from isobit.precision import BF16, E4M3, FP32
 
@@ -228,7 +229,7 @@ def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch
     other = {level: get_ops("native", level) for level in here}
     library = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
     for ops in other.values():
-        ops._lib = library
+        ops.lib = library
     for cache in STORES:
         q, _, store, layout = problem(cache, (4, 2, 20), LENGTHS)
         found, wanted = (at["bitwise"].attention(q, store, layout, SCALE, 33, None, E4M3) for at in (other, here))
@@ -239,5 +240,5 @@ def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch
     assert near(other["exact"].attention(*given)[0], wanted)
     moved = boundaries() + 2.0**-45
     monkeypatch.setattr(probabilities, "boundaries", lambda: moved)
-    monkeypatch.setattr("isobit.kernels.native.ops.boundaries", lambda: moved)
+    monkeypatch.setattr("isobit.kernels.attention.native.boundaries", lambda: moved)
     assert not near(other["exact"].attention(*given)[0], wanted)

@@ -8,13 +8,15 @@ import pytest
 
 from isobit.kernels.native import build, recipe
 from isobit.kernels.native.recipe import HEADERS, HERE, LEVELS, SOURCES, WARNINGS, BuildFailed, compile_library
+from tests.kernels.libraries import write
 
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 NONE = pytest.mark.skipif(not COMPILERS, reason="no C++ compiler")
 
 
 def test_the_recipe_names_every_file() -> None:
-    assert {path.name for path in HERE.glob("*.[ch]*")} == {*SOURCES, *HEADERS}
+    found = {str(path.relative_to(HERE)) for path in (*HERE.rglob("*.cpp"), *HERE.rglob("*.h"))}
+    assert found == {*SOURCES, *HEADERS}
 
 
 @NONE
@@ -23,7 +25,7 @@ def test_a_warning_is_an_error_here_and_no_hindrance_to_a_user(program: str, tmp
     """Every source but one is empty, and that one compares signed with unsigned numbers. That all files compile without
     a warning: `test_native_invariance.py`, which builds with `WARNINGS`, and below."""
     for name in (*SOURCES, *HEADERS):
-        (tmp_path / name).write_text("")
+        write(tmp_path / name, "")
     (tmp_path / SOURCES[0]).write_text("bool less(int a, unsigned b) { return a < b; }\n")
     library = tmp_path / "library.so"
     compile_library(program, library, [], [], tmp_path)
@@ -62,7 +64,7 @@ def test_a_processor_gets_the_best_library_that_it_can_run(tmp_path: Path) -> No
 
 def test_the_fingerprint_is_of_every_file(tmp_path: Path) -> None:
     for name in (*SOURCES, *HEADERS):
-        (tmp_path / name).write_bytes((HERE / name).read_bytes())
+        write(tmp_path / name, (HERE / name).read_text())
     assert recipe.digest("flag", sources=tmp_path) == recipe.digest("flag")
     assert recipe.digest("flags", sources=tmp_path) != recipe.digest("flag")
     for name in (*SOURCES, *HEADERS):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Ops, get_ops, native
-from isobit.kernels.reference.routing import ordered_sum
+from isobit.kernels.experts.definition import ordered_sum
 from isobit.kernels.reference.sums import tree_sum
 
 from .helpers import draw, same, threads

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
-from isobit.kernels.composed import Composed
-from isobit.kernels.native import available, build, recipe, rows
-from isobit.kernels.reference import attention32, rows32
+from isobit.kernels.attention import float32 as attention32
+from isobit.kernels.backends.composed import Composed
+from isobit.kernels.native import available, build, recipe
+from isobit.kernels.norms import float32 as rows32
+from isobit.kernels.norms import native as rows
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from .helpers import ACTIVATIONS, bits, draw, rounded, same, threads
@@ -544,18 +546,18 @@ def test_a_failed_self_test_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 _FUSED = "INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {"
 CHANGES = {
     "lanes of a head": (
-        "vectors.h",
+        "native/vectors.h",
         "h[0] + h[4]) + (h[2] + h[6])) + ((h[1]",
         "h[0] + h[2]) + (h[4] + h[6])) + ((h[1]",
     ),
     "lanes of a state": (
-        "delta.h",
+        "delta/delta.h",
         "(lane[0][n] + lane[2][n]) + (lane[1][n] + lane[3][n])",
         "(lane[0][n] + lane[1][n]) + (lane[2][n] + lane[3][n])",
     ),
-    "chains of keys": ("tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
-    "exp": ("native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),
-    "two roundings": ("vectors.h", _FUSED, f"{_FUSED} return a * b + c;"),
+    "chains of keys": ("native/tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
+    "exp": ("native/native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),
+    "two roundings": ("native/vectors.h", _FUSED, f"{_FUSED} return a * b + c;"),
 }
 
 
@@ -577,8 +579,8 @@ def test_other_builds_have_the_same_bits(
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
     other = get_ops("native")
-    other._lib = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
-    assert other._lib.isobit_rows32_self_test() == 0
+    other.lib = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
+    assert other.lib.isobit_rows32_self_test() == 0
     random = torch.Generator().manual_seed(12)
     for data in DATA:
         for dtype in DTYPES:

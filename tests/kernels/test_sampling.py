@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isobit.kernels import get_ops
-from isobit.kernels.reference import sampling
+from isobit.kernels.sampling import definition as sampling
 
 from .helpers import draw, keys_of, ordinals, same, threads
 

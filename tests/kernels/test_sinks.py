@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops, get_ops, separate_ops
+from isobit.kernels import KVStore, Layout, Ops, get_ops, inference_engine_ops
 from isobit.kernels.native import available
 from isobit.precision import BF16
 
@@ -20,7 +20,7 @@ Problem = tuple[Tensor, Tensor, KVStore, Layout]
 def operators(backend: str, level: str) -> Ops:
     if backend == "native" and not available()[0]:
         pytest.skip(f"native backend: {available()[1]}")
-    return get_ops(backend, level) if level != "separate" else separate_ops(get_ops(backend, "bitwise"))
+    return get_ops(backend, level) if level != "separate" else inference_engine_ops(get_ops(backend, "bitwise"))
 
 
 def with_a_column(given: Problem, sinks: Tensor, window: int) -> tuple[Tensor, ...]:

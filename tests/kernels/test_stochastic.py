@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Ops
-from isobit.kernels.reference import stochastic
+from isobit.kernels.optim import definition as stochastic
 
 from .helpers import same, threads
 

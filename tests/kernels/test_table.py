@@ -8,10 +8,14 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
+from isobit.kernels.backends import self_check
+from isobit.kernels.backends.native import NativeOps
+from isobit.kernels.backends.reference import ReferenceOps
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import Gpu
-from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.triton import launch, self_check
-from isobit.kernels.triton.ops import TritonOps
+from isobit.kernels.inference_engine.definition import InferenceEngineOps
+from isobit.kernels.inference_engine.native import NativeInferenceEngineOps
+from isobit.kernels.triton import launch
 from isobit.options.consistency import default_order, resolved
 from isobit.precision import PRESETS, precision_from
 
@@ -65,16 +69,44 @@ def test_operators_say_what_they_are(consistency: str) -> None:
     assert len(ops.why.splitlines()) == 1
 
 
+OPERATORS = [name for name, it in vars(Ops).items() if inspect.isfunction(it) and name[0] != "_"]
+
+
+class Declared(Ops):
+    """Has every operator as it is declared."""
+
+
+def parameters(ops: Ops, name: str) -> list[tuple[object, ...]]:
+    """As a caller sees them: name, default and kind."""
+    found = inspect.signature(getattr(ops, name)).parameters.values()
+    return [(each.name, each.default, each.kind) for each in found]
+
+
+def tables() -> dict[str, Ops]:
+    """Each table of operators, and what takes the place of some of them."""
+    cpu = torch.device("cpu")
+    found: dict[str, Ops] = {level: ReferenceOps(level) for level in ("exact", "bitwise", "fast")}
+    found |= {"engine": InferenceEngineOps(ReferenceOps()), "triton": TritonOps("bitwise", "", cpu)}
+    if native.available()[0]:
+        learner = NativeOps()
+        found |= {"native": learner, "native engine": NativeInferenceEngineOps(learner)}
+    return found
+
+
 def test_every_operator_is_there_with_its_signature() -> None:
-    """A class that lacked one would have the protocol's, which returns None."""
-    operators = [name for name, member in vars(Ops).items() if inspect.isfunction(member) and name[0] != "_"]
-    assert "product" in operators
-    for backend in (ReferenceOps, native.NativeOps, TritonOps):
-        for name in operators:
-            own, wanted = getattr(backend, name), getattr(Ops, name)
-            assert own is not wanted, f"{backend.__name__}.{name}"
-            pairs = zip(*(inspect.signature(of).parameters.values() for of in (own, wanted)), strict=True)
-            assert all((a.name, a.default, a.kind) == (b.name, b.default, b.kind) for a, b in pairs), name
+    """A table that lacked one would have the protocol's, which returns None. The control: a function
+    with another default is another signature."""
+    declared = Declared()
+    assert "product" in OPERATORS
+    assert len(OPERATORS) == 40
+    for backend, ops in tables().items():
+        for name in OPERATORS:
+            of_class = getattr(type(ops), name)
+            assert of_class is not getattr(Ops, name), f"{backend}: {name}"
+            assert parameters(ops, name) == parameters(declared, name), f"{backend}: {name}"
+    odd = ReferenceOps()
+    vars(odd)["rotary"] = lambda x, cos, sin, positions, inverse=True: x
+    assert parameters(odd, "rotary") != parameters(declared, "rotary")
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:

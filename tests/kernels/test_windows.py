@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops, get_ops, separate_ops
-from isobit.kernels.native import NativeOps, available
+from isobit.kernels import KVStore, Layout, Ops, get_ops, inference_engine_ops
+from isobit.kernels.backends.native import NativeOps
+from isobit.kernels.native import available
 from isobit.precision import BF16, E4M3, FP32, QuantSpec
 
 from .helpers import draw, same, threads
@@ -21,7 +22,7 @@ ENGINES = [*LEARNERS, ("reference", "bitwise"), ("native", "fast"), ("reference"
 def operators(backend: str, level: str) -> Ops:
     if backend == "native" and not available()[0]:
         pytest.skip(f"native backend: {available()[1]}")
-    return get_ops(backend, level) if level != "separate" else separate_ops(get_ops(backend, "bitwise"))
+    return get_ops(backend, level) if level != "separate" else inference_engine_ops(get_ops(backend, "bitwise"))
 
 
 def problem(cache: str, heads: tuple[int, int, int], lengths: list[int]) -> tuple[Tensor, Tensor, KVStore, Layout]:

@@ -5,52 +5,22 @@ import contextlib
 import json
 import resource
 import select
-import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from isobit.errors import LEFT_OUT, IsobitError
+from . import outcome as outcomes
 
 CASE_SECONDS, SILENT_SECONDS, MEMORY_BYTES = 20, 60, 12 << 30
-
-
-class Hang(BaseException):
-    """The watchdog's: no loader may catch it."""
 
 
 def outcome(folder: Path, seed: int) -> tuple[str, str]:
     """(ok, refused, failed or hang; what was found) of one case."""
     from . import cases
 
-    def alarm(*_: Any) -> None:
-        raise Hang
-
-    signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
-    try:
-        return "ok", cases.run(folder, seed)
-    except IsobitError as error:
-        text = str(error)
-        clear = text and "\n" not in text and LEFT_OUT not in text
-        return ("refused", text) if clear else ("failed", f"not one clear line: {text[:300]!r}")
-    except Hang:
-        return "hang", _place(sys.exc_info()[2])
-    except BaseException as error:  # also a panic of a library in Rust
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]} {_place(error.__traceback__)}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _place(trace: Any) -> str:
-    frames = [f for f in traceback.extract_tb(trace) if "/isobit/" in f.filename]
-    return f"({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})" if frames else "(elsewhere)"
+    return outcomes.outcome(lambda: cases.run(folder, seed), CASE_SECONDS)
 
 
 def serve(first: int, last: int) -> None:

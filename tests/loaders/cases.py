@@ -1,7 +1,6 @@
 """Valid files, and for a seed one of them damaged and the loader called that reads it."""
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from isobit.model import Experts, Model, ModelConfig, RewardModel, Tokenizer
 from isobit.model.hub.checkpoint import write_weights
 
 from . import mutate
+from .outcome import put_no_file
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is 1 < 2?"}]
 TEMPLATE = (
@@ -180,24 +180,13 @@ def _damage(file: Path, before: bytes, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.02:
         file.unlink(missing_ok=True)
-        _replaced(file, rng)
+        put_no_file(file, rng)
         return
     if kind < 0.25 and file.suffix != ".jinja":
         content = mutate.data(before, rng)
     else:
         content = _structured(file, before, rng)
     file.write_bytes(content)
-
-
-def _replaced(file: Path, rng: random.Random) -> None:
-    """Something that is no file in its place."""
-    kind = rng.randrange(6)
-    if kind == 0:
-        os.mkfifo(file)
-    elif kind == 1:
-        file.mkdir()
-    elif kind < 5:
-        file.symlink_to(("/dev/zero", "/nowhere", file.name)[kind - 2])
 
 
 def _structured(file: Path, before: bytes, rng: random.Random) -> bytes:

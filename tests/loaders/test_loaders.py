@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from isobit.tasks import TaskSettings, load_task
 
 from . import __main__ as fuzzer
 from . import cases
+from .outcome import some_seconds
 
 SEED = 20261122
 
@@ -38,8 +42,6 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dense(valid: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(valid / "dense", tmp_path / "dense"))
 
 
@@ -51,13 +53,8 @@ def test_the_valid_files_are_read(valid: Path) -> None:
 
 @pytest.mark.slow
 def test_some_seconds_without_a_traceback_or_a_hang(valid: Path) -> None:
-    until, seed, kinds = time.monotonic() + 8, SEED, dict.fromkeys(("ok", "refused"), 0)
-    while time.monotonic() < until and seed < SEED + 400:
-        kind, what = fuzzer.outcome(valid, seed)
-        assert kind in kinds, f"seed {seed}: {what}"
-        kinds[kind] += 1
-        seed += 1
-    assert kinds["refused"] > kinds["ok"] > 0
+    counts = some_seconds(partial(fuzzer.outcome, valid), SEED, seconds=8, most=400)
+    assert counts["refused"] > counts["ok"] > 0
 
 
 def _planted(error: BaseException) -> Callable[[Path], Any]:
@@ -73,6 +70,7 @@ def _planted(error: BaseException) -> Callable[[Path], Any]:
         (_planted(ZeroDivisionError("planted")), "failed", "ZeroDivisionError: planted"),
         (_planted(IsobitError("of some length " * 200)), "failed", "not one clear line"),
         (_planted(IsobitError("one line")), "refused", "one line"),
+        (lambda path: print("Traceback", file=sys.stderr), "failed", "Traceback"),
         (lambda path: time.sleep(5), "hang", ""),
     ],
 )

@@ -52,6 +52,7 @@ BASES["gemma3_text"] = {key: value for key, value in BASES["olmo3"].items() if k
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 5,
 }
+BASES["glm4"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
 BASES["gpt_oss"] = _SIZES | {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -275,7 +276,7 @@ def _rope_details(family: str) -> Iterator[Row]:
 def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
     flagged, everywhere = family.startswith(("qwen", "smollm")), family in ("qwen3_moe", "mixtral", "mistral")
-    never = family in ("llama", "olmo2")
+    never = family in ("llama", "olmo2", "glm4")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""

@@ -57,6 +57,7 @@ _GPT_OSS |= {"rope_parameters": {**_YARN, "truncate": False}}
 _QWEN35 = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 20}
 _QWEN35 |= {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}
 _QWEN35_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -85,6 +86,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-linear": (
         "Gemma3",
         {**_GEMMA, "rope_parameters": _GEMMA_LINEAR, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "glm4": ("Glm4", {"head_dim": 20, **_PAD}),
+    "glm4-whole-heads": (
+        "Glm4",
+        {"head_dim": 12, "attention_bias": False, "rope_parameters": _GLM_ROPE, "tie_word_embeddings": True, **_PAD},
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-plain": (

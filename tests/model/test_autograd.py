@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.forward import autograd
 from isobit.model.forward.autograd import Vector, Weight
 from isobit.model.forward.head import head_logprobs
@@ -276,7 +276,7 @@ def _head(
     chunk: int,
     ops: Ops,
     gradient: Tensor | None,
-    truncation: Truncation | None = None,
+    filtering: Filtering | None = None,
 ) -> tuple:
     master = torch.nn.Parameter(_random(97, hidden.shape[1], seed=7, dtype=torch.float32) * 0.3)
     head = Weight("head", master, master.detach().to(dtype), None, None)
@@ -285,7 +285,7 @@ def _head(
     with torch.set_grad_enabled(gradient is not None):
         every = torch.arange(len(targets))
         context = Context(targets, torch.where(every < 10, 0, 10), every)  # two sequences
-        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, truncation, context)
+        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, filtering, context)
     if gradient is not None:
         logprobs.backward(gradient)
     return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
@@ -316,28 +316,28 @@ def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(
-    "truncation",
+    "filtering",
     [(20, 1.0, 0.0, 1.0), (0, 0.9, 0.0, 1.0), (0, 1.0, 0.05, 1.0), (20, 0.9, 0.01, 1.3), (0, 1.0, 0.0, 1.8)],
     ids=str,
 )
-def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, truncation: Truncation) -> None:
+def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, filtering: Filtering) -> None:
     """In float64, over the support written out; some targets are outside it. The control is the whole softmax."""
     hidden = _random(29, 40, dtype=torch.float32)
     gradient, every = _random(29, seed=8, dtype=torch.float32), torch.arange(29)
     spy = _Spy(ops)
-    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient, truncation)
+    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient, filtering)
     assert max(spy.rows) == 8, "of logits at a time"
     exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     z = exact @ exact_weight.T
     for row in range(29):
         seen = targets[(0 if row < 10 else 10) : row + 1]
         factor = torch.ones(29, 97, dtype=torch.float64)
-        factor[row, seen] = torch.where(z[row, seen] > 0, 1 / truncation[3], truncation[3]).double()
+        factor[row, seen] = torch.where(z[row, seen] > 0, 1 / filtering[3], filtering[3]).double()
         z = z * factor
     z = z / 0.7
-    kept = _kept(z.detach(), truncation)
+    kept = _kept(z.detach(), filtering)
     outside = ~kept[every, targets]
-    assert (0 < int(outside.sum()) < 29) == (truncation[:3] != (0, 1, 0))
+    assert (0 < int(outside.sum()) < 29) == (filtering[:3] != (0, 1, 0))
     kept[every, targets] = True
     distribution = z.masked_fill(~kept, -torch.inf).log_softmax(-1)
     distribution[every, targets].backward(gradient.double())
@@ -352,9 +352,9 @@ def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, tru
     assert float((whole[3] - exact_weight.grad).norm() / exact_weight.grad.norm()) > 0.02
 
 
-def _kept(z: Tensor, truncation: Truncation) -> Tensor:
+def _kept(z: Tensor, filtering: Filtering) -> Tensor:
     """Mask of the support of scaled logits without ties, by ranks and probabilities: top-k, top-p, min-p."""
-    top_k, top_p, min_p, _ = truncation
+    top_k, top_p, min_p, _ = filtering
     order = z.argsort(-1, descending=True)
     rank = order.argsort(-1)
     kept = rank < top_k if top_k else torch.ones_like(z, dtype=torch.bool)
@@ -367,10 +367,10 @@ def _kept(z: Tensor, truncation: Truncation) -> Tensor:
 
 
 def test_truncated_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
-    hidden, truncation = _random(29, 40), (20, 0.9, 0.01, 1.3)
-    whole = _head(hidden, torch.bfloat16, 100, ops, None, truncation)
+    hidden, filtering = _random(29, 40), (20, 0.9, 0.01, 1.3)
+    whole = _head(hidden, torch.bfloat16, 100, ops, None, filtering)
     for chunk in (1, 7, 29):
-        for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None, truncation)[:2], whole):
+        for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None, filtering)[:2], whole):
             assert torch.equal(part, wanted)
 
 

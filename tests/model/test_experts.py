@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Activation, Operand, Stacked, get_ops
-from isobit.kernels.composed import by_expert
-from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.triton import grouped
+from isobit.kernels.backends.reference import ReferenceOps
+from isobit.kernels.experts.definition import by_expert
+from isobit.kernels.experts.triton import grouped
 from isobit.kernels.triton.launch import record_launches
 from isobit.model import Experts, Model
 from isobit.model.forward import experts

@@ -14,8 +14,8 @@ from isobit.model import Experts, Model
 from isobit.model.adapters.low_rank import product, update_norm
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward import autograd
-from isobit.model.weights.stored import NO_MASTER, LowRank, Vector, Weight
-from isobit.precision import E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
+from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight
+from isobit.precision import E4M3, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
 from tests.models import require, tiny_model
 
 ROWS, IN, OUT, RANK = 37, 96, 80, 4
@@ -44,9 +44,9 @@ def _weight(dtype: torch.dtype, flow: str = "plain", zero: bool = False) -> Weig
             one.b.working.zero_()
     values, bias = _random(OUT, IN, seed=9) * 0.1, _random(OUT, seed=10).to(dtype)
     if flow == "plain":
-        return Weight("w", NO_MASTER, values.to(dtype), NO_MASTER, bias, adapters=adapters)
+        return Weight("w", FROZEN, values.to(dtype), FROZEN, bias, adapters=adapters)
     working = quantize(values, QuantSpec(E4M3, "128x128"))
-    return Weight("w", NO_MASTER, working, NO_MASTER, bias, SPEC, SPEC, "fp8", "fp8", adapters=adapters)
+    return Weight("w", FROZEN, working, FROZEN, bias, SPEC, SPEC, "fp8", "fp8", adapters=adapters)
 
 
 def _wanted(x: Tensor, weight: Weight) -> tuple[Tensor, list[Tensor]]:
@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[int, Callable[..., Tensor], Callable[[Tensor], Tensor]]] 
     "normed": (
         IN,
         lambda x, w, ops: autograd.norm_linear(
-            x, None, Vector("n", NO_MASTER, torch.ones(IN, dtype=x.dtype)), 1e-6, w, ops
+            x, None, Vector("n", FROZEN, torch.ones(IN, dtype=x.dtype)), 1e-6, w, ops
         )[0],
         lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
     ),
@@ -305,16 +305,16 @@ def test_a_base_two_codes_to_a_byte_is_never_whole(
         model.transformer.head_logprobs(hidden, ids.roll(1))[0].sum().backward()
         return {name: parameter.grad for name, parameter in model.named_parameters().items()}
 
-    def whole(self: Nibbles) -> Tensor:
+    def whole(self: PackedFP4) -> Tensor:
         raise AssertionError(f"all of {self.shape} at once")
 
     with monkeypatch.context() as patch:
-        patch.setattr(nibbles, "holds", lambda spec, shape: False)
+        patch.setattr(packed_fp4, "holds", lambda spec, shape: False)
         wanted = gradients(_load(tmp_path, precision, family=family))
-    monkeypatch.setattr(Nibbles, "dequantize", whole)
+    monkeypatch.setattr(PackedFP4, "dequantize", whole)
     model = _load(tmp_path, precision, family=family)
     assert _same(gradients(model), wanted)
-    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, Nibbles)]
+    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, PackedFP4)]
     assert len(frozen) >= 8
     for one in frozen:
         one.codes.copy_(one.codes << 4 | one.codes >> 4)
@@ -355,7 +355,7 @@ def test_recomputed_layers_have_the_same_gradients(tmp_path: Path, family: str) 
 
 def test_a_frozen_layer_without_adapters_keeps_nothing_for_its_weights() -> None:
     x = _random(ROWS, IN).bfloat16().requires_grad_()
-    frozen = Weight("w", NO_MASTER, _random(OUT, IN).bfloat16(), None, None)
+    frozen = Weight("w", FROZEN, _random(OUT, IN).bfloat16(), None, None)
     ops = get_ops("reference", "exact")
     assert autograd.linear(x, frozen, ops).grad_fn.saved_tensors == ()
     trained = Weight("w", torch.nn.Parameter(_random(OUT, IN)), frozen.prepared, None, None)

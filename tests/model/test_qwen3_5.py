@@ -63,8 +63,8 @@ def test_a_page_has_the_state_after_its_last_token() -> None:
     def generate(engine: Engine) -> list[float]:
         return list(engine.generate([prompt], sampling)[0][0].logprobs)
 
-    alone = generate(Engine(model, 16, 4))
-    engine = Engine(model, 16, 4)
+    alone = generate(Engine(model, kv_pages=16, page_size=4))
+    engine = Engine(model, kv_pages=16, page_size=4)
     assert generate(engine) == alone
     assert generate(engine) == alone
     assert engine.stats.cached_tokens == 12
@@ -77,8 +77,8 @@ def test_a_page_has_the_state_after_its_last_token() -> None:
 def test_states_are_counted_among_the_bytes_of_pages() -> None:
     """Which are larger by default where each has states."""
     hybrid, plain = tiny_model("fp8", "qwen3_5_text"), tiny_model("fp8", "qwen3")
-    engine, small = Engine(hybrid, 4), Engine(hybrid, 4, 16)
-    assert (Engine(plain, 4).page_size, engine.page_size) == (16, 256)
+    engine, small = Engine(hybrid, kv_pages=4), Engine(hybrid, kv_pages=4, page_size=16)
+    assert (Engine(plain, kv_pages=4).page_size, engine.page_size) == (16, 256)
     linear = hybrid.config.linear
     assert linear is not None
     states = 4 * 4 * 8 * 12 + 2 * 3 * linear.channels  # float32 states, inputs in BF16

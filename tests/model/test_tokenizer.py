@@ -11,7 +11,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.errors import IsobitError
-from isobit.model import Tokenizer
+from isobit.model import TextRules, Tokenizer
 from tests.models import ALPHABET
 
 _CHAT = [
@@ -156,7 +156,7 @@ def test_named_templates_stay(characters: tuple[Tokenizer, Path], place: str) ->
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template == named
     assert Tokenizer.load(out).chat_template == "plain"
     (path / "own.jinja").write_text("own")
-    tokenizer.use_template(path / "own.jinja")
+    tokenizer = Tokenizer.load(path, TextRules(chat_template=path / "own.jinja"))
     changed.mkdir()
     tokenizer.save(changed)
     assert transformers.AutoTokenizer.from_pretrained(changed).chat_template == named | {"default": "own"}

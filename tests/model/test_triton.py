@@ -12,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Experts
 from isobit.model.adapters.targets import NewAdapter
-from isobit.precision import Nibbles
+from isobit.precision import PackedFP4
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from tests.models import tiny_model
@@ -77,7 +77,7 @@ def test_an_adapter_by_the_kernels(tmp_path: Path, precision: str) -> None:
     models = [Model.load(tmp_path, precision, backend, adapter=NewAdapter(4, 8)) for backend in ("triton", "native")]
     for weight in models[0].transformer.rollout_weights():
         frozen = "lora" not in weight.name and precision != "fp8"
-        assert isinstance(weight.working, Nibbles) == frozen
+        assert isinstance(weight.working, PackedFP4) == frozen
     assert torch.equal(hidden(models[0]), bare)
     for model in models:
         for number, (name, parameter) in enumerate(model.named_parameters().items()):
@@ -133,9 +133,9 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
     rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs])
     with torch.no_grad():
         own, fused, other = (
-            forward(model, pack(samples), 0.7, given)[0] for given in (asked.truncation, None, (9, 0.85, 0.01, 1.0))
+            forward(model, pack(samples), 0.7, given)[0] for given in (asked.filtering, None, (9, 0.85, 0.01, 1.0))
         )
-        shared = forward(model, pack(samples, share_prompts=True), 0.7, asked.truncation)[0]
+        shared = forward(model, pack(samples, share_prompts=True), 0.7, asked.filtering)[0]
     assert torch.equal(own.view(torch.int32), rolled.view(torch.int32))
     assert torch.equal(shared, own)
     assert not torch.equal(fused, rolled)

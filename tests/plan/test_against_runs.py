@@ -38,6 +38,7 @@ RUNS = [
     ("fp8", "gpt_oss", ()),
     ("fp8", "qwen3_5_text", ("evaluation.every=1", "evaluation.samples=4")),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
+    ("fp8", "qwen3", ("optimizer.name=muon",)),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     ("nvfp4", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
@@ -59,9 +60,9 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
     planned, held = memory(job), dict(memory(job).held)
     adapter = job.config.adapter
     size, trained = weights(job.model, job.precision, adapter=adapter).total, num_parameters(job.model, adapter)
-    each, state = (2 if config.optimizer.masters == "bf16" else 4), config.optimizer.state
+    each = 2 if config.optimizer.masters == "bf16" else 4
     assert row["memory/weights_mib"] * MIB == each * trained + size
-    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, state, adapter)
+    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, config.optimizer, adapter)
     cache = sum(size for label, size in held.items() if label.startswith("keys"))
     assert row["memory/kv_cache_mib"] * MIB == pytest.approx(cache, rel=0.1)
     if job.config.shares_reference:
@@ -69,7 +70,7 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
         assert "reference model, on every rank" not in held
     elif job.reference is not None:
         assert row["memory/reference_mib"] * MIB == held["reference model, on every rank"]
-    least = (each + 4) * trained + moment_bytes(job.model, state, adapter)
+    least = (each + 4) * trained + moment_bytes(job.model, config.optimizer, adapter)
     assert planned.total > sum(held.values()) > least + size
     # the control: another flow's plan is not this run
     other = job.under(tiny_model("bf16" if flow != "bf16" else "fp8").precision, 1)

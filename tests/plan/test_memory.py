@@ -21,8 +21,8 @@ from isobit.plan.memory import (
     weights,
 )
 from isobit.precision import PRESETS, precision_from
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
 
 FLOWS = (
@@ -103,9 +103,12 @@ def test_the_cache_has_these_bytes(flow: str) -> None:
 def test_moments_have_these_bytes(state: str) -> None:
     """In 8 bits only parameters of 4,096 elements and more, in whole blocks of 256; embedding and head never."""
     model = tiny_model("fp8", hidden_size=160, intermediate_size=200)
-    optimizer = Optimizer(model.named_parameters(), OptimizerSettings(state=state))
-    assert moment_bytes(model.config, state) == optimizer.nbytes
-    assert moment_bytes(model.config, "8bit") < moment_bytes(model.config, "fp32")
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(state=state))
+    assert moment_bytes(model.config, OptimizerSettings(state=state)) == optimizer.nbytes
+    eight, whole = (moment_bytes(model.config, OptimizerSettings(state=s)) for s in ("8bit", "fp32"))
+    assert eight < whole
+    muon = OptimizerSettings(name="muon")
+    assert moment_bytes(model.config, muon) == ShardedOptimizer.of(model, muon).nbytes < whole
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64, 128])

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, options, precision_from
+from isobit.options.declare import choices, options_of
+from isobit.options.precisions import PrecisionChanges
+from isobit.options.reading import OptionError, read
+from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
-from isobit.precision.options import described, with_e4m3_cache
 from isobit.precision.quantize import GRANULARITIES
 
 
@@ -33,12 +35,18 @@ def test_presets_are_what_the_design_says() -> None:
 
 
 def test_every_option_is_described() -> None:
-    """And each value that is offered is one."""
-    assert sorted(name for name, _, _ in described()) == sorted(options.OPTIONS)
-    for name, values, text in described():
-        assert text
-        for value in values.split(" | ") if " | " in values else ():
-            options._check_option(name, value)
+    """And each value that is offered can be read; the control is one that is not offered."""
+    for name, option in options_of(PrecisionChanges).items():
+        assert option.text
+        for value in choices(option.kind):
+            given = [value] if name == "bf16_layers" else value
+            read(PrecisionChanges, {name: given})
+            with pytest.raises(OptionError, match=rf"{name}\S*: expected .*got '{value}2'"):
+                read(PrecisionChanges, {name: f"{value}2"})
+
+
+def test_an_option_that_is_null_is_not_given() -> None:
+    assert precision_from({"preset": "fp8", "wgrad": None}) == PRESETS["fp8"]
 
 
 def test_a_precision_is_frozen() -> None:
@@ -134,29 +142,6 @@ def test_a_cache_may_be_int8(preset: str) -> None:
     assert re.search(r"keys and values +int8 per token and head fp32 +int8 per token", precision.table())
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("fp8", "fp8[kv_cache=e4m3]"),
-        ("mxfp8", "mxfp8[kv_cache=e4m3]"),
-        ({"wgrad": "bf16"}, "fp8[kv_cache=e4m3, wgrad=bf16]"),
-        ("fp8[kv_scale=fp32]", "fp8[kv_cache=e4m3, kv_scale=fp32]"),
-        ({"preset": "fp8", "rollout": {"kv_cache": "bf16"}}, "fp8[kv_cache=e4m3, rollout={kv_cache=bf16}]"),
-        ("fp8[kv_cache=bf16]", "fp8[kv_cache=bf16]"),
-        ("fp8-unified", "fp8-unified"),
-        ("fp8-rollout-kv", "fp8-rollout-kv"),
-    ],
-)
-def test_what_a_precision_was_before_int8(given: object, meant: str) -> None:
-    """Under their names of then `fp8` and `mxfp8` had E4M3 and scales that are powers of two."""
-    assert {precision_from(f"{name}[kv_cache=e4m3]").rollout.kv for name in ("fp8", "mxfp8")} == {
-        QuantSpec(E4M3, "row")
-    }
-    precision = precision_from(with_e4m3_cache(given))  # type: ignore[arg-type]
-    assert precision == precision_from(meant)
-    assert with_e4m3_cache(with_e4m3_cache(given)) == with_e4m3_cache(given)
-
-
 def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:
     given = {"preset": "fp8-rollout", "rollout": {"kv_cache": "int8", "kv_scale": "ue8m0"}}
     precision = precision_from(given)
@@ -197,25 +182,28 @@ def test_the_table_names_every_format() -> None:
     [
         ("fp9", "did you mean 'fp8'"),
         ({"preset": "fp8", "wgard": "bf16"}, "did you mean 'wgrad'"),
-        ({"preset": "fp8", "wgrad": "int8"}, "expected one of fp8, bf16"),
+        ({"preset": "fp8", "wgrad": "int8"}, "precision.wgrad: expected fp8 or bf16, got 'int8'"),
         ({"preset": "fp8", "bf16_first_layers": -1}, "at least 0"),
         ({"preset": "fp8", "bf16_first_layers": True}, "whole number"),
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
-        ({"preset": "fp8", "bf16_layers": ["out"]}, "expected some of qkv, o, gate_up, down"),
+        (
+            {"preset": "fp8", "bf16_layers": ["out"]},
+            r"precision.bf16_layers.0: expected qkv, o, gate_up or down, got 'out'",
+        ),
         ({"preset": "fp8", "bf16_layers": []}, "expected some of qkv"),
-        ({"preset": "fp8", "bf16_layers": 2}, "expected some of qkv"),
+        ({"preset": "fp8", "bf16_layers": 2}, "expected qkv, o, gate_up or down, got 2"),
         ({"preset": "bf16", "bf16_layers": "o"}, "no linear layer"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
         ({"preset": "nvfp4", "weight_scale": "fp32"}, "NVFP4 has its own blocks"),
         ({"preset": "fp8", "activation": "bf16"}, "flows whose backward is not quantized, such as nvfp4"),
         ({"preset": "bf16", "activation": "bf16"}, "no linear layer"),
-        ({"preset": "nvfp4", "activation": "fp8"}, "expected one of bf16"),
+        ({"preset": "nvfp4", "activation": "fp8"}, "precision.activation: expected bf16, got 'fp8'"),
         ({"preset": "fp8-rollout", "activation": "bf16", "activation_scale": "ue8m0"}, "leave one out"),
         ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),
-        ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "a percentage"),
-        ({"preset": "fp8", "rollout": "bf16"}, "expected a mapping"),
-        ({"preset": "fp8", "rollout": {"wgrad": "bf16"}}, "precision.rollout.wgrad: unknown option"),
-        ({"preset": "fp8", "engines": "two"}, "expected one of shared, separate"),
+        ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "precision.kv_percentile: expected at most 100"),
+        ({"preset": "fp8", "rollout": "bf16"}, "precision.rollout: expected a section of keys, such as {kv_cache: "),
+        ({"preset": "fp8", "rollout": {"wgrad": "bf16"}}, "precision.rollout.wgrad: unknown, known: kv_cache, "),
+        ({"preset": "fp8", "engines": "two"}, "precision.engines: expected shared or separate"),
         ("fp8[wgrad: {]", "expected PRESET"),
         ("fp8[wgrad=bf16", "no ] at its end; expected PRESET"),
     ],
@@ -320,7 +308,7 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("fprop", "fp8"),
         ("dgrad", "fp8"),
         ("wgrad", "bf16"),
-        ("masters, AdamW moments", "bf16, 8bit"),
+        ("masters, optimizer state", "bf16, 8bit"),
         ("engine", "one", "the same"),
         ("excepted layers", "first 1, last 2 of 6: bf16", "first 1, last 2 of 6: bf16"),
         ("o", "bf16", "bf16"),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recorded_run import write_run
 from isobit.monitor.report import write_report
 from isobit.run.completions import COMPLETIONS, pack, read
 from tests.browser import Open, Opened
+from tests.report.recorded_run import write_run
 
 pytestmark = pytest.mark.slow
 TABS = (

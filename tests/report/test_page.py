@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recorded_run import write_run
 from isobit.errors import IsobitError
 from isobit.monitor.report import write_report
 from isobit.monitor.report.document import embedded
@@ -21,6 +20,7 @@ from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.metrics import METRICS
 from tests import browser
+from tests.report.recorded_run import write_run
 
 EVIL = "<script>alert('x')</script>\x1b[31m\x00<img src=x onerror=alert(1)>"
 
@@ -47,6 +47,7 @@ class Parsed(HTMLParser):
 
 def run_directory(folder: Path, steps: int = 3, differing: int = 0, **extra: float | None) -> Path:
     folder.mkdir(parents=True)
+    (folder / "format.txt").write_text("2\n")
     (folder / "config.yaml").write_text("model: {path: '<b>base</b>'}\nprecision: fp8\n")
     rows = [
         {

@@ -323,19 +323,19 @@ def test_a_file_takes_what_is_printed(tmp_path: Path, capfd: Any) -> None:
     with RewardPool([RewardSpec(f"{tmp_path}/loud.py:loud")], num_workers=2) as pool:
         pool.start()
         pool.output.path = log
-        pool.trainer_state = {"global_step": 7, "max_steps": 9, "epoch": 0.5}
-        assert pool.score(["p"], ["one"], [{}])[0].total == 1.0
+        state = {"global_step": 7, "max_steps": 9, "epoch": 0.5}
+        assert pool.score(["p"], ["one"], [{}], None, state)[0].total == 1.0
         text = log.read_text()
         assert text.count("imported") == 2
         assert "--- after step 7\nimported\nsaid \x1b[31m one\nwarned\n" in text
-        pool.score(["p"], ["two"], [{}])
+        pool.score(["p"], ["two"], [{}], None, state)
         assert log.read_text().removeprefix(text) == "--- after step 7\nsaid \x1b[31m two\nwarned\n"
         with pytest.raises(RunFailed, match=rf"ValueError: no \(loud\.py, line 11\); what it printed: {log}$"):
-            pool.score(["p"], ["bad"], [{}])
-        pool.score(["p"], ["much"], [{}])
+            pool.score(["p"], ["bad"], [{}], None, state)
+        pool.score(["p"], ["much"], [{}], None, state)
         assert "--- after step 7\n(1,951,4" in log.read_text()
         for _ in range(20):
-            pool.score(["p"], ["much"], [{}])
+            pool.score(["p"], ["much"], [{}], None, state)
     sizes = [path.stat().st_size for path in (log, tmp_path / "rewards.log.1")]
     assert all(0 < size <= MAX_FILE_BYTES for size in sizes)
     assert capfd.readouterr() == ("", "")

@@ -9,12 +9,12 @@ from torch import Tensor
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.rl import Group, Objective, OptimizerSettings, Sample
+from isobit.rl import Group, Objective, OptimizerSettings, ResolvedObjective, Sample
 from isobit.rl.algorithm.advantages import AdvantageInputs
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES, LossInputs, ratios
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
 
@@ -56,7 +56,9 @@ class Lost:
     ratio: Tensor
 
 
-def loss_inputs(policy: Tensor, old: Tensor, advantages: Tensor, objective: Objective, **given: Tensor) -> LossInputs:
+def loss_inputs(
+    policy: Tensor, old: Tensor, advantages: Tensor, objective: ResolvedObjective, **given: Tensor
+) -> LossInputs:
     """Inputs of a loss; what is not `given` is one sequence without a correction."""
     ones = torch.ones_like(policy).detach()
     values = {
@@ -82,7 +84,7 @@ def policy_loss(
     policy: Tensor, old: Tensor, advantages: Tensor, *, sequence: Tensor | None = None, **objective: object
 ) -> Lost:
     """The loss by name of each token, under an objective of these parts."""
-    settings = replace(Objective(), **objective)  # type: ignore[arg-type]
+    settings = replace(ResolvedObjective(), **objective)  # type: ignore[arg-type]
     inputs = loss_inputs(policy, old, advantages, settings, **({} if sequence is None else {"sequence": sequence}))
     found = LOSSES[settings.loss](inputs)
     clipped = torch.zeros_like(policy, dtype=torch.bool) if found.clipped is None else found.clipped
@@ -91,7 +93,7 @@ def policy_loss(
 
 def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float | None]:
     """Advantages of one group, without penalties."""
-    return list(ADVANTAGES[kind](AdvantageInputs([rewards], [[()] * len(rewards)], [], Objective()))[0])  # type: ignore[arg-type]
+    return list(ADVANTAGES[kind](AdvantageInputs([rewards], [[()] * len(rewards)], [], ResolvedObjective()))[0])  # type: ignore[arg-type]
 
 
 def alternating(samples: Sequence[Sample]) -> list[float]:
@@ -103,7 +105,9 @@ def make_learner(
     model: Model, objective: Objective | None = None, rate: float = 1e-3, share_prompts: bool = True, **options: object
 ) -> Learner:
     settings = OptimizerSettings(learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01, share_prompts=share_prompts)
-    return Learner(model, Optimizer(model.named_parameters(), settings), objective or Objective(), **options)  # type: ignore[arg-type]
+    optimizer = ShardedOptimizer(model.named_parameters(), settings)
+    resolved = ResolvedObjective.of(objective or Objective())
+    return Learner(model, optimizer, resolved, **options)  # type: ignore[arg-type]
 
 
 def snapshot(learner: Learner) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.rl import Group, Objective
+from isobit.rl import Group, ResolvedObjective
 from isobit.rl.algorithm.credit import StepBatch, assign_credit
 from tests.rl.helpers import group, indices
 
@@ -44,14 +44,14 @@ def test_what_a_step_leaves_over_begins_the_next() -> None:
 
 def test_credit_leaves_unscored_samples_out() -> None:
     samples, advantages = assign_credit(
-        [group(0, 1.0, None, 0.0), group(1, None, None)], Objective(advantage="dr_grpo")
+        [group(0, 1.0, None, 0.0), group(1, None, None)], ResolvedObjective(advantage="dr_grpo")
     )
     assert [(s.prompt_index, s.sample_index) for s in samples] == [(0, 0), (0, 2)]
     assert advantages == [0.5, -0.5]
 
 
 def test_the_overlong_penalty_shapes_advantages_and_not_rewards() -> None:
-    objective = Objective(advantage="dr_grpo", overlong_buffer=4, max_new_tokens=10)
+    objective = ResolvedObjective(advantage="dr_grpo", overlong_buffer=4, max_new_tokens=10)
     mixed = [*group(0, 1.0, length=6), *group(0, 1.0, length=9)]
     samples, advantages = assign_credit([mixed], objective)
     assert advantages == pytest.approx([0.375, -0.375])
@@ -61,7 +61,7 @@ def test_the_overlong_penalty_shapes_advantages_and_not_rewards() -> None:
 def test_kl_in_the_reward_shapes_the_credit() -> None:
     """Rewards 1 and 1 with distances 2 and 4 at 0.25 are 0.5 and 0: without the penalty there is nothing to learn."""
     samples = [replace(s, reference_kl=kl) for s, kl in zip(group(0, 1.0, 1.0), ((0.5, 0.5, 1.0), (1.0, 0.0, 3.0)))]
-    objective = Objective(advantage="dr_grpo", kl_coefficient=0.25, kl_in_reward=True)
+    objective = ResolvedObjective(advantage="dr_grpo", kl_coefficient=0.25, kl_in_reward=True)
     assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
     assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]
     assert [s.reward for s in assign_credit([samples], objective)[0]] == [1.0, 1.0]
@@ -70,7 +70,7 @@ def test_kl_in_the_reward_shapes_the_credit() -> None:
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
     """Rewards 1 and 0, and the second pays at its last token: the tokens before pay with it, those after do not."""
-    objective = Objective(
+    objective = ResolvedObjective(
         advantage="reinforce_pp",
         kl_coefficient=0.5,
         kl_in_reward=True,
@@ -92,7 +92,7 @@ def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
 
 
 def test_a_decoupled_batch_keeps_unscored_samples_out_of_tokens_too() -> None:
-    objective = Objective(
+    objective = ResolvedObjective(
         advantage="reinforce_pp_baseline", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5))
     )
     mixed = [*several(0, right=[1.0, 0.0], short=[0.0, 1.0]), replace(group(0, None)[0], sample_index=2)]
@@ -116,7 +116,7 @@ def test_a_batch_that_waits_keeps_what_it_will_be_measured_by() -> None:
     assert (again.groups, again.scored, again.dropped, again.missing) == (batch.groups, batch.scored, 1, 0)
 
 
-DECOUPLED = Objective(advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5)))
+DECOUPLED = ResolvedObjective(advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5)))
 
 
 def test_decoupled_rewards_keep_what_the_sum_confuses() -> None:
@@ -168,6 +168,6 @@ def test_parts_of_an_unscored_sample_are_in_no_baseline() -> None:
 
 
 def test_the_overlong_penalty_has_the_size_that_is_set() -> None:
-    objective = Objective(advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5, max_new_tokens=10)
+    objective = ResolvedObjective(advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5, max_new_tokens=10)
     mixed = [*group(0, 1.0, length=6), *group(0, 1.0, length=10)]
     assert assign_credit([mixed], objective)[1] == pytest.approx([0.25, -0.25])

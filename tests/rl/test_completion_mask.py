@@ -11,15 +11,15 @@ from torch import Tensor
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.rl import Objective, Sample
+from isobit.rl import ResolvedObjective, Sample
 from isobit.rl.algorithm.credit import assign_credit
 from isobit.rl.learner.agreement import Disagreement, require_agreement
 from isobit.rl.learner.batch import rollout_logprobs
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner
 
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_trained_tokens_written_out(aggregation: str
     model = tiny_model("float32", scale=8)
     samples = two_turns(model)
     advantages = alternating(samples)
-    objective = Objective(loss_aggregation=aggregation, max_new_tokens=9)
+    objective = ResolvedObjective(loss_aggregation=aggregation, max_new_tokens=9)
     found = gradients(make_learner(model, objective), samples, advantages)
 
     trained = [sum(s.completion_mask or ()) for s in samples]
@@ -128,13 +128,13 @@ def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> 
 def test_credit_is_of_trained_tokens() -> None:
     """Advantages of tokens, the penalty of long completions and the KL in the reward count sampled tokens."""
     samples = [replace(s, reward=float(i)) for i, s in enumerate(two_turns(tiny_model("float32", scale=8))[:2])]
-    objective = Objective(advantage="reinforce_pp")
+    objective = ResolvedObjective(advantage="reinforce_pp")
     _, advantages = assign_credit([samples], objective)
     assert [len(row) for row in advantages if not isinstance(row, float)] == [s.num_trained for s in samples]
     charged = [replace(s, reference_kl=(0.5,) * s.num_trained) for s in samples]
     assign_credit([charged], replace(objective, kl_in_reward=True, kl_coefficient=0.1))
     masked, whole = replace(samples[0], reward=1.0), replace(without_masks(samples)[0], reward=1.0)
-    limited = Objective(advantage="dr_grpo", max_new_tokens=masked.num_trained + 1, overlong_buffer=1)
+    limited = ResolvedObjective(advantage="dr_grpo", max_new_tokens=masked.num_trained + 1, overlong_buffer=1)
     assert assign_credit([[masked, whole]], limited)[1] == [0.5, -0.5]  # only the second is too long
     assert assign_credit([[whole, whole]], limited)[1] == [0.0, 0.0]  # the control
 
@@ -144,7 +144,7 @@ def test_supervised_training_learns_trained_tokens_only() -> None:
     samples = two_turns(model)
 
     def loss(batch: Sequence[Sample]) -> float:
-        optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
+        optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
         return supervised_update(model, optimizer, batch, 0.0, 10_000)["loss/cross_entropy"]
 
     def written_out() -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.errors import IsobitError
-from isobit.rl import OBJECTIVES, Objective, Sample
+from isobit.rl import OBJECTIVES, ResolvedObjective, Sample
 from isobit.rl.algorithm.advantages import AdvantageInputs
 from isobit.rl.algorithm.credit import assign_credit
 from isobit.rl.algorithm.functions import (
@@ -51,7 +51,7 @@ def line_of(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_the_losses_by_name_do_not_depend_on_the_split(loss: str, ratio: str) -> None:
-    objective = Objective(loss=loss, ratio=ratio, dual_clip=3.0)
+    objective = ResolvedObjective(loss=loss, ratio=ratio, dual_clip=3.0)
     check_split(LOSSES[loss], objective, loss)
 
 
@@ -67,14 +67,15 @@ def test_the_losses_by_name_do_not_depend_on_the_split(loss: str, ratio: str) ->
 )
 def test_a_statistic_of_the_micro_batch_is_refused(tmp_path: Path, body: str) -> None:
     """The controls of the split: means, normalized advantages, the number of tokens or sequences."""
-    objective = Objective(loss=loss_file(tmp_path, body))
+    objective = ResolvedObjective(loss=loss_file(tmp_path, body))
     assert "depends on how a batch is split" in line_of(lambda: check_functions(objective))
 
 
 def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> None:
-    check_functions(Objective(loss=loss_file(tmp_path, f"return LossOutputs({PLAIN})")))
+    check_functions(ResolvedObjective(loss=loss_file(tmp_path, f"return LossOutputs({PLAIN})")))
     whole = "sums = torch.zeros(99).index_add(0, inputs.sequence, inputs.policy_logprobs)[inputs.sequence]"
-    check_functions(Objective(loss=loss_file(tmp_path, f"{whole}\n    return LossOutputs(-sums * inputs.advantages)")))
+    body = f"{whole}\n    return LossOutputs(-sums * inputs.advantages)"
+    check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> Non
 )
 def test_what_a_loss_does_wrong_is_one_line(tmp_path: Path, body: str, message: str) -> None:
     reference = loss_file(tmp_path, body)
-    line = line_of(lambda: check_functions(Objective(loss=reference)))
+    line = line_of(lambda: check_functions(ResolvedObjective(loss=reference)))
     assert line.startswith(f"algorithm.loss {reference!r}: ")
     assert message in line
 
@@ -120,15 +121,15 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
 
 def test_a_file_that_has_changed_is_loaded_again(tmp_path: Path) -> None:
     """As in a notebook; and its sha256 is another."""
-    inputs = loss_inputs(torch.zeros(2), torch.zeros(2), torch.ones(2), Objective())
+    inputs = loss_inputs(torch.zeros(2), torch.zeros(2), torch.ones(2), ResolvedObjective())
     first = loss_file(tmp_path, "return LossOutputs(inputs.entropy)")
-    before = digests(Objective(loss=first))
+    before = digests(ResolvedObjective(loss=first))
     assert loss_function(first)(inputs).loss.tolist() == [1, 1]
-    assert digests(Objective(loss=first)) == before
+    assert digests(ResolvedObjective(loss=first)) == before
     loss_file(tmp_path, "return LossOutputs(2 * inputs.entropy)")
     assert loss_function(first)(inputs).loss.tolist() == [2, 2]
-    assert digests(Objective(loss=first)) != before
-    assert digests(Objective()) == {}
+    assert digests(ResolvedObjective(loss=first)) != before
+    assert digests(ResolvedObjective()) == {}
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rollout"])
@@ -140,7 +141,7 @@ def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, p
         "    loss = -torch.minimum(r * inputs.advantages, bounded * inputs.advantages)\n"
         "    return LossOutputs(loss, metrics={'ratio': r})"
     )
-    objective = replace(OBJECTIVES["dapo"], max_new_tokens=5)
+    objective = ResolvedObjective.of(OBJECTIVES["dapo"], max_new_tokens=5)
     found = []
     twice = loss_file(tmp_path, "return LossOutputs(2 * clip(inputs).loss)", name="twice.py")
     for loss in ("clip", loss_file(tmp_path, mine), twice):
@@ -157,7 +158,7 @@ def test_metrics_are_means_over_tokens_of_all_micro_batches(tmp_path: Path) -> N
     model = tiny_model("fp8", scale=8)
     samples = roll_out(model)
     advantages = alternating(samples)
-    learner = make_learner(model, Objective(loss=loss_file(tmp_path, body)), micro_batch_tokens=17)
+    learner = make_learner(model, ResolvedObjective(loss=loss_file(tmp_path, body)), micro_batch_tokens=17)
     metrics = learner.learn(samples, advantages, 0).metrics
     sizes = [abs(a) for s, a in zip(samples, advantages) for _ in s.completion_ids]
     assert metrics["loss/size"] == pytest.approx(sum(sizes) / len(sizes))
@@ -175,13 +176,13 @@ def scored(rewards: list[list[float | None]]) -> list[list[Sample]]:
 def test_advantages_of_completions_and_of_tokens(tmp_path: Path) -> None:
     groups = scored([[1.0, None, 0.5], [0.0, 2.0]])
     half = advantage_file(tmp_path, "[[None if r is None else r / 2 for r in row] for row in inputs.rewards]")
-    samples, advantages = assign_credit(groups, Objective(advantage=half))
+    samples, advantages = assign_credit(groups, ResolvedObjective(advantage=half))
     assert (len(samples), advantages) == (4, [0.5, 0.25, 0.0, 1.0])
     each = "[[None if s.reward is None else [s.reward] * s.num_trained for s in g] for g in inputs.groups]"
-    _, of_tokens = assign_credit(groups, Objective(advantage=advantage_file(tmp_path, each)))
+    _, of_tokens = assign_credit(groups, ResolvedObjective(advantage=advantage_file(tmp_path, each)))
     assert of_tokens == [(1.0,), (0.5, 0.5, 0.5), (0.0,), (2.0, 2.0)]
     tensors = "[[None if r is None else __import__('torch').tensor(r) for r in row] for row in inputs.totals()]"
-    _, of_tensors = assign_credit(groups, Objective(advantage=advantage_file(tmp_path, tensors)))
+    _, of_tensors = assign_credit(groups, ResolvedObjective(advantage=advantage_file(tmp_path, tensors)))
     assert of_tensors == [1.0, 0.5, 0.0, 2.0]
 
 
@@ -202,7 +203,7 @@ def test_advantages_of_completions_and_of_tokens(tmp_path: Path) -> None:
 def test_what_an_advantage_does_wrong_is_one_line(tmp_path: Path, expression: str, message: str) -> None:
     reference = advantage_file(tmp_path, expression)
     groups = scored([[1.0, None, 0.5]])
-    line = line_of(lambda: assign_credit(groups, Objective(advantage=reference)))
+    line = line_of(lambda: assign_credit(groups, ResolvedObjective(advantage=reference)))
     assert line.startswith(f"algorithm.advantage {reference!r}: ")
     assert message in line
 
@@ -210,7 +211,7 @@ def test_what_an_advantage_does_wrong_is_one_line(tmp_path: Path, expression: st
 def test_an_advantage_with_two_parameters_is_refused_before_a_run(tmp_path: Path) -> None:
     file = tmp_path / "advantages.py"
     file.write_text("def advantage(rewards, lengths):\n    return rewards\n")
-    line = line_of(lambda: check_functions(Objective(advantage=f"{file}:advantage")))
+    line = line_of(lambda: check_functions(ResolvedObjective(advantage=f"{file}:advantage")))
     assert "expected def advantage(inputs: AdvantageInputs)" in line
     assert callable(advantage_function("grpo"))
 
@@ -225,7 +226,7 @@ def test_the_inputs_are_as_documented() -> None:
 
     model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
-    learner = make_learner(model, Objective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8))
+    learner = make_learner(model, ResolvedObjective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8))
     learner.differentiation.loss = loss
     learner.learn(samples, alternating(samples), 0)
     (inputs,) = seen
@@ -240,6 +241,6 @@ def test_the_inputs_are_as_documented() -> None:
     assert inputs.sequence.dtype == torch.int64
     assert inputs.sequence.unique_consecutive().tolist() == list(range(len(samples)))
     assert float(inputs.token_weights.sum()) == pytest.approx(1.0)
-    given = AdvantageInputs([[1.0, 3.0]], [[(0.5,), (0.0, 0.25)]], [], Objective())
+    given = AdvantageInputs([[1.0, 3.0]], [[(0.5,), (0.0, 0.25)]], [], ResolvedObjective())
     assert given.totals() == [[0.5, 2.75]]
     assert inputs.settings.dual_clip is None

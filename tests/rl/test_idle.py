@@ -13,14 +13,17 @@ from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model
-from isobit.rl import OBJECTIVES, Objective, OptimizerSettings, Sample, for_precision
+from isobit.rl import OBJECTIVES, Objective, OptimizerSettings, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.algorithm.loss import LossInputs, LossOutputs
 from isobit.rl.learner.agreement import Disagreement
-from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
+from isobit.rl.learner.batch import OptimizerBatch
+from isobit.rl.learner.forward import PolicyForward, logprobs_of
+from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.schedule import Cutting, Schedule, Update
 from isobit.rl.learner.zero_advantage import drawn
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.test_learning import whole
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -49,8 +52,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call it, and from then on nothing is left out."""
 
     def compute_all() -> None:
-        for module in ("gradient", "learner"):
-            monkeypatch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
+        monkeypatch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
 
     return compute_all
 
@@ -69,14 +71,14 @@ def learn(
     model = tiny_model(precision, family, scale=4, ranks=ranks)
     shards = model.transformer.masters.shards
     settings = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01, **{"share_prompts": False, **given})
-    optimizer = Optimizer(model.named_parameters(), settings, shards)
-    chosen = for_precision(replace(objective, max_new_tokens=5), model.precision)
-    options = {"micro_batch_tokens": 40, "seed": 7, "measured_idle": 2, **options}
+    optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
+    chosen = for_precision(ResolvedObjective.of(objective, max_new_tokens=5), model.precision)
+    options = {"micro_batch_tokens": 40, "seed": 7, "measured_zero_advantage": 2, **options}
     learner, found = Learner(model, optimizer, chosen, **options), []
     for step, prompts in enumerate(teaching):
         found.append(learner.learn(samples, credit(samples, prompts), step).metrics)
         model.sync()
-    state = {f"{name}|{key}": value for name, each in optimizer._state.items() for key, value in each.items()}
+    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
     return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), found
 
@@ -168,13 +170,15 @@ def test_control_a_sample_cannot_leave_a_micro_batch_that_it_shares(monkeypatch:
     samples = long_groups("fp8-unified")
     advantages = credit(samples)
     shared = gradients(make_learner(model), samples, advantages)
-    plain = OptimizerBatch.of
+    plain = Cutting.schedule
 
-    def dropping(batch: Any, part: Sequence[int], *given: Any) -> OptimizerBatch:
-        one = plain(batch, part, *given)
-        return replace(one, micro=[[i for i in span if not batch.idle[i]] for span in one.micro])
+    def dropping(self: Cutting, all_of: Any, zero: Sequence[bool], *given: Any) -> Schedule:
+        found = plain(self, all_of, zero, *given)
+        (one,) = found.updates
+        fewer = [[i for i in span if not zero[i]] for span in one.micro_batches]
+        return replace(found, updates=[replace(one, micro_batches=fewer)])
 
-    monkeypatch.setattr(OptimizerBatch, "of", staticmethod(dropping))
+    monkeypatch.setattr(Cutting, "schedule", dropping)
     assert not same_bits(gradients(make_learner(model), samples, advantages), shared)
 
 
@@ -232,7 +236,7 @@ def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch:
     state, share = found()
     assert share == 0
     monkeypatch.setattr(
-        "isobit.rl.learner.batch.idle_samples", lambda objective, rows: [not bool(r.any()) for r in rows]
+        "isobit.rl.learner.batch.zero_advantage_samples", lambda objective, rows: [not bool(r.any()) for r in rows]
     )
     other, left_out = found()
     assert left_out > 0.2
@@ -256,8 +260,7 @@ def test_an_expert_that_idle_tokens_chose_has_a_gradient_of_zeros() -> None:
             forgetful = make_learner(model, objective, micro_batch_tokens=1)
             assert gradients(forgetful, samples, teaching).keys() < found.keys()
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("gradient", "learner"):
-                patch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
+            patch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
             full = gradients(make_learner(model, objective, micro_batch_tokens=1), samples, teaching)
         assert same_bits(found, full)
 
@@ -281,7 +284,7 @@ def test_the_mismatch_is_measured_on_some_that_are_left_out() -> None:
     trained = {n: sum(s.num_trained for s in samples if s.prompt_index in n) for n in ((0, 1, 2, 3, 4), (0, 2))}
     compared = {}
     for count in (0, 2, 1000):
-        learned = _learned(samples, measured_idle=count)
+        learned = _learned(samples, measured_zero_advantage=count)
         assert learned.metrics["mismatch/differing_tokens"] == 0
         compared[count] = set(learned.compared)
         tokens = sum(len(row) for row in learned.compared.values())
@@ -294,10 +297,10 @@ def test_the_mismatch_is_measured_on_some_that_are_left_out() -> None:
     )
     assert compared[0] < compared[2] < compared[1000] == {(s.prompt_index, s.sample_index) for s in samples}
     assert len(compared[2]) == len(compared[0]) + 2
-    assert set(_learned(samples, measured_idle=2).compared) == compared[2]
+    assert set(_learned(samples, measured_zero_advantage=2).compared) == compared[2]
     assert drawn(range(9), 3, 0, 1) != drawn(range(9), 3, 0, 2)
     assert drawn(range(9), 3, 0, 1) == sorted(drawn(range(9), 3, 0, 1))
-    none = make_learner(tiny_model(scale=4), micro_batch_tokens=40, measured_idle=2)
+    none = make_learner(tiny_model(scale=4), micro_batch_tokens=40, measured_zero_advantage=2)
     result = none.learn(samples, [0.0] * len(samples), 0).metrics
     assert result["mismatch/compared_tokens"] > 0
     assert math.isfinite(result["entropy"])
@@ -322,7 +325,7 @@ def test_a_difference_is_found_in_what_is_left_out() -> None:
     ]
     for count, precision in ((2, "fp8"), (0, "fp8")):
         learner = make_learner(
-            tiny_model(precision, scale=4), on_mismatch="stop", micro_batch_tokens=1, measured_idle=count
+            tiny_model(precision, scale=4), on_mismatch="stop", micro_batch_tokens=1, measured_zero_advantage=count
         )
         if count:
             with pytest.raises(Disagreement):
@@ -345,13 +348,12 @@ def test_old_logprobs_are_computed_of_what_teaches(rule: str, everything: Any, m
     samples = long_groups("fp8-rollout")
     correction, spared = _RULES[rule]
     objective, passed = Objective(correction=correction, loss_aggregation="token_mean"), []
-    plain = Learner._forwards
 
-    def counted(learner: Learner, model: Model, all_of: Any, spans: Any, *given: Any) -> Any:
-        passed.append(sum(map(len, spans)))
-        return plain(learner, model, all_of, spans, *given)
+    def counted(policy: PolicyForward, all_of: Any, parts: Any, ranks: Ranks) -> Any:
+        passed.append(sum(map(len, parts)))
+        return logprobs_of(policy, all_of, parts, ranks)
 
-    monkeypatch.setattr(Learner, "_forwards", counted)
+    monkeypatch.setattr("isobit.rl.learner.learner.logprobs_of", counted)
     state, metrics = learn(samples, "fp8-rollout", objective=objective, teaching=((0, 2),))
     assert metrics[0]["learn/skipped_share"] > 0.2
     assert (passed[0] < 0.8 * len(samples)) == spared
@@ -414,7 +416,7 @@ def test_the_first_that_teaches_is_differentiated_twice(monkeypatch: pytest.Monk
 
 def test_groups_of_sums_keep_their_places() -> None:
     """Where micro-batches are added in groups, an idle one keeps its place in a group that teaches."""
-    one = OptimizerBatch(None, [[i] for i in range(8)], {}, (0.2, 0.2), frozenset((0, 2, 3, 6)))  # type: ignore[arg-type]
+    one = Update(range(8), [[i] for i in range(8)], frozenset((0, 2, 3, 6)))
     assert one.dealt(1) == [1, 4, 5, 7]
     assert one.dealt(2) == [None, 1, 4, 5, None, 7]
     assert one.dealt(3) == [None, 1, None, None, 4, 5, None, 7]

@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isobit.model import Model
-from isobit.rl import OBJECTIVES, Objective, Sample, for_precision
+from isobit.rl import OBJECTIVES, Objective, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import metrics
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot
@@ -31,7 +31,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     ]
     samples += roll_out(model)[0::2]
     advantages = alternating(samples)
-    objective = replace(OBJECTIVES[preset], max_new_tokens=5)
+    objective = ResolvedObjective.of(OBJECTIVES[preset], max_new_tokens=5)
     packed_way = gradients(make_learner(model, objective), samples, advantages)
 
     num_tokens = sum(len(s.completion_ids) for s in samples)
@@ -66,7 +66,7 @@ def test_gradients_do_not_depend_on_the_split(precision: str, bound: float, aggr
     """To the rounding of sums; under FP8 WGrad to that of its scales, which 128 tokens of a micro-batch share."""
     model = tiny_model(precision, scale=8)
     samples = roll_out(model)
-    objective = Objective(loss_aggregation=aggregation, max_new_tokens=5)
+    objective = ResolvedObjective(loss_aggregation=aggregation, max_new_tokens=5)
     whole = gradients(make_learner(model, objective), samples, alternating(samples))
     for budget in (1, 17, 60):
         learner = make_learner(model, objective, micro_batch_tokens=budget)
@@ -91,7 +91,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
     model = tiny_model(precision, scale=8)
     samples = roll_out(model, temperature=0.7)
-    result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
+    result = make_learner(model, ResolvedObjective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] == 0
     assert result["mismatch/token_mult_prob_error"] == 1
     assert result["clip_fraction"] == 0
@@ -104,7 +104,7 @@ def test_what_must_differ_differs() -> None:
     model = tiny_model(scale=8)
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
-    warm = make_learner(model, Objective(temperature=0.7))
+    warm = make_learner(model, ResolvedObjective(temperature=0.7))
     assert warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"] > 0.9 * count
     model.sync()
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
@@ -150,7 +150,8 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
 
     def gradient(denominator: str, budget: int = 10_000) -> dict[str, Tensor]:
         rule = CorrectionRule(rejection=rejection, denominator=denominator)
-        objective = Objective(loss_aggregation=aggregation, max_new_tokens=5, kl_coefficient=0.3, kl_estimator="k2")
+        given = {"loss_aggregation": aggregation, "kl_coefficient": 0.3, "kl_estimator": "k2"}
+        objective = ResolvedObjective(max_new_tokens=5, **given)  # type: ignore[arg-type]
         resolved = for_precision(replace(objective, correction=rule), model.precision)
         learner = make_learner(model, resolved, reference=reference, micro_batch_tokens=budget)
         return gradients(learner, samples, alternating(samples))
@@ -308,7 +309,7 @@ def test_supervised_learning_fits_its_data() -> None:
     model = tiny_model("fp8")
     prompt, answer = model.tokenizer.encode("1+1="), model.tokenizer.encode("2", add_special=False)
     data = [Sample(0, 0, tuple(prompt), (*answer, *model.tokenizer.eos_ids), (0.0, 0.0), "", False, 0)]
-    optimizer = Optimizer(model.named_parameters(), make_learner(model).optimizer.settings)
+    optimizer = ShardedOptimizer(model.named_parameters(), make_learner(model).optimizer.settings)
     losses = []
     for _ in range(25):
         losses.append(supervised_update(model, optimizer, data, 1e-2, 1000)["loss/cross_entropy"])

@@ -35,7 +35,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(precision: str, injection: str
     for count in (1, 2):
         result = learner.learn(samples, advantages, count).metrics
         assert result["steps/skipped"] == 1
-        assert learner.state.bad_steps_in_a_row == count
+        assert learner.bad_steps_in_a_row == count
         assert same_bits(snapshot(learner), before)
         assert all(p.grad is None for p in model.parameters())
         assert all(math.isnan(result[name]) for name in ("loss/policy", "loss/kl", "grad_norm", "entropy"))
@@ -44,7 +44,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(precision: str, injection: str
         hook.remove()
     samples = roll_out(model)
     assert learner.learn(samples, alternating(samples), 3).metrics["steps/skipped"] == 0
-    assert learner.state.bad_steps_in_a_row == 0
+    assert learner.bad_steps_in_a_row == 0
 
 
 def test_only_the_bad_one_of_several_updates_is_skipped() -> None:
@@ -69,7 +69,7 @@ def test_old_logprobs_that_cannot_be_computed_are_a_bad_step() -> None:
     working.fill_(math.inf)
     before = snapshot(learner)
     result = learner.learn(samples, alternating(samples), 0).metrics
-    assert (result["steps/skipped"], learner.state.bad_steps_in_a_row) == (1, 1)
+    assert (result["steps/skipped"], learner.bad_steps_in_a_row) == (1, 1)
     assert same_bits(snapshot(learner), before)
     assert "mismatch/differing_tokens" not in result  # nothing was compared, which is not agreement
 
@@ -100,7 +100,7 @@ def test_a_batch_with_nothing_to_learn_is_no_crash_and_no_update(preset: str, re
     for batch in ([], empty):
         result = learner.learn(batch, alternating(batch), 1).metrics
         assert result["steps/skipped"] == 0
-        assert learner.state.bad_steps_in_a_row == 0
+        assert learner.bad_steps_in_a_row == 0
         assert same_bits(snapshot(learner), before)
         assert "mismatch/differing_tokens" not in result
     assert supervised_update(model, learner.optimizer, empty, 1e-3, 1000)["steps/skipped"] == 0
@@ -129,7 +129,7 @@ def test_a_batch_that_is_rejected_whole_is_a_skipped_step_and_no_crash() -> None
         before = snapshot(learner)
         result = learner.learn(samples, alternating(samples), 0).metrics
         assert result["steps/skipped"] == skipped
-        assert learner.state.bad_steps_in_a_row == 0
+        assert learner.bad_steps_in_a_row == 0
         assert same_bits(snapshot(learner), before) == (skipped == 2)
         assert result["correction/rejected_fraction"] == (1.0 if skipped else 0.0)
         metrics.check(result)

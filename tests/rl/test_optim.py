@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from isobit.errors import IsobitError
 from isobit.rl import OptimizerSettings, learning_rate
-from isobit.rl.optim import adamw as optim
-from isobit.rl.optim import eight_bit as optim_8bit
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim import adamw, eight_bit
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9)
 SHAPES = {"matrix": (7, 5), "norm": (5,), "bias": (3,)}
@@ -30,7 +29,7 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def advance(optimizer: Optimizer, steps: range) -> None:
+def advance(optimizer: ShardedOptimizer, steps: range) -> None:
     for step in steps:
         for name, gradient in gradients(step).items():
             optimizer.parameters[name].grad = gradient.clone()
@@ -39,7 +38,7 @@ def advance(optimizer: Optimizer, steps: range) -> None:
 
 
 def test_adamw_follows_its_equations_and_decays_matrices_only() -> None:
-    optimizer = Optimizer(parameters(), SETTINGS)
+    optimizer = ShardedOptimizer(parameters(), SETTINGS)
     advance(optimizer, range(5))
     for name, start in parameters().items():
         weight, first, second = start.detach().double(), 0.0, 0.0
@@ -61,7 +60,7 @@ def test_a_step_is_the_same_bits_on_any_number_of_threads() -> None:
         torch.set_num_threads(threads)
         generator = torch.Generator().manual_seed(0)
         parameter = nn.Parameter(torch.randn(517, 259, generator=generator))
-        optimizer = Optimizer({"p": parameter}, SETTINGS)
+        optimizer = ShardedOptimizer({"p": parameter}, SETTINGS)
         for _ in range(3):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             optimizer.step(0.01, 1.0)
@@ -71,18 +70,18 @@ def test_a_step_is_the_same_bits_on_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("through_file", [False, True])
 def test_resumed_state_goes_on_bit_for_bit(tmp_path: Path, through_file: bool) -> None:
-    straight = Optimizer(parameters(), SETTINGS)
+    straight = ShardedOptimizer(parameters(), SETTINGS)
     advance(straight, range(6))
-    before = Optimizer(parameters(), SETTINGS)
+    before = ShardedOptimizer(parameters(), SETTINGS)
     advance(before, range(3))
     state = before.state()
     if through_file:
         save_file(state, tmp_path / "optimizer.safetensors")
         state = load_file(tmp_path / "optimizer.safetensors")
-    after = Optimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
+    after = ShardedOptimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
     after.load_state(state)
     advance(after, range(3, 6))
-    forgetful = Optimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
+    forgetful = ShardedOptimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
     advance(forgetful, range(3, 6))
     for name, parameter in straight.parameters.items():
         assert torch.equal(after.parameters[name], parameter)
@@ -92,7 +91,7 @@ def test_resumed_state_goes_on_bit_for_bit(tmp_path: Path, through_file: bool) -
 
 
 def test_state_is_a_copy_and_loading_replaces_all_of_it() -> None:
-    optimizer = Optimizer(parameters(), SETTINGS)
+    optimizer = ShardedOptimizer(parameters(), SETTINGS)
     assert optimizer.state() == {}
     advance(optimizer, range(1))
     early = optimizer.state()
@@ -115,7 +114,7 @@ def test_state_is_a_copy_and_loading_replaces_all_of_it() -> None:
     ],
 )
 def test_a_state_of_another_model_is_refused(change: dict[str, Tensor | None], message: str) -> None:
-    optimizer = Optimizer(parameters(), SETTINGS)
+    optimizer = ShardedOptimizer(parameters(), SETTINGS)
     advance(optimizer, range(1))
     state = {name: value for name, value in (optimizer.state() | change).items() if value is not None}
     with pytest.raises(IsobitError, match=message):
@@ -125,7 +124,7 @@ def test_a_state_of_another_model_is_refused(change: dict[str, Tensor | None], m
 def test_clipping_scales_the_whole_gradient() -> None:
     """Seen in the first moment, which after one step is (1 - beta1) times the gradient that was applied."""
     settings = OptimizerSettings(learning_rate=0.01, max_grad_norm=1.5)
-    optimizer = Optimizer(parameters(), settings)
+    optimizer = ShardedOptimizer(parameters(), settings)
     for name, gradient in gradients(0).items():
         optimizer.parameters[name].grad = gradient.clone()
     norm = optimizer.gradient_norm()
@@ -138,7 +137,7 @@ def test_clipping_scales_the_whole_gradient() -> None:
 
 
 def test_small_gradients_are_not_scaled_up() -> None:
-    optimizer = Optimizer(parameters(), OptimizerSettings(max_grad_norm=100.0))
+    optimizer = ShardedOptimizer(parameters(), OptimizerSettings(max_grad_norm=100.0))
     for name, gradient in gradients(0).items():
         optimizer.parameters[name].grad = gradient.clone()
     given = optimizer.parameters["norm"].grad
@@ -149,7 +148,7 @@ def test_small_gradients_are_not_scaled_up() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_has_an_infinite_norm(bad: float) -> None:
-    optimizer = Optimizer(parameters(), SETTINGS)
+    optimizer = ShardedOptimizer(parameters(), SETTINGS)
     optimizer.parameters["bias"].grad = torch.tensor([1.0, bad, 2.0])
     assert optimizer.gradient_norm() == math.inf
     optimizer.parameters["bias"].grad = torch.tensor([1e30, 1e38, 0.0])  # finite, though its square is not in float32
@@ -182,12 +181,12 @@ def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monke
     """By calls of the update; the control is one call for all. The weights have the same bits."""
     found = []
     for each in (at_once, 1 << 26):
-        monkeypatch.setattr(optim, "AT_ONCE", each)
+        monkeypatch.setattr(adamw, "AT_ONCE", each)
         given = {str(i): nn.Parameter(torch.full((64, 64), 1.0 + i)) for i in range(4)}
         for parameter in given.values():
             parameter.grad = parameter.detach().clone()
         alive: list[int] = []
-        for module, name in ((optim, "adamw"), (optim_8bit.Moment, "zeros")):
+        for module, name in ((adamw, "adamw"), (eight_bit.Moment, "zeros")):
             call = getattr(module, name)
 
             def counted(*given_: Any, call: Any = call, given: Any = given, alive: Any = alive, **options: Any) -> Any:
@@ -195,7 +194,7 @@ def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monke
                 return call(*given_, **options)
 
             monkeypatch.setattr(module, name, counted)
-        Optimizer(given, replace(SETTINGS, state=state)).step(0.1, 1.0)
+        ShardedOptimizer(given, replace(SETTINGS, state=state)).step(0.1, 1.0)
         monkeypatch.undo()
         assert all(parameter.grad is None for parameter in given.values())
         found.append((sorted(set(alive), reverse=True), [p.detach().clone() for p in given.values()]))

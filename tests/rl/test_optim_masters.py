@@ -13,12 +13,12 @@ from isobit.config import load_config
 from isobit.distributed import ALONE, Shards
 from isobit.errors import Corruption, IsobitError
 from isobit.kernels import Ops, get_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model.weights.masters import Masters
 from isobit.rl import OptimizerSettings
-from isobit.rl.optim import masters as optim_masters
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim import masters
 from isobit.rl.optim.masters import UpdatedMasters
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.training.memory.live_bytes import LiveBytes
 from isobit.training.train import resume, train
 from tests.models import tiny_model
@@ -39,15 +39,15 @@ def optimizer(
     settings: OptimizerSettings = SETTINGS,
     values: Mapping[str, Tensor] | None = None,
     ops: Ops | None = None,
-) -> Optimizer:
+) -> ShardedOptimizer:
     generator = torch.Generator().manual_seed(0)
     given = values or {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     shapes = {name: tuple(value.shape) for name, value in given.items()}
     masters = Masters(given, shapes, torch.device("cpu"), ALONE, torch.bfloat16)
-    return Optimizer(masters.parameters, settings, Shards.of(shapes), ops or get_ops("native"), masters.holders)
+    return ShardedOptimizer(masters.parameters, settings, Shards.of(shapes), ops or get_ops("native"), masters.holders)
 
 
-def descend(optimizer: Optimizer, steps: int, first: int = 0) -> dict[str, Tensor]:
+def descend(optimizer: ShardedOptimizer, steps: int, first: int = 0) -> dict[str, Tensor]:
     """Steps down a quadratic with some noise; returns the masters."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -93,8 +93,7 @@ def test_parts_threads_and_backends_have_the_same_bits(state: str, monkeypatch: 
     assert all(master.dtype == torch.bfloat16 for master in whole.values())
     assert same(descend(optimizer(settings, ops=get_ops("reference")), 4), whole)
     for at_once in (1024, 8192, 100_000):
-        monkeypatch.setattr(optim_masters, "AT_ONCE", at_once)
-        monkeypatch.setattr("isobit.rl.optim.eight_bit.AT_ONCE", at_once)
+        monkeypatch.setattr(masters, "AT_ONCE", at_once)
         assert same(descend(optimizer(settings), 4), whole), at_once
     torch.set_num_threads(2)
     assert same(descend(optimizer(settings), 4), whole)
@@ -106,9 +105,9 @@ def test_control_elements_numbered_from_their_part_are_noticed(monkeypatch: pyte
 
     def wrong(self: UpdatedMasters, name: str, part: slice, values: Tensor, step: int) -> None:
         rows = self.parameters[name].detach().view(-1)[part]
-        rows.copy_(self.ops.round_stochastically(values, optim_masters._key(f"masters {self.seed} {name}"), step, 0))
+        rows.copy_(self.ops.round_stochastically(values, masters._key(f"masters {self.seed} {name}"), step, 0))
 
-    monkeypatch.setattr(optim_masters, "AT_ONCE", 1024)
+    monkeypatch.setattr(masters, "AT_ONCE", 1024)
     assert same(descend(optimizer(), 2), whole)
     monkeypatch.setattr(UpdatedMasters, "put", wrong)
     found = descend(optimizer(), 2)
@@ -160,7 +159,7 @@ def test_masters_are_in_float32_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch
     """Beside moments and gradients; the control has all of them in one part."""
     taken = {}
     for at_once in (1 << 10, 1 << 20):
-        monkeypatch.setattr(optim_masters, "AT_ONCE", at_once)
+        monkeypatch.setattr(masters, "AT_ONCE", at_once)
         with LiveBytes() as live:
             chosen = optimizer()
             descend(chosen, 1)  # makes the moments

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.rl import Sample
-from isobit.rl.learner.packing import micro_batches, minibatches, pack
+from isobit.rl.learner.packing import pack
+from isobit.rl.learner.schedule import micro_batches, minibatches
 
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from isobit.config import load_config
+from isobit.distributed import Ranks
 from isobit.model import Model
-from isobit.rl import Objective, Sample, for_precision
+from isobit.rl import Objective, ResolvedObjective, Sample, for_precision
+from isobit.rl.learner.forward import PolicyForward, logprobs_of
+from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.schedule import MicroBatches
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import replay, train
 from tests.models import tiny_model
@@ -17,7 +21,7 @@ from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 
 
-def objective(model: Model, estimator: str = "k1") -> Objective:
+def objective(model: Model, estimator: str = "k1") -> ResolvedObjective:
     charged = Objective(kl_coefficient=0.1, kl_in_reward=True, kl_estimator=estimator)
     return for_precision(charged, model.precision)
 
@@ -60,17 +64,16 @@ def test_the_distance_is_by_hand_once_the_policy_has_moved() -> None:
     assert all(any(row) for row in found)
 
 
-def count_passes(learner: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_passes(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The samples of each pass over the policy that computes log-probabilities without a gradient."""
     passes: list[int] = []
-    plain = learner._forwards  # type: ignore[attr-defined]
 
-    def counted(model: Model, samples: list[Sample], spans: list[list[int]], policy: object = None) -> object:
-        if model is learner.model:  # type: ignore[attr-defined]
-            passes.append(sum(map(len, spans)))
-        return plain(model, samples, spans, policy)
+    def counted(policy: PolicyForward, samples: list[Sample], parts: MicroBatches, ranks: Ranks) -> object:
+        if policy.model is learner.model:
+            passes.append(sum(map(len, parts)))
+        return logprobs_of(policy, samples, parts, ranks)
 
-    monkeypatch.setattr(learner, "_forwards", counted)
+    monkeypatch.setattr("isobit.rl.learner.learner.logprobs_of", counted)
     return passes
 
 

@@ -10,14 +10,14 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from isobit.model import Model
 from isobit.model.hub import names
-from isobit.rl import Objective, Sample
+from isobit.rl import ResolvedObjective, Sample
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.routing import BatchLoad
 from tests.model.helpers import directory, tokens
 from tests.model.test_model import per_expert
 from tests.rl.helpers import distance, gradients, make_learner
 
-BALANCED = Objective(router_aux_coefficient=0.5, max_new_tokens=5)
+BALANCED = ResolvedObjective(router_aux_coefficient=0.5, max_new_tokens=5)
 
 
 def batch() -> list[Sample]:

@@ -12,7 +12,8 @@ from isobit.kernels import Copies, get_ops
 from isobit.model import Model
 from isobit.rl import Objective, Sample
 from isobit.rl.learner.forward import forward
-from isobit.rl.learner.packing import micro_batches, pack
+from isobit.rl.learner.packing import pack
+from isobit.rl.learner.schedule import micro_batches
 from tests.models import require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.errors import IsobitError
 from isobit.rl import OptimizerSettings
-from isobit.rl.optim import eight_bit as optim_8bit
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim import eight_bit
 from isobit.rl.optim.eight_bit import Moment, code_book, smallest_second
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 RATE, ROWS, COLUMNS, STEPS = 1e-3, 256, 64, 160
 Gradients = Callable[[int], Tensor]
@@ -63,7 +62,7 @@ GRADIENTS: Mapping[str, Gradients] = {
 def moved(gradients: Gradients, state: str, name: str = "layers.0.o", masters: str = "fp32") -> tuple[float, Tensor]:
     """(the largest |step| / rate of any element and step, the sum of all steps / rate)."""
     parameter = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
-    optimizer = Optimizer({name: parameter}, OptimizerSettings(state=state, masters=masters))
+    optimizer = ShardedOptimizer({name: parameter}, OptimizerSettings(state=state, masters=masters))
     largest, total = 0.0, torch.zeros(ROWS, COLUMNS)
     for step in range(STEPS):
         with torch.no_grad():
@@ -87,7 +86,7 @@ def to_nearest(moment: Moment, part: slice, moments: Tensor, draw: object) -> No
 @pytest.fixture
 def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moment, "write", to_nearest)
-    monkeypatch.setattr(optim_8bit, "smallest_second", lambda *_: 0.0)
+    monkeypatch.setattr(eight_bit, "smallest_second", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -143,7 +142,7 @@ def test_no_gradients_give_a_second_moment_below_the_smallest(betas: tuple[float
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_mean_of_many_roundings_is_the_moment(signed: bool) -> None:
     """To four standard errors. The control is a rounding to the nearest value, whose mean is that value."""
-    optimizer = Optimizer({"w": torch.nn.Parameter(torch.zeros(16, 256))}, OptimizerSettings(state="8bit"))
+    optimizer = ShardedOptimizer({"w": torch.nn.Parameter(torch.zeros(16, 256))}, OptimizerSettings(state="8bit"))
     x = normal(4096, seed=0) if signed else normal(4096, seed=0).square()
     x.view(-1, 256)[:, 0] = 5.0  # a block's largest: 1, which both books have
     total, part, rounds = torch.zeros(4096, dtype=torch.float64), slice(0, 4096), 400
@@ -158,19 +157,3 @@ def test_the_mean_of_many_roundings_is_the_moment(signed: bool) -> None:
     apart = ((total / rounds).float() - x)[middle].abs()
     assert float(apart.max()) < 4.5 * gap / 2 / rounds**0.5
     assert float(apart.square().mean()) < 0.1 * float((nearest.read(part) - x)[middle].square().mean())
-
-
-def test_moments_of_an_embedding_in_8_bits_are_read_from_an_older_state() -> None:
-    """In 32 bits, with the values that they had; and one of another size is refused."""
-    old = Optimizer({"x": torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))}, OptimizerSettings(state="8bit"))
-    old.parameters["x"].grad = columns(0)
-    old.step(RATE, 0.0)
-    state = {name.replace("x.", "embed.", 1): value for name, value in old.state().items()}
-    new = Optimizer({"embed": torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))}, OptimizerSettings(state="8bit"))
-    new.load_state(state)
-    assert old._eight_bit is not None
-    wanted = old._eight_bit._moments["x"]["exp_avg"].read(slice(0, ROWS * COLUMNS)).view(ROWS, COLUMNS)
-    assert torch.equal(new.state()["embed.exp_avg"], wanted)
-    assert wanted.any()
-    with pytest.raises(IsobitError, match="optimizer state of embed does not fit the model"):
-        Optimizer({"embed": new.parameters["embed"]}, OptimizerSettings()).load_state(state)

@@ -15,7 +15,7 @@ from isobit.cli.commands.export import export
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.checkpoints import all_checkpoints, file_digest, newest
 from isobit.run.completions import COMPLETIONS, lines, members, parse
@@ -160,9 +160,9 @@ def test_weights_that_are_not_finite_are_not_saved(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken by the update of the last step, which nothing computes with."""
-    step, taken = Optimizer.step, list[float]()
+    step, taken = ShardedOptimizer.step, list[float]()
 
-    def breaking(self: Optimizer, rate: float, norm: float) -> None:
+    def breaking(self: ShardedOptimizer, rate: float, norm: float) -> None:
         step(self, rate, norm)
         taken.append(rate)
         if len(taken) == 3:
@@ -170,7 +170,7 @@ def test_weights_that_are_not_finite_are_not_saved(
                 next(iter(self.parameters.values())).view(-1)[0] = float("inf")
             self.checksums.renew()  # as if the update had written it
 
-    monkeypatch.setattr(Optimizer, "step", breaking)
+    monkeypatch.setattr(ShardedOptimizer, "step", breaking)
     with pytest.raises(RunFailed, match=r"is not finite; the last good checkpoint is .*step-000002"):
         train(load_config(write_config(tmp_path, base_model, steps=3)))
     assert [path.name for path in all_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000000", "step-000002"]

@@ -34,7 +34,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}
     # tests/test_device.py: peaks of a GPU's memory
     # tests/training/test_loop.py: mixtures of experts, replay and rollouts ahead
-    # tests/training/test_scoring.py: reward models; tests/rl/test_shadow.py; tests/training/test_quantization.py
+    # tests/training/test_scoring.py: reward models; tests/training/test_quantization.py
     # tests/fleet/test_training.py: what a fleet is sent and how long the learner waits for it
     # tests/training/test_adapter.py: adapters
     # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py: calibrated queries
@@ -43,7 +43,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
         for name in metrics.METRICS
         if name.startswith(
             (
-                *("router/", "replay/", "staleness/", "memory/reward", "shadow/", "memory/peak_rollout"),
+                *("router/", "replay/", "staleness/", "memory/reward", "memory/peak_rollout"),
                 *("memory/peak_learn", "quant/activation", "quant/gradient", "quant/query", "mismatch/corrected"),
                 *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
             )

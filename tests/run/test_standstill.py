@@ -71,10 +71,6 @@ def test_why(rows: list[Row], line: str) -> None:
     assert str(after(*rows).verdict).startswith(line)
 
 
-def test_old_rows_without_the_metric_count_by_their_groups() -> None:
-    assert after({"groups/zero_spread_fraction": 0.75, "reward/mean": 0.5}).taught
-
-
 REWARDS = {
     "none": "[None] * len(completions)",
     "zero": "[0.0] * len(completions)",

@@ -90,14 +90,15 @@ def test_what_it_refuses(
     assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
 
 
-def test_without_the_extra_it_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("isobit.serve")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    found = said(monkeypatch, capsys, folder / "base")
-    assert found == "isobit: serve needs uvicorn: pip install 'isobit[serve]'\n"
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
+def test_without_the_extra_it_says_what_to_install(folder: Path, missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['isobit', 'serve', {str(folder / 'base')!r}]; "
+        "from isobit.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"isobit: serve needs {missing}[\w.]*: pip install 'isobit\[serve\]'\n", done.stderr)
 
 
 def test_a_port_that_is_taken(

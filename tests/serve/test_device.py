@@ -105,7 +105,7 @@ def test_a_poisonous_request_ends_alone(folder: Path) -> None:
 
 def test_negative_control_without_isolation_all_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_at_fault(self: Device, error: Exception) -> None:
-        for found in list(self._by_ticket.values()):
+        for found in list(self._by_request.values()):
             self._close(found)
             self._post(found.job.post, Failed(500, str(error)))
 

@@ -1,56 +1,20 @@
 """The command: `python -m tests.strangers --cases N --seed S`; a case that fails is printed with how to repeat it."""
 
 import argparse
-import contextlib
-import io
-import signal
 import sys
 import tempfile
-import traceback
 from pathlib import Path
-from typing import Any
 
-from isobit.errors import LEFT_OUT, IsobitError
+from tests.loaders import outcome as outcomes
 
 CASE_SECONDS = 60
-
-
-class Hang(BaseException):
-    """The watchdog's: no command may catch it."""
 
 
 def outcome(folder: Path, seed: int) -> tuple[str, str]:
     """(ok, refused, failed or hang; what was found) of one case."""
     from . import cases
 
-    def alarm(*_: Any) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            what = cases.run(folder, seed)
-        return ("failed", said.getvalue()[-300:]) if "Traceback" in said.getvalue() else ("ok", what)
-    except IsobitError as error:
-        text = str(error)
-        clear = text and "\n" not in text and LEFT_OUT not in text
-        return ("refused", text) if clear else ("failed", f"not one clear line: {text[:300]!r}")
-    except Hang:
-        return "hang", _place(sys.exc_info()[2])
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]} {_place(error.__traceback__)}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _place(trace: Any) -> str:
-    frames = [f for f in traceback.extract_tb(trace) if "/isobit/" in f.filename]
-    return f"({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})" if frames else "(elsewhere)"
+    return outcomes.outcome(lambda: cases.run(folder, seed), CASE_SECONDS)
 
 
 def main(arguments: list[str] | None = None) -> int:

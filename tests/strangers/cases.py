@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import sys
@@ -16,12 +15,13 @@ from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config, load_run_config
 from isobit.monitor.report import write_report
 from isobit.monitor.screen.watch import watch
-from isobit.monitor.trackers.base import Opened, Place
-from isobit.monitor.trackers.follow import TRACKING, Follower
+from isobit.monitor.trackers.base import Opened, TrackedRun
+from isobit.monitor.trackers.follow import STATE, TRACKING, Follower, State
 from isobit.run import completions
 from isobit.run.directory import require_run
 from isobit.training.train import resume, train
 from tests.loaders import mutate
+from tests.loaders.outcome import put_no_file
 from tests.runs import write_config
 
 CHECKPOINT = "checkpoints/step-000002"
@@ -33,8 +33,8 @@ class Silent:
     def check(self, settings: Mapping[str, Any]) -> None:
         pass
 
-    def open(self, place: Place) -> Opened:
-        return Opened(place.last)
+    def open(self, run: TrackedRun) -> Opened:
+        return Opened(run.last)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         json.dumps(metrics, allow_nan=False)
@@ -57,7 +57,8 @@ def write_valid(folder: Path, model: Path) -> Path:
     for rank in (0, 1):
         (run / "logs" / f"rank-{rank:05d}.json").write_text(json.dumps(beat | {"rank": rank}))
     (run / TRACKING).mkdir()
-    (run / TRACKING / "silent.json").write_text(json.dumps({"last": 0, "kept": {"id": "a"}}))
+    kept = {"silent": {"last": 0, "kept": {"id": "a"}}}
+    (run / TRACKING / STATE).write_text(json.dumps(kept))
     return run
 
 
@@ -65,8 +66,9 @@ def _track(run: Path) -> None:
     require_run(run)
     load_run_config(run)
     (run / TRACKING).mkdir(exist_ok=True)
-    follower = Follower(Silent(), "silent", run, 4)
-    follower.open({"project": "p", "name": "n", "group": None, "settings": {}, "config": {}, "limit_s": 1.0})
+    follower = Follower(Silent(), "silent", run, 4, State(run))
+    request = {"project": "p", "name": "n", "group": None, "config": {}, "limit_s": 1.0}
+    follower.open(request, {})
     follower.catch_up()
 
 
@@ -98,12 +100,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "quantization.jsonl": ("report", "resume"),
     "certificate.jsonl": ("verify", "resume"),
     "config.yaml": ("watch", "report", "track", "resume", "verify", "eval", "export"),
+    "format.txt": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "machine.json": ("resume", "verify", "eval", "track"),
+    "resolved.json": ("resume",),
     "inputs.json": ("resume",),
     "rollouts_from.txt": ("resume", "verify"),
     ".lock": ("watch", "resume", "verify"),
     "logs/rank-00001.json": ("watch",),
-    "tracking/silent.json": ("track",),
+    "tracking/state.json": ("track",),
     "best/best.json": ("resume", "eval"),
     f"{CHECKPOINT}/manifest.json": ("resume", "verify", "eval", "export"),
     f"{CHECKPOINT}/trainer/state.json": ("resume",),
@@ -143,7 +147,7 @@ def _damage(file: Path, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.15:
         file.unlink(missing_ok=True)
-        _replaced(file, rng)
+        put_no_file(file, rng)
     elif kind < 0.45 or file.suffix not in (".json", ".jsonl", ".gz", ".yaml"):
         file.write_bytes(mutate.data(before, rng))
     elif file.suffix == ".gz":
@@ -169,18 +173,3 @@ def _rows(file: Path, rng: random.Random) -> None:
     at = rng.randrange(len(step))
     step[at] = json.loads(json.dumps(mutate.value(step[at], rng)))
     file.write_bytes(b"".join(map(completions.pack, steps)))
-
-
-def _replaced(file: Path, rng: random.Random) -> None:
-    """Something that is no file in its place."""
-    kind = rng.randrange(6)
-    if kind == 0:
-        os.mkfifo(file)
-    elif kind == 1:
-        file.mkdir()
-    elif kind == 2:
-        file.symlink_to(file.name)
-    elif kind == 3:
-        file.symlink_to("/dev/zero")
-    elif kind == 4:
-        file.symlink_to("/nowhere")

@@ -3,20 +3,21 @@
 import errno
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isobit import cli
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.monitor.screen.watch import watch
 from isobit.run.directory import METRICS, in_use
+from tests.conftest import RunIsobit
+from tests.loaders.outcome import some_seconds
 from tests.runs import write_config
 
 from . import __main__ as fuzzer
@@ -46,32 +47,20 @@ def test_the_valid_run_is_read_by_every_command(run: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_some_seconds_without_a_traceback_or_a_hang(valid: Path) -> None:
-    until, seed, kinds = time.monotonic() + 15, SEED, dict.fromkeys(("ok", "refused"), 0)
-    while time.monotonic() < until and seed < SEED + 300:
-        kind, what = fuzzer.outcome(valid, seed)
-        assert kind in kinds, f"seed {seed}: {what}"
-        kinds[kind] += 1
-        seed += 1
-    assert min(kinds.values()) > 5
+    counts = some_seconds(partial(fuzzer.outcome, valid), SEED, seconds=15, most=300)
+    assert min(counts.values()) > 5
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [(ZeroDivisionError("planted"), "failed", "ZeroDivisionError: planted"), (None, "hang", "")],
-)
-def test_negative_control_a_broken_reader_is_found(
-    valid: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, kind: str, said: str
-) -> None:
+def test_negative_control_a_broken_reader_is_found(valid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a hang is found too: `tests/loaders`, by the same watchdog."""
+
     def command(run: Path) -> None:
-        if error is not None:
-            raise error
-        time.sleep(5)
+        raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(cases, "COMMANDS", dict.fromkeys(cases.COMMANDS, command))
-    monkeypatch.setattr(fuzzer, "CASE_SECONDS", 0.3)
-    found = fuzzer.outcome(valid, SEED)
-    assert found[0] == kind
-    assert said in found[1]
+    kind, said = fuzzer.outcome(valid, SEED)
+    assert kind == "failed"
+    assert "ZeroDivisionError: planted" in said
 
 
 def _pipe(name: str) -> Callable[[Path], None]:
@@ -117,7 +106,7 @@ def _foreign_offset(run: Path) -> None:
         ("resume", _text("rollouts_from.txt", b"\xff\n"), "rollouts_from.txt: cannot be read: not UTF-8 text"),
         ("report", _text("config.yaml", b"\xff\xfe"), "config.yaml: not UTF-8 text"),
         ("watch", _text("config.yaml", b"steps: &a [*a]\n"), "is not the config that a run writes"),
-        ("track", _text("tracking/silent.json", b"[1]"), "silent.json cannot be read: it is not what a tracker keeps"),
+        ("track", _text("tracking/state.json", b"[1]"), "state.json cannot be read"),
         ("resume", _link(".lock"), "it is a link; a run writes into files of its own"),
         ("resume", _link(METRICS), "it is a link; a run writes into files of its own"),
         ("resume", _foreign_offset, "not the state of a run"),
@@ -158,9 +147,7 @@ def test_numbers_that_are_text_cost_their_row(run: Path, capsys: pytest.CaptureF
     )
 
 
-def test_no_permission_is_one_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_permission_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> None:
     """Tests run as root, who may do anything: what the kernel says to others is said in its place."""
     opened, stat = Path.open, Path.stat
 
@@ -181,11 +168,8 @@ def test_no_permission_is_one_line(
 
     monkeypatch.setattr(Path, "stat", hidden)
     for arguments in (["watch", "--once"], ["report"], ["track"], ["verify"], ["eval"], ["export", "--to", "out"]):
-        monkeypatch.setattr(sys, "argv", ["isobit", arguments[0], str(run), *arguments[1:]])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
+        code, _, line = run_isobit(arguments[0], run, *arguments[1:])
+        assert code == 2, line
         assert line.count("\n") == 1, line
         assert "Permission denied" in line
 
@@ -217,14 +201,11 @@ def test_a_directory_that_a_terminal_would_obey_is_refused(tmp_path: Path, base_
 
 @pytest.mark.parametrize("name", ["a #1", "a: b", "[a]", "'a", "1", "null", "*a", "ü\u00a0x"])
 def test_a_directory_is_called_what_it_is_called(
-    tmp_path: Path, base_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base_model: Path, name: str, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit
 ) -> None:
     """What YAML would read otherwise: a comment, a mapping, a list, a number."""
     config = write_config(tmp_path, base_model, steps=1)
     monkeypatch.chdir(tmp_path)
     for arguments in ([str(config), "--out", name], ["--resume", name, "steps=2"]):
-        monkeypatch.setattr(sys, "argv", ["isobit", "train", *arguments, "--quiet"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 0
+        assert run_isobit("train", *arguments, "--quiet")[0] == 0
     assert (tmp_path / name / "checkpoints" / "step-000002").is_dir()

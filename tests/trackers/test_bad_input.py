@@ -102,5 +102,5 @@ def test_the_saved_config_has_no_secret_of_the_environment(
     config = write_config(tmp_path, base_model, tracking={"trackers": ["tensorboard"]})
     run = train(load_config(config, ["steps=1"])).run_dir
     kept = [path for path in run.rglob("*") if path.is_file()]
-    assert run / "tracking/tensorboard.json" in kept
+    assert run / "tracking/state.json" in kept
     assert not any(b"s3cret" in path.read_bytes() for path in kept)

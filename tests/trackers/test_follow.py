@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.base import Opened, Place
-from isobit.monitor.trackers.follow import Follower, Tail, read_state
+from isobit.monitor.trackers.base import Opened, TrackedRun
+from isobit.monitor.trackers.follow import Follower, State, Tail
 from isobit.run.completions import COMPLETIONS, pack
 
-REQUEST = {"project": "p", "name": "n", "group": None, "settings": {}, "config": {}, "limit_s": 1.0}
+REQUEST = {"project": "p", "name": "n", "group": None, "config": {}, "limit_s": 1.0}
 
 
 class Recorder:
@@ -20,14 +20,14 @@ class Recorder:
 
     def __init__(self, claims: int | None = None, fails_at: int | None = None) -> None:
         self.claims, self.fails_at = claims, fails_at
-        self.place: Place | None = None
+        self.place: TrackedRun | None = None
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.tables: list[tuple[int, list[str]]] = []
 
     def check(self, settings: Mapping[str, Any]) -> None:
         pass
 
-    def open(self, place: Place) -> Opened:
+    def open(self, place: TrackedRun) -> Opened:
         self.place = place
         return Opened(place.last if self.claims is None else self.claims, place.kept or {"id": "abc"}, "here")
 
@@ -56,8 +56,8 @@ def write(run: Path, steps: Sequence[int], name: str = "metrics.jsonl", **values
 
 
 def follow(run: Path, tracker: Recorder, completions: int = 0) -> Follower:
-    follower = Follower(tracker, "recorder", run, completions)
-    assert follower.open(REQUEST) == "here"
+    follower = Follower(tracker, "recorder", run, completions, State(run))
+    assert follower.open(REQUEST, {}) == "here"
     follower.catch_up()
     return follower
 
@@ -80,7 +80,7 @@ def test_rows_are_handed_over_as_they_come_and_without_what_is_not_finite(run: P
 def test_another_process_goes_on_after_the_last_step(run: Path) -> None:
     write(run, [1, 2, 3])
     follow(run, Recorder())
-    assert read_state(run, "recorder") == {"last": 3, "kept": {"id": "abc"}}
+    assert State(run).of("recorder") == {"last": 3, "kept": {"id": "abc"}}
     write(run, [4])
     second = Recorder()
     follow(run, second)
@@ -103,7 +103,7 @@ def test_a_row_that_was_refused_is_given_again(run: Path) -> None:
     write(run, [1, 2, 3])
     with pytest.raises(ConnectionError):
         follow(run, Recorder(fails_at=2))
-    assert read_state(run, "recorder")["last"] == 1
+    assert State(run).of("recorder")["last"] == 1
     second = Recorder()
     follow(run, second)
     assert [step for step, _ in second.rows] == [2, 3]
@@ -134,7 +134,23 @@ def test_a_tail_stops_at_what_is_not_whole(tmp_path: Path) -> None:
     assert list(tail) == [{"step": 2}]
 
 
-def test_a_damaged_state_is_said(run: Path) -> None:
-    (run / "tracking/recorder.json").write_text("{")
-    with pytest.raises(IsobitError, match=r"recorder\.json cannot be read"):
+def test_two_trackers_have_one_state_file_and_their_own_steps(run: Path) -> None:
+    write(run, [1, 2, 3])
+    state = State(run)
+    slow = Follower(Recorder(fails_at=2), "slow", run, 0, state)
+    slow.open(REQUEST, {})
+    with pytest.raises(ConnectionError):
+        slow.catch_up()
+    fast = Follower(Recorder(), "fast", run, 0, state)
+    fast.open(REQUEST, {})
+    fast.catch_up()
+    assert [State(run).of(name)["last"] for name in ("slow", "fast")] == [1, 3]
+    assert State(run).of("other") == {}
+    assert [path.name for path in (run / "tracking").iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"recorder": 1}', '{"recorder": {"last": 1}}'])
+def test_a_damaged_state_is_said(run: Path, text: str) -> None:
+    (run / "tracking/state.json").write_text(text)
+    with pytest.raises(IsobitError, match=r"state\.json"):
         follow(run, Recorder())

@@ -125,7 +125,7 @@ def test_what_prints_writes_into_its_log(tmp_path: Path, library, capfd: pytest.
     library(GOOD + '\nprint("hello")\nos.system("echo from a child")\n')
     tracked(tmp_path / "run", 1)
     assert capfd.readouterr() == ("", "")
-    log = (tmp_path / "run/tracking/wandb.log").read_text()
+    log = (tmp_path / "run/tracking/follower.log").read_text()
     assert "hello" in log
     assert "from a child" in log
     assert rows(tmp_path / "run") == ["1", "exit 0"]
@@ -161,3 +161,26 @@ def test_a_process_that_cannot_be_started(tmp_path: Path, capfd: pytest.CaptureF
         trackers.poll()
     assert trackers.failed
     assert "cannot start its process: Not a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["1 / 0", "import time; time.sleep(1000)", "import os; os._exit(7)"])
+def test_a_tracker_that_raises_or_hangs_holds_up_no_other(
+    tmp_path: Path, library, capfd: pytest.CaptureFixture[str], other: str
+) -> None:
+    """Two trackers in one process, of which the other gets every row. The control ends the process, and with it both,
+    which is said of both."""
+    library(GOOD)
+    (tmp_path / "shim/trackio.py").write_text(other)
+    settings = SETTINGS | {"trackers": ["trackio", "wandb"], "trackio": {"dir": None, "space_id": None}}
+    run, ends = tmp_path / "run", "_exit" in other
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "entropy": 1.0}}\n' for step in (1, 2, 3)))
+    with Trackers(settings, {}, run, lambda: 0, print) as trackers:
+        deadline = time.monotonic() + 60
+        while not ends and "3" not in rows(run) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert trackers.failed
+    assert (rows(run) == ["1", "2", "3", "exit 0"]) is not ends
+    error = capfd.readouterr().err
+    assert error.count("isobit: tracker trackio: ") == 1
+    assert error.count("isobit: tracker wandb: ") == int(ends)

@@ -17,7 +17,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter, targeted
 from isobit.monitor.report.summary import about
-from isobit.precision import Nibbles, QTensor, nibbles
+from isobit.precision import PackedFP4, QTensor, packed_fp4
 from isobit.rl.learner.learner import Learner
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_loop
@@ -122,15 +122,15 @@ def test_a_base_two_codes_to_a_byte_trains_what_a_byte_a_code_trains(
     held: list[float] = []
     found = learned("nibbles")
     with monkeypatch.context() as patch:
-        patch.setattr(nibbles, "holds", lambda spec, shape: False)
+        patch.setattr(packed_fp4, "holds", lambda spec, shape: False)
         assert learned("a byte a code") == found
         assert held[0] < held[1]
     with monkeypatch.context() as patch:
-        patch.setattr(nibbles, "packed", lambda q, x, packed=nibbles.packed: _exchanged(packed(q, x)))
+        patch.setattr(packed_fp4, "packed", lambda q, x, packed=packed_fp4.packed: _exchanged(packed(q, x)))
         assert learned("exchanged")["model.safetensors"] != found["model.safetensors"]
 
 
-def _exchanged(found: Nibbles) -> Nibbles:
+def _exchanged(found: PackedFP4) -> PackedFP4:
     return replace(found, codes=found.codes << 4 | found.codes >> 4)
 
 
@@ -221,7 +221,6 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path, models: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fleet": ({"fleet": {"engines": 1}}, "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"),
-    "shadow": ({"algorithm": {"shadow_every": 5}}, r"algorithm\.shadow_every .* set shadow_every: 0"),
     "rank": ({"adapter": {"rank": 0}}, r"adapter\.rank: expected at least 1, got 0"),
     "targets": ({"adapter": {"targets": ["q_prj"]}}, r"adapter\.targets\.0: expected all-linear, q_proj"),
     "both": ({"adapter": {"targets": ["all-linear", "q_proj"]}}, "give all-linear alone"),

@@ -11,8 +11,9 @@ from isobit.cli.commands.compare import compare
 from isobit.config import load_compare_config, load_config
 from isobit.errors import RunFailed
 from isobit.evaluation.inspection.locate import locate
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, Transformer
+from isobit.rl import ResolvedObjective
 from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
@@ -170,11 +171,9 @@ def test_the_learner_changes_nothing_before_it_disagrees(recompute: bool) -> Non
     """Weights, optimizer and gradients; the first differing token is named. The control is an untouched batch."""
     from dataclasses import replace
 
-    from isobit.rl import Objective
-
     model = tiny_model()
     samples = roll_out(model)
-    learner = make_learner(model, Objective(recompute_old=recompute), on_mismatch="stop")
+    learner = make_learner(model, ResolvedObjective(recompute_old=recompute), on_mismatch="stop")
     assert promises_bits(model)
     changed = list(samples)
     logprobs = list(changed[2].rollout_logprobs)

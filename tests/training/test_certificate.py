@@ -30,7 +30,7 @@ def _model(masters: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> An
 
     transformer = SimpleNamespace(masters=SimpleNamespace(shards=shards[rank]))
     return SimpleNamespace(
-        transformer=transformer, named_parameters=lambda: rows(rank), ranks=SimpleNamespace(gather=gather)
+        transformer=transformer, named_parameters=lambda: rows(rank), ranks=SimpleNamespace(all_gather_json=gather)
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.config import load_config
 from isobit.errors import Corruption, NonFiniteError, RunFailed
-from isobit.evaluation.periodic import HeldOut
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model, RewardModel
 from isobit.precision.quantize import QTensor
@@ -125,7 +125,7 @@ REFERENCE = "algorithm.kl_coefficient=0.5"
 JUDGED = "rewards.models=[{path: JUDGE}]"
 FLIPS = [  # what flips, at which call of which method, what the run is, what the message names, its last checkpoint
     (a_working_weight, (Policy, "sync", 2), "precision=fp8", "working weight layers.0.qkv", 1),
-    (a_working_weight, (HeldOut, "evaluate", 2), "evaluation.every=1", "working weight layers.0.qkv", 0),
+    (a_working_weight, (PeriodicEvaluation, "evaluate", 2), "evaluation.every=1", "working weight layers.0.qkv", 0),
     (a_master, (Policy, "sync", 2), "precision=fp8", "master layers.0.o", 1),
     (a_master, (Model, "save", 3), "precision=fp8", "master layers.0.o", 1),
     (a_master_so_that_it_is_infinite, (Saver, "keep", 5), "precision=fp8", "master layers.0.o", 1),
@@ -244,10 +244,10 @@ def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) 
 
     def flipping(self: object, *arguments: object, **options: object) -> object:
         calls.append(self)
-        if len(calls) == at and owner in (Model, HeldOut):
+        if len(calls) == at and owner in (Model, PeriodicEvaluation):
             flip(opened[-1])
         found = called(self, *arguments, **options)
-        if len(calls) == at and owner not in (Model, HeldOut):
+        if len(calls) == at and owner not in (Model, PeriodicEvaluation):
             flip(opened[-1])
         return found
 

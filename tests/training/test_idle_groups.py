@@ -53,8 +53,7 @@ def test_a_run_keeps_its_bits(tmp_path: Path, base_model: Path, variant: str, mo
     assert share == 0 if variant == "dynamic sampling" else share > 0.05  # which drops such groups
     assert all(row["mismatch/differing_tokens"] == 0 for row in found.metrics if variant == "plain")
     with monkeypatch.context() as patch:
-        for module in ("gradient", "learner"):
-            patch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
+        patch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
         everything = run(tmp_path / "all", base_model, *VARIANTS[variant])
     assert all(row["learn/skipped_share"] == 0 for row in everything.metrics)
     assert _bits(found.run_dir) == _bits(everything.run_dir)

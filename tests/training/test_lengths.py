@@ -12,7 +12,7 @@ import yaml
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.model import Model, Tokenizer
+from isobit.model import Model, TextRules, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks import TaskSettings, load_task
 from isobit.training.rollouts.lengths import fit_prompts
@@ -171,9 +171,10 @@ def test_a_template_replaces_the_one_in_the_tokenizers_settings(tmp_path: Path) 
     transformers = pytest.importorskip("transformers")
     tokenizer = Tokenizer.characters(string.printable)
     tokenizer.settings["chat_template"] = tokenizer.chat_template = "old"
-    assert tokenizer.render_chat(CHAT[0]) == "old"
+    tokenizer.save(tmp_path)
+    assert Tokenizer.load(tmp_path).render_chat(CHAT[0]) == "old"
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    tokenizer.use_template(tmp_path / "t.jinja")
+    tokenizer = Tokenizer.load(tmp_path, TextRules(chat_template=tmp_path / "t.jinja"))
     assert tokenizer.render_chat(CHAT[0]) == "[user]Hi[assistant]"
     tokenizer.save(tmp_path)
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -69,10 +69,3 @@ def test_a_loss_that_cannot_be_split_costs_nothing(files: Path, base_model: Path
     with pytest.raises(IsobitError, match="depends on how a batch is split into micro-batches"):
         run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
     assert not (files / "own").exists()
-
-
-def test_a_config_of_before_calls_the_loss_a_surrogate(files: Path, base_model: Path) -> None:
-    config = load_config(write_config(files, base_model), ["algorithm={surrogate: cispo}"])
-    assert config.algorithm.loss == "cispo"
-    not_given = load_config(write_config(files, base_model), ["algorithm={surrogate: null}"])
-    assert not_given.algorithm.loss == "clip"  # the preset's

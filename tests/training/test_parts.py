@@ -11,7 +11,8 @@ from isobit.errors import IsobitError
 from isobit.precision import precision_from
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
-from isobit.training.session.assembly import objective_of, open_parts
+from isobit.training.resolved import objective_of
+from isobit.training.session.assembly import open_parts
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 
@@ -40,7 +41,7 @@ def test_a_dry_run_says_the_formats_of_what_is_trained(
 ) -> None:
     given = [f"optimizer.masters={masters}", f"optimizer.state={state}"]
     text = dry_run_text(load_config(write_config(tmp_path, base_model), given))
-    assert re.search(rf"^masters, AdamW moments +{masters}, {state}$", text, re.M)
+    assert re.search(rf"^masters, optimizer state +{masters}, {state}$", text, re.M)
     assert re.search(rf"^ *{masters.upper()} masters", text, re.M), "as the memory plan says"
 
 

@@ -89,7 +89,7 @@ def test_the_date_of_a_run_is_that_of_its_beginning(
     for path in Path(
         "run"
     ).iterdir():  # as if it had been killed at its beginning; it begins again, with the other's date
-        if path.name not in ("config.yaml", "machine.json", "inputs.json"):
+        if path.name not in ("config.yaml", "format.txt", "machine.json", "inputs.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     Path("run/machine.json").write_text(json.dumps(facts | {"date": began}))
     resume("run", ["steps=2"])

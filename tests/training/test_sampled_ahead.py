@@ -9,9 +9,9 @@ import torch
 from isobit.config import load_config
 from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.run import checkpoints
-from isobit.training.sampled_ahead import SampledAhead
+from isobit.training.sampled_ahead import AheadCompared, SampledAhead
 from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
@@ -135,9 +135,10 @@ def test_which_are_compared_is_drawn_by_batch(
     seen: list[list[tuple[int, int]]] = []
     compare = SampledAhead._compare
 
-    def noting(self: SampledAhead) -> None:
-        compare(self)
-        seen.append([(sample.prompt_index, sample.sample_index) for sample, _, _ in self.compared])
+    def noting(self: SampledAhead, took: dict[str, float]) -> AheadCompared:
+        found = compare(self, took)
+        seen.append([(sample.prompt_index, sample.sample_index) for sample, _, _ in found.pairs])
+        return found
 
     monkeypatch.setattr(SampledAhead, "_compare", noting)
     go(tmp_path / "one", base_model, "mismatch.share_ahead=0.3")

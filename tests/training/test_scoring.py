@@ -11,7 +11,7 @@ from isobit.model import RewardModel
 from isobit.model.hub.checkpoint import read_json, read_weights, write_json, write_weights
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
-from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.train import replay, train
 from tests.models import tiny_model
 from tests.runs import digit_reward_file, dry_run_text, fingerprint, write_config
@@ -37,7 +37,7 @@ def test_functions_and_models_are_added_by_weight(tmp_path: Path, judge: Path) -
     model = RewardModel.load(judge)
     spec = RewardSpec(f"{digit_reward_file(tmp_path)}:digits", 2.0)
     with RewardPool([spec]) as pool:
-        scorer = Scorer(pool, [WeightedModel(model, -0.5, "judge")], True)
+        scorer = RewardScorer(pool, [WeightedModel(model, -0.5, "judge")], True)
         assert scorer.weights == (("digits", 2.0), ("judge", -0.5))
         prompts, completions = ["1+1=", "2+2="], ["99", "1"]
         rewards = scorer.score(prompts, completions, [{}, {}])
@@ -49,19 +49,19 @@ def test_functions_and_models_are_added_by_weight(tmp_path: Path, judge: Path) -
 def test_what_does_not_fit_the_judge_is_unscored_or_stops(tmp_path: Path) -> None:
     model = RewardModel.load(reward_model(tmp_path / "short", max_positions=6))
     with RewardPool([]) as pool:
-        skipping = Scorer(pool, [WeightedModel(model, 1.0, "judge")], False)
+        skipping = RewardScorer(pool, [WeightedModel(model, 1.0, "judge")], False)
         rewards = skipping.score(["1+1="] * 2, ["2", "2222"], [{}, {}])
         assert rewards[0].total is not None
         assert rewards[1].total is None
         assert rewards[1].error == "reward model judge, sample 1: 8 tokens, its context takes 1 to 6"
         with pytest.raises(RunFailed, match="sample 1: 8 tokens"):
-            Scorer(pool, [WeightedModel(model, 1.0, "judge")], True).score(["1+1="] * 2, ["2", "2222"], [{}, {}])
+            RewardScorer(pool, [WeightedModel(model, 1.0, "judge")], True).score(["1+1="] * 2, ["2", "2222"], [{}, {}])
 
 
 def test_two_rewards_of_one_name_are_refused(judge: Path) -> None:
     model = WeightedModel(RewardModel.load(judge), 1.0, "judge")
     with RewardPool([]) as pool, pytest.raises(IsobitError, match="two rewards are called 'judge'"):
-        Scorer(pool, [model, model], True)
+        RewardScorer(pool, [model, model], True)
 
 
 def test_a_run_under_a_reward_model_and_a_reference_both_in_fp8(tmp_path: Path, base_model: Path, judge: Path) -> None:

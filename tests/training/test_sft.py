@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,8 +19,8 @@ import yaml
 from safetensors.torch import load_file
 
 from isobit import cli
-from isobit.config import ArchitectureConfig, SftConfig, load_config, load_sft_config
-from isobit.config.earlier import sft_as_begun
+from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
+from isobit.config.load import in_its_order
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -29,15 +28,13 @@ from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.monitor.report.intervals import proportion
-from isobit.options.consistency import default_order, resolved
+from isobit.options.declare import choices, options_of
 from isobit.precision import Precision, precision_from
 from isobit.rewards.pool import RewardPool
 from isobit.run.directory import Interruption
 from isobit.tasks import TaskSettings, load_task
 from isobit.training.sft import supervised as sft
 from isobit.training.sft.supervised import cached_model, supervised_run
-from isobit.training.train import resume, train
-from tests.runs import fingerprint, write_config
 
 WriteConfig = Callable[..., Path]
 
@@ -67,9 +64,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
 
 def test_every_family_can_be_made(config: WriteConfig) -> None:
     """And its config.json says what was made: a SmolLM3 has layers without rotary embedding."""
-    options = get_args(get_type_hints(ArchitectureConfig)["family"])
-    assert sorted(options) == sorted(FAMILIES)
-    for family in options:
+    names = choices(options_of(ArchitectureConfig)["family"].kind)
+    assert sorted(names) == sorted(FAMILIES)
+    for family in names:
         changes = [f"model.init.family={family}", "model.init.num_layers=5"]
         experts = ["model.init.num_experts=4"] if FAMILIES[family].mixtures else []
         init = load_sft_config(config(), changes + experts).model.init
@@ -103,7 +100,7 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
 ) -> None:
     """At the first of its evaluations that finds it, with the weights of as many steps. The control: never found."""
     answers = iter([3, 8, 12])
-    monkeypatch.setattr(sft._Exam, "accuracy", lambda exam: proportion(next(answers), 16))
+    monkeypatch.setattr(sft.Evaluation, "accuracy", lambda evaluation: proportion(next(answers), 16))
     asked = {"samples": 16, "every": 2, "stop_at": 0.5}
     out = supervised_run(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
     said = capsys.readouterr().err
@@ -161,53 +158,18 @@ def test_a_precision_with_other_formats_is_another_model(config: WriteConfig, mo
     assert cached_model(str(config(precision="fp8")), quiet=True) != first
 
 
-def test_an_older_run_has_the_base_that_it_began_with(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From before formats were recorded, of a cache in E4M3: a resumed run's reference model is made as it was. The
-    control gets its base by today's formats."""
-    base = config(precision="fp8[kv_cache=e4m3]")
-    folder = base.parent
-    given = {
-        "precision": "fp8[kv_cache=e4m3]",
-        "optimizer": {"share_prompts": False},
-        "algorithm": {"kl_coefficient": 0.5},
-        "steps": 2,
-    }
-    written = write_config(folder, Path(), **given)
-    named = ["model.path=null", f"model.sft={base}"]
-    unbroken = fingerprint(train(load_config(written, named), quiet=True).run_dir)
-    run = train(load_config(written, [*named, "steps=1", f"run.dir={folder / 'old'}"]), quiet=True).run_dir
-    machine = json.loads((run / "machine.json").read_text())
-    del machine["formats"]
-    (run / "machine.json").write_text(json.dumps(machine))
-    (run / "inputs.json").unlink()  # nor were the hashes of its files
-    shutil.copytree(run, folder / "control")
-    config(precision="fp8")  # as it was written then
-    resume(run, ["steps=2"], quiet=True)
-    assert fingerprint(run) == unbroken
-    monkeypatch.setattr("isobit.config.load.sft_as_begun", lambda values, facts: dict(values))
-    resume(folder / "control", ["steps=2"], quiet=True)
-    assert fingerprint(folder / "control") != unbroken
-
-
-def test_an_older_sft_config_had_the_sums_of_exact() -> None:
-    older = {"backend": "native", "formats": {}}
-    assert sft_as_begun({}, older) == {"consistency": "exact"}
-    assert sft_as_begun({"consistency": "fast"}, older) == {"consistency": "fast"}
-    assert sft_as_begun({"precision": "bf16"}, {"backend": "triton"}) == {"precision": "bf16"}
-    assert sft_as_begun({}, {}) == sft_as_begun({}, {**older, "order": "x", "bitwise": default_order()}) == {}
-    assert resolved(sft_as_begun({}, {**older, "order": "x"}).get("consistency", "bitwise")) == "bitwise-tdp32"
-
-
 def test_a_base_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the run's is: on another processor its sums stay in the order that they had."""
-    monkeypatch.setattr("isobit.config.earlier.default_order", lambda: "vdp32")
-    on_a_gpu = {"backend": "triton", "order": "triton", "formats": {}, "bitwise": "tdp32"}
-    on_a_cpu = {"backend": "native", "order": "tdp32-v1+rows32-v1", "formats": {}, "bitwise": "tdp32"}
+    monkeypatch.setattr("isobit.config.load.default_order", lambda: "vdp32")
+    on_a_gpu = {"backend": "triton", "order": "triton", "bitwise": "tdp32"}
+    on_a_cpu = {"backend": "native", "order": "tdp32-v1+rows32-v1", "bitwise": "tdp32"}
     kept = {"consistency": "bitwise-tdp32"}
-    assert sft_as_begun({"backend": "native"}, on_a_gpu) == {"backend": "native", **kept}
-    assert sft_as_begun({"backend": "triton"}, on_a_cpu) == {"backend": "triton"}
-    assert sft_as_begun({}, on_a_gpu) == {}
-    assert sft_as_begun({}, on_a_cpu) == kept
+    assert in_its_order({"backend": "native"}, on_a_gpu) == {"backend": "native", **kept}
+    assert in_its_order({"backend": "triton"}, on_a_cpu) == {"backend": "triton"}
+    assert in_its_order({}, on_a_gpu) == {}
+    assert in_its_order({}, on_a_cpu) == kept
+    assert in_its_order({"consistency": "fast"}, on_a_cpu) == {"consistency": "fast"}
+    assert in_its_order({}, {}) == in_its_order({}, {**on_a_cpu, "bitwise": "vdp32"}) == {}
 
 
 def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
@@ -244,7 +206,7 @@ def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypat
 
 
 def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("inf"))
+    monkeypatch.setattr("isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf"))
     with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
         supervised_run(load_sft_config(config(steps=5)), quiet=True)
 

@@ -29,6 +29,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    (tmp_path / "format.txt").write_text("2\n")
     (tmp_path / "config.yaml").write_text("precision: fp8\nconsistency: bitwise\nsteps: 3\n")
     write(tmp_path / "metrics.jsonl", [row(1), row(2)])
     steps = [[completion(1, 1.0, "old")], [completion(2, 0.0, "no"), completion(2, 1.0, "2")]]

@@ -135,7 +135,7 @@ def export(
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="of an adapter: add it to its model's weights, and say what that loses")
+        bool, typer.Option("--merge", help="add an adapter to its model's weights, and say what that loses")
     ] = False,
 ) -> None:
     """Write a Hugging Face checkpoint for other systems.

@@ -71,14 +71,15 @@ def track(
 def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     samples: Annotated[
-        int | None, typer.Option(min=1, help="of each checkpoint at least so many, in whole groups; default: all")
+        int | None,
+        typer.Option(min=1, help="at least so many completions of each checkpoint, in whole groups; default: all"),
     ] = None,
     certificate: Annotated[
-        str | None, typer.Option(metavar="HASH", help="of a step, as the run printed it: is it of this run?")
+        str | None, typer.Option(metavar="HASH", help="a certificate that a run printed: say whether it is of this run")
     ] = None,
 ) -> None:
     """Draw a run's completions again from its checkpoints, and compare every token and log-probability with what the
-    run recorded, bit for bit; and everything else that it recorded with its chain of hashes.
+    run recorded, bit for bit. Check everything else that it recorded by its chain of hashes.
 
     \b
     isobit verify runs/quickstart

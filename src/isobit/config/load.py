@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from isobit.config.earlier import as_begun, sft_as_begun
 from isobit.config.messages import describe, unknown_keys
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError, listed
+from isobit.options.consistency import default_order
 from isobit.options.declare import plain
 from isobit.options.reading import OptionError, read
-from isobit.run.directory import CONFIG, began_by
+from isobit.run.directory import CONFIG, began_by, require_run
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
@@ -40,10 +40,11 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run directory as it was meant when the run began (`as_begun`). Raises IsobitError as
-    `load_config`."""
+    """The config of a run directory, with the order of sums that it began with. Raises IsobitError
+    as `load_config`, and for what is no run of this version."""
+    require_run(directory)
     values, where = read_source(directory / CONFIG, ())
-    values, _ = read_source(as_begun(values, began_by(directory)), overrides)
+    values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
     return parse_config(Config, values, where)
 
 
@@ -52,8 +53,20 @@ def load_sft_config(
 ) -> SftConfig:
     """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it made."""
     given, where = read_source(source, ())
-    values, _ = read_source(sft_as_begun(given, began), overrides)
+    values, _ = read_source(in_its_order(given, began), overrides)
     return _parse_own(SftConfig, values, where, given, source)
+
+
+def in_its_order(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, of a run or of the base model that it begins with, on any processor as on the one
+    where it began: `consistency: bitwise` leaves the order of sums to the processor, and the `facts`
+    that the run recorded there (`machine.json`) say which it was."""
+    named, began = values.get("backend", "auto"), facts.get("bitwise")
+    on_a_cpu = (facts.get("backend") if named == "auto" else named) in ("native", "reference")
+    by_default = values.get("consistency", "bitwise") == "bitwise"
+    if on_a_cpu and by_default and began not in (None, default_order()):
+        return {**values, "consistency": f"bitwise-{began}"}
+    return dict(values)
 
 
 def load_compare_config(
@@ -142,11 +155,11 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
             f"{where}: consistency: {config.consistency} cannot hold: {reason}; "
             "use activation_granularity: 1x128 or row, or consistency: fast"
         )
-    if isinstance(config, Config) and config.sampling.truncated:
-        _check_truncation(config, precision.unified, where)
+    if isinstance(config, Config) and config.sampling.filtered:
+        _check_filtering(config, precision.unified, where)
 
 
-def _check_truncation(config: Config, unified: bool, where: str) -> None:
+def _check_filtering(config: Config, unified: bool, where: str) -> None:
     """Raise IsobitError unless the learner's logits are the rollout's, bit for bit, and so the tokens that are kept."""
     if unified and config.consistency != "fast":
         return

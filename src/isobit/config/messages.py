@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from isobit.config.elsewhere import counterpart
+from isobit.config.aliases import counterpart
 from isobit.errors import brief, listed
 from isobit.options.declare import options_of, sections
 from isobit.options.reading import OptionError, UnknownOption

@@ -15,7 +15,7 @@ from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError, brief
-from isobit.options.declare import Before, options_of, plain, unwrapped
+from isobit.options.declare import Preprocess, options_of, plain, unwrapped
 from isobit.rl.algorithm.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
@@ -102,7 +102,7 @@ def _expand(values: dict[str, Any], name: str) -> None:
     options = {**options_of(Config), **options_of(SftConfig)}
     if name in options and isinstance(values.get(name), (str, list, tuple)):
         for mark in unwrapped(options[name].kind)[1]:
-            if isinstance(mark, Before):
+            if isinstance(mark, Preprocess):
                 values[name] = mark.change(values[name])
 
 

@@ -25,11 +25,12 @@ from isobit.config.sections import (
     SamplingConfig,
     SftEvaluationConfig,
 )
-from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
+from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
 from isobit.options.consistency import Consistency
-from isobit.options.declare import Before, above, at_least, at_most, below, text_as
+from isobit.options.declare import OneOf, Preprocess, above, at_least, at_most, below, text_as
+from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
 from isobit.rl.algorithm.objective import Objective, with_preset
@@ -57,26 +58,28 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     fleet: FleetSettings = FleetSettings()
-    algorithm: Annotated[Objective, Before(with_preset)] = Objective()
+    algorithm: Annotated[Objective, Preprocess(with_preset)] = Objective()
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
     replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
-    tracking: Annotated[TrackingConfig, Before(without_credentials)] = TrackingConfig()
-    steps: Annotated[int, at_least(1), "rollout batches"] = 100
+    tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
+    steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
     rollouts_ahead: Annotated[
-        int, at_least(0), at_most(64), "how many batches the rollout is ahead of the learner; 0: synchronous"
+        int, at_least(0), at_most(64), "batches that are sampled before the learner needs them; 0: sample, then learn"
     ] = 0
-    prompts_per_step: Annotated[int, at_least(1), "prompts (groups) of a rollout batch"] = 8
+    prompts_per_step: Annotated[
+        int, at_least(1), "prompts of one step; each gets `sampling.group_size` completions"
+    ] = 8
     ranks: Annotated[
         int,
         at_least(1),
-        "processes that train together on this machine, each with a GPU or some of the CPU's cores; the bits do not "
-        "depend on it. A launcher's number, such as torchrun's, comes before it",
+        "processes that train together on this machine, each with a GPU or some of the CPU's cores. "
+        "The bits do not depend on it. A launcher's number, such as torchrun's, takes precedence",
     ] = 1
-    seed: Annotated[int, at_least(0), below(2**63), "for data order, sampling and shuffling"] = 0
+    seed: Annotated[int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"] = 0
 
     @property
     def shares_reference(self) -> bool:
@@ -87,20 +90,11 @@ class Config:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
-        if self.adapter is not None and algorithm.shadow_every:
-            raise IsobitError(
-                "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
-                "shadow_every: 0"
-            )
-        if sampling.truncated and algorithm.kl_coefficient:
+        _check_adapter(self.adapter, self.optimizer)
+        if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
                 "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if sampling.truncated and algorithm.shadow_every:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: BF16 has "
-                "another support; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
@@ -118,8 +112,6 @@ class Config:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
-        if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
-            raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "
@@ -136,6 +128,15 @@ class Config:
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
+
+
+def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
+    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
+    if adapter is not None and optimizer.name == "muon":
+        raise IsobitError(
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of each; set "
+            "optimizer.name: adamw, or leave the adapter out"
+        )
 
 
 def _check_kl(algorithm: Objective) -> None:
@@ -174,23 +175,10 @@ class CompareConfig:
 class ArchitectureConfig:
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 
-    family: Literal[
-        "llama",
-        "qwen2",
-        "qwen3",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "mistral",
-        "mixtral",
-        "smollm3",
-        "olmo2",
-        "olmo3",
-        "gemma3_text",
-        "gpt_oss",
-    ] = "qwen3"
+    family: Annotated[str, OneOf(FAMILIES)] = "qwen3"
     hidden_size: Annotated[int, at_least(8)] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[int | None, at_least(1), "qwen3_moe, mixtral, gpt_oss"] = None
+    num_experts: Annotated[int | None, at_least(1), "of a mixture of experts"] = None
     experts_per_token: Annotated[int | None, at_least(1), "default: 2"] = None
     num_layers: Annotated[int, at_least(1)] = 4
     num_heads: Annotated[int, at_least(1)] = 4
@@ -202,7 +190,9 @@ class ArchitectureConfig:
     vocabulary: Annotated[str | None, "the tokenizer's characters; default: the task's alphabet"] = None
 
     def __post_init__(self) -> None:
-        mixture = self.family in ("qwen3_moe", "mixtral", "gpt_oss")
+        from isobit.model.families import FAMILIES as tables  # here, so that --help needs no torch
+
+        mixture = tables[self.family].mixtures is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(
                 f"{self.family} needs num_experts" if mixture else f"num_experts: {self.family} is dense; use qwen3_moe"
@@ -247,3 +237,4 @@ class SftConfig:
     def __post_init__(self) -> None:
         if self.adapter is not None and self.model.path is None:
             raise IsobitError("adapter: random weights (model.init) are no model to adapt; give model.path")
+        _check_adapter(self.adapter, self.optimizer)

@@ -9,28 +9,32 @@ from typing import Annotated, Any, Literal
 
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.options.declare import OneOf, Such, Suggested, above, at_least, at_most, text_as
+from isobit.options.declare import Example, OneOf, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 
-PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
+PrecisionValue = (
+    Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Example("{preset: fp8, wgrad: bf16}")]
+)
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
 CONSISTENCY = (
-    "bitwise: a token's bits do not depend on its batch; on a CPU in the order of sums that it is fastest in, of two "
-    "that can be named and that every CPU computes; exact: the same, with float64 sums, on a CPU; fast: the libraries' "
-    "own products"
+    "how sums are computed. bitwise: a token has the same bits in every batch. On a CPU it takes "
+    "the faster of two orders of sums; bitwise-tdp32 and bitwise-vdp32 name one, and every CPU can "
+    "compute both. exact: the same with sums in float64, on a CPU. fast: the libraries' products, "
+    "whose bits may depend on the batch"
 )
 ON_MISMATCH = (
-    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise or "
-    "exact; "
-    "correct: such a batch is weighed by token TIS"
+    "what a run does if the bits of a token differ between rollout and learner although they share "
+    "one flow under bitwise or exact. stop: it ends before it learns from the batch. warn: it "
+    "learns and prints a warning. correct: it weighs the batch by token TIS"
 )
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
 BACKEND = (
-    "auto: triton on an NVIDIA GPU from the A100 on, after a check there, else native: C++, from the wheel or compiled "
-    "on first use"
+    "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the wheel or compiled on "
+    "first use. reference: PyTorch, slow. auto: triton where it passes a check on this GPU, else "
+    "native"
 )
 
 
@@ -49,16 +53,16 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA: factors of low rank beside the model's matrices are trained, unmerged in rollout and learner; the model
-    itself is frozen, and quantized once."""
+    """LoRA: only factors of low rank beside the model's matrices are trained. Rollout and learner keep them
+    unmerged; the model itself is frozen, and quantized once."""
 
-    rank: Annotated[int, at_least(1), "of the factors A [rank, inputs] and B [outputs, rank]"] = 32
+    rank: Annotated[int, at_least(1), "rank of the factors A [rank, inputs] and B [outputs, rank]"] = 32
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
-        "matrices with factors; all-linear: all of attention and MLP. Experts have none yet",
+        "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",
     ] = (ALL_LINEAR,)
-    init: Annotated[str | None, "a PEFT folder to go on from; default: A random by the seed, B zero"] = None
+    init: Annotated[str | None, "a PEFT folder to start from; default: A is random by the seed, B is zero"] = None
 
     def __post_init__(self) -> None:
         if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
@@ -72,9 +76,9 @@ class RewardModelConfig:
     """A sequence-classification checkpoint with one label, whose logit is a reward."""
 
     path: Annotated[str, "a Hugging Face directory, such as a LlamaForSequenceClassification"]
-    weight: float = 1.0
+    weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str, "name in the metrics"] = "reward_model"
-    precision: Annotated[PrecisionValue, "its own flow; it keeps working weights only"] = "fp8"
+    precision: Annotated[PrecisionValue, "the reward model's own flow"] = "fp8"
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class RewardsConfig:
         tuple[Annotated[RewardModelConfig, text_as("path")], ...], "reward models, added to the functions by weight"
     ] = ()
     deadline_s: Annotated[float, above(0), "seconds for one call; a worker that takes longer is killed"] = 30.0
-    num_workers: Annotated[int, at_least(1), at_most(64), "processes, each with all functions loaded"] = 1
+    num_workers: Annotated[int, at_least(1), at_most(64), "worker processes; each loads all functions"] = 1
     on_error: Annotated[Literal["stop", "skip"], "what to do when a reward function fails"] = "stop"
     environment: Annotated[tuple[str, ...], "environment variables passed on, besides PATH and the like"] = ()
 
@@ -98,7 +102,7 @@ class SamplingConfig(Sampling):
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 8
     temperature: Annotated[
-        float, at_least(LOWEST_TEMPERATURE), "above 0: greedy completions of a prompt would all be the same"
+        float, at_least(LOWEST_TEMPERATURE), "how varied completions are; never 0, or all would be equal"
     ] = 1.0
 
 
@@ -108,7 +112,8 @@ class EngineConfig(EngineSize):
 
     sleep: Annotated[
         Literal["auto", "always", "never"],
-        "free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would need recapturing",
+        "whether the KV cache gives its memory back while the learner works; auto: on a GPU, unless "
+        "cuda_graphs are on, which would have to be captured again",
     ] = "auto"
 
 
@@ -117,24 +122,25 @@ class ReferenceConfig:
     """The frozen model of the KL penalty: the initial weights, with their own precision; with an adapter the model
     without it."""
 
-    precision: Annotated[PrecisionValue | None, "default: the policy's"] = None
+    precision: Annotated[PrecisionValue | None, "precision of the reference; default: the policy's"] = None
 
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """On what the mismatch of rollout and learner is measured, besides what the learner computes anyway."""
+    """Which samples the mismatch of rollout and learner is measured on, besides those that are learned anyway."""
 
     samples_of_idle_groups: Annotated[
         int,
         at_least(0),
-        "of a step's samples whose advantage is 0 and which the learner leaves out, how many it still compares",
+        "samples without an advantage teach nothing, and the learner skips them. So many of them it "
+        "compares with the rollout in each step all the same",
     ] = 4
     share_ahead: Annotated[
         float,
         at_least(0),
         at_most(1),
-        "of a batch that is sampled ahead of the learner (`rollouts_ahead`), the share of the completions that the "
-        "learner compares under the weights that sampled them, rounded up; 0: none",
+        "with `rollouts_ahead`: the share of a batch's completions, rounded up, that the learner "
+        "compares while it still has the weights that sampled them; 0: none",
     ] = 1 / 16
 
 
@@ -143,9 +149,9 @@ class SftEvaluationConfig:
     """Held-out evaluation after supervised training, and during it: greedy accuracy."""
 
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
-    every: Annotated[int, at_least(0), "steps between evaluations; 0: only after the last"] = 0
+    every: Annotated[int, at_least(0), "steps between evaluations; 0: only after the last step"] = 0
     stop_at: Annotated[
-        float | None, above(0), at_most(1), "accuracy at which training ends, as soon as an evaluation finds it"
+        float | None, above(0), at_most(1), "training ends as soon as an evaluation reaches this accuracy"
     ] = None
 
     def __post_init__(self) -> None:
@@ -158,7 +164,9 @@ class EvaluationConfig:
     """Held-out evaluation during training: greedy accuracy, pass@k and majority@k of samples, the best model kept."""
 
     every: Annotated[
-        int, at_least(0), "steps between evaluations, and one before the first and after the last; 0: none"
+        int,
+        at_least(0),
+        "steps between evaluations; there is also one before the first step and one after the last; 0: none",
     ] = 0
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
     num_samples: Annotated[int, at_least(0), at_most(1000), "samples per prompt, for pass_at; 0: greedy only"] = 0
@@ -166,15 +174,15 @@ class EvaluationConfig:
     temperature: Annotated[
         float | None, at_least(LOWEST_TEMPERATURE), "for the samples; default: sampling.temperature"
     ] = None
-    tag: Annotated[str | None, "column for whose values accuracy is also reported"] = None
+    tag: Annotated[str | None, "a column of the data; accuracy is also reported for each of its values"] = None
     answer_pattern: Annotated[
-        str | None, "regular expression for the answer that a majority votes on; default: the task's"
+        str | None, "regular expression that finds the answer, for majority@k; default: the task's"
     ] = None
     keep_best: Annotated[bool, "keep the best model in best/ in the run directory; weights only"] = True
     best_by: Annotated[
         str,
-        "metric that chooses the best model, larger is better; auto: accuracy/held_out, and for equal values "
-        "reward/held_out, as where no reward reaches 1",
+        "metric that chooses the best model; larger is better. auto: accuracy/held_out, and "
+        "reward/held_out where two models have the same accuracy",
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -189,41 +197,41 @@ class EvaluationConfig:
 class RunConfig:
     """Where a run is kept."""
 
-    dir: Annotated[str, "must not exist yet, or be empty"] = "runs/train"
+    dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/train"
     checkpoint_every: Annotated[
         int, at_least(0), "steps between checkpoints; the last step is always saved; 0: only the last"
     ] = 20
-    keep_last: Annotated[int, at_least(1)] = 2
+    keep_last: Annotated[int, at_least(1), "checkpoints kept; older ones are removed"] = 2
     quantization_every: Annotated[
         int,
         at_least(0),
-        "steps between records of quantization by layer, of weights and of the learner's activations and output "
-        "gradients, from step 1; 0: none",
+        "steps between records of how weights, activations and output gradients of each layer are "
+        "quantized; the first is of step 1; 0: none",
     ] = 10
     completions: Annotated[
         Literal["all", "sample", "none"],
-        "what completions.jsonl.gz has of a step; sample: eight whole, of the others prompt and reward; only with "
-        "all can the learning be repeated (--from-rollouts)",
+        "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning can be "
+        "repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of the others",
     ] = "all"
     check_memory: Annotated[
         bool,
-        "checksums of the masters, the optimizer's moments and the working weights: a bit that changes in memory ends "
-        "the run before it is learned with or saved",
+        "checksums of the masters, the optimizer's moments and the working weights. If a bit changes in "
+        "memory, the run ends before anything is learned with it or saved",
     ] = True
     check_gradients_every: Annotated[
         int,
         at_least(0),
-        "steps between checks of the backward: the first micro-batch is differentiated twice, and gradients whose bits "
-        "differ end the run; 0: none",
+        "steps between checks of the backward: the first micro-batch is differentiated twice, and the "
+        "run ends if the bits of a gradient differ; 0: none",
     ] = 0
     rank_timeout_s: Annotated[
-        float, above(0), "how long a rank waits for the others; more than the longest rollout of one of them"
+        float, above(0), "seconds that a rank waits for the others; give more than the longest rollout takes"
     ] = 1800.0
     on_change: Annotated[
         Literal["stop", "warn"],
-        "what a resume does where data, rewards, templates or a model that it reads are not those the run began with",
+        "what a resume does if the data, rewards, templates or models have changed since the run began",
     ] = "stop"
-    report: bool = True
+    report: Annotated[bool, "write report.html at the end of the run"] = True
 
     def __post_init__(self) -> None:
         if not self.dir or printable(self.dir) != self.dir or set("\n\t") & set(self.dir):

@@ -11,7 +11,7 @@ of its place in a machine, and only sums travel on: 1 / g of the bytes between m
 
 Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
 that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW
-leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim/adamw.py`).
+leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,12 +183,12 @@ class GradientSum:
             sizes = [sum(bucket.sizes[owner] for owner in self._owners_at(place)) for place in range(self._step)]
             sent = sizes if ranks.rank < now.active else [0] * len(sizes)
             received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
-            wait = ranks.exchange(message, sent, received, self._near)
+            wait = ranks.all_to_all(message, sent, received, self._near)
             yield None
             message = self._summed(bucket, wait())
         sent = [bucket.sizes[rank] if self._near.start < now.active else 0 for rank in self._far]
         received = [self._own(bucket) if rank - rank % self._step < now.active else 0 for rank in self._far]
-        wait = ranks.exchange(message, sent, received, self._far)
+        wait = ranks.all_to_all(message, sent, received, self._far)
         yield None
         self._take(bucket, wait())
 

@@ -78,8 +78,8 @@ def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> N
     write, and RunFailed if not every byte was written."""
     header, offsets, end = _layout(parts)
     ranks.on_first(lambda: _create(path, header, end))
-    written = ranks.together(lambda: _fill(path, parts, offsets, flush=not ranks.first))
-    if (found := sum(ranks.gather(written))) != end - len(header):
+    written = ranks.run_on_all(lambda: _fill(path, parts, offsets, flush=not ranks.first))
+    if (found := sum(ranks.all_gather_json(written))) != end - len(header):
         raise RunFailed(f"{path}: the ranks wrote {found} of {end - len(header)} bytes of tensors")
 
 

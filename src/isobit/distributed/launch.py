@@ -113,7 +113,7 @@ def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
     """Raise IsobitError, on every rank, unless all have the same `facts`: versions, hardware, settings."""
     plain = {key: str(value) for key, value in facts.items()}
-    said = ranks.gather([platform.node(), plain])
+    said = ranks.all_gather_json([platform.node(), plain])
     for rank, (host, other) in enumerate(said[1:], 1):
         for key in sorted(plain.keys() | other.keys()):
             mine, theirs = said[0][1].get(key, "missing"), other.get(key, "missing")

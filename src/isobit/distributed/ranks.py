@@ -1,9 +1,9 @@
-"""The processes of a run, as one of them sees the others: gather, exchange, share, claim, and one error for all.
+"""The processes of a run, as one of them sees the others: all_gather, all_to_all, share, claim, and one error for all.
 
-A rank's work is local between two meetings. Whatever goes wrong locally is carried to the next meeting (`together`) and
-raised there on every rank, so that none waits for one that has left. What ranks say to each other is plain values as
-JSON and tensors as safetensors, never pickle. Left out: the transport of several processes (`transport.py`), and who
-starts them (`launch.py`).
+A rank's work is local between two meetings. Whatever goes wrong locally is carried to the next meeting
+(`run_on_all`) and raised there on every rank, so that none waits for one that has left. What ranks say to each other is
+plain values as JSON and tensors as safetensors, never pickle. Left out: the transport of several processes
+(`transport.py`), and who starts them (`launch.py`).
 """
 
 import json
@@ -40,11 +40,11 @@ class Ranks(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank."""
 
     @abstractmethod
-    def exchange(
+    def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
         """Send `sent` [sum of sent_sizes], a piece to each of the ranks `among`: all, or those of a set that was
@@ -65,7 +65,7 @@ class Ranks(ABC):
 
     def fresh_name(self) -> str:
         """A name that no rank has used, the same on all."""
-        return str(self.gather(secrets.token_hex(8))[0])
+        return str(self.all_gather_json(secrets.token_hex(8))[0])
 
     def meet(self, verb: str) -> None:  # noqa: B027 (a rank that is alone has nobody to tell)
         """What the rank is doing, for whoever waits for it."""
@@ -73,18 +73,18 @@ class Ranks(ABC):
     def print_to(self, path: Path) -> None:  # noqa: B027
         """From now on what this rank prints goes to a file, unless it is the first."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """What every rank gave, by rank; plain values."""
-        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
-    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What every rank gave, by rank; tensors on the CPU."""
         given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.size == 1:
             return [given]
-        return [tensors_from(data) for data in self.gather_bytes(bytes_of(given))]
+        return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(given))]
 
-    def together(self, compute: Callable[[], T]) -> T:
+    def run_on_all(self, compute: Callable[[], T]) -> T:
         """What `compute`, which does not meet the others, returns, once it has returned on every rank. If it raised
         IsobitError or OSError on some, every rank raises that of the lowest of them."""
         found: T | None = None
@@ -95,26 +95,26 @@ class Ranks(ABC):
             if self.size == 1:
                 raise
             mine = error
-        self.agree(mine)
+        self.raise_on_all(mine)
         return found  # type: ignore[return-value]
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
         """What `compute` returns on the first rank, once it has returned there; None on the others. Errors as
-        `together`."""
-        return self.together(lambda: compute() if self.first else None)
+        `run_on_all`."""
+        return self.run_on_all(lambda: compute() if self.first else None)
 
-    def from_first(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the first rank, sent to all as `gather` sends. Errors as `together`."""
-        found: T = self.gather(self.on_first(compute))[0]
+    def broadcast_result(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on the first rank, sent to all as JSON; errors as in `run_on_all`."""
+        found: T = self.all_gather_json(self.on_first(compute))[0]
         return found
 
-    def agree(self, mine: IsobitError | OSError | None) -> None:
+    def raise_on_all(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
         if self.size == 1:
             if mine is not None:
                 raise mine
             return
-        said = self.gather(None if mine is None else _said(mine))
+        said = self.all_gather_json(None if mine is None else _said(mine))
         for rank, error in enumerate(said):
             if error is not None:
                 raised = mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
@@ -131,13 +131,13 @@ class Alone(Ranks):
     def __init__(self) -> None:
         self._name, self._claimed = "", 0  # one name at a time: there is nobody who could be elsewhere
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         return [value]
 
-    def exchange(
+    def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
         assert list(sent_sizes) == list(received_sizes) == [sent.numel()]

@@ -77,7 +77,7 @@ class TorchRanks(Ranks):
             if not hmac.compare_digest(bytes(said.tolist()), tag(other, self.rank)):
                 raise RunFailed(f"a stranger connected to the port of rank {self.rank} as rank {other}; start again")
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self._arrive()
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         with self._failures("gather"):
@@ -99,7 +99,7 @@ class TorchRanks(Ranks):
                     if backend == "gloo" and self.rank in each:
                         self._ask(each, group)
 
-    def exchange(
+    def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
         self._arrive()

@@ -83,7 +83,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
             take.append(total - 1)
             repeats.append(len(chunk.samples))
             keys.append(np.array([(*scheduler.key(sample), chunk.stop) for sample in chunk.samples], np.int64))
-            settings.append(np.tile(np.array(sequence.group.ticket.sampling.settings), (len(chunk.samples), 1)))
+            settings.append(np.tile(np.array(sequence.owner.request.sampling.settings), (len(chunk.samples), 1)))
     row_start = np.concatenate([[0], np.cumsum(lengths)])
     context, table = np.concatenate(contexts), np.concatenate(tables)
     layout = _layout(row_start, context, table, rows.page_size, np.concatenate(positions), np.concatenate(all_slots))
@@ -106,7 +106,7 @@ def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora | No
         return None
     decoding = [scheduler.at[slot] for slot in scheduler.rows.slot[: plan.decode].tolist()]
     pairs = [(sequence, 1) for sequence in decoding] + [(c.sequence, c.stop - c.start) for c in plan.chunks]
-    numbers = torch.tensor([served.number(sequence.group.ticket.adapter) for sequence, _ in pairs], dtype=torch.int64)
+    numbers = torch.tensor([served.number(sequence.owner.request.adapter) for sequence, _ in pairs], dtype=torch.int64)
     return numbers.repeat_interleave(torch.tensor([count for _, count in pairs], dtype=torch.int64))
 
 
@@ -116,7 +116,7 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
     if not scheduler.num_penalized:
         return draws
     sequences = [scheduler.at[slot] for slot in plan.sampled.tolist()]
-    penalty = torch.tensor([each.group.ticket.sampling.repetition_penalty for each in sequences])
+    penalty = torch.tensor([each.owner.request.sampling.repetition_penalty for each in sequences])
     seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         if penalty[row] != 1:

@@ -11,12 +11,12 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, StepPlan
 from isobit.engine.stopping import StopStrings
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.types import Completion, Request
 from isobit.model import Model
 from isobit.model.forward.moe import encode_routes
 
 _KEPT_STOPS = 64
-OnToken = Callable[[Ticket, int, int, float], None]
+OnToken = Callable[[Request, int, int, float], None]
 """Called with a request, a sample index, the token that was sampled and its log-probability."""
 
 
@@ -41,11 +41,11 @@ class Endings:
         logprobs = record.logprobs[slots, record.generated[slots]]
         for slot, token, logprob in zip(slots.tolist(), tokens.tolist(), logprobs.tolist()):
             sequence = self._scheduler.at[slot]
-            on_token(sequence.group.ticket, sequence.sample_index, token, logprob)
+            on_token(sequence.owner.request, sequence.sample_index, token, logprob)
 
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
-    ) -> tuple[NDArray[np.bool_], list[tuple[Ticket, Completion]]]:
+    ) -> tuple[NDArray[np.bool_], list[tuple[Request, Completion]]]:
         """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete with them."""
         record, slots = self._scheduler.record, plan.sampled
         count = record.generated[slots] + 1
@@ -59,41 +59,41 @@ class Endings:
             pages = sequence.pages or plan.parent_pages(sequence)
             reason = "stop" if stopped[row] else "length"
             completion = self._completion(sequence, int(count[row]), reason, pages, routes)
-            finished.append((sequence.group.ticket, completion))
+            finished.append((sequence.owner.request, completion))
         return done, finished
 
     def _found(self, sequence: Sequence, token: int, count: int) -> bool:
-        group, record = sequence.group, self._scheduler.record
-        if token in group.ticket.sampling.stop_tokens:
+        running, record = sequence.owner, self._scheduler.record
+        if token in running.request.sampling.stop_tokens:
             return True
-        if group.stop is None or not group.stop.may_end(token):
+        if running.stop is None or not running.stop.may_end(token):
             return False
-        return group.stop.found(group.ticket.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
+        return running.stop.found(running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
 
     def _completion(
         self, sequence: Sequence, count: int, reason: str, pages: list[int], routes: RouteStore | None
     ) -> Completion:
-        ticket, record = sequence.group.ticket, self._scheduler.record
+        request, record = sequence.owner.request, self._scheduler.record
         token_ids = record.tokens[sequence.slot, :count].tolist()
         ended = record.ends[sequence.slot] and self._is_eos[token_ids[-1]]
-        visible = token_ids[:-1] if ended or token_ids[-1] in ticket.sampling.stop_tokens else token_ids
-        text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
-        if (stop := sequence.group.stop) is not None:
-            text = stop.cut(ticket.prompt_token_ids, token_ids, text)
-        computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
+        visible = token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
+        text = self._model.tokenizer.decode_completion(request.prompt_token_ids, visible)
+        if (stop := sequence.owner.stop) is not None:
+            text = stop.cut(request.prompt_token_ids, token_ids, text)
+        computed = len(request.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
-            prompt_id=ticket.prompt_id,
+            prompt_id=request.prompt_id,
             sample_index=sequence.sample_index,
-            prompt_token_ids=ticket.prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
             text=text,
             logprobs=record.logprobs[sequence.slot, :count].tolist(),
             finish_reason=reason,
             weights_version=self._model.weights_version,
             routes=None if routes is None else encode_routes(routes.of(pages, computed)),
-            adapter=ticket.adapter,
+            adapter=request.adapter,
         )
-        return completion if ticket.extends is None else _joined(ticket.extends, completion)
+        return completion if request.extends is None else _joined(request.extends, completion)
 
 
 def _joined(before: Completion, turn: Completion) -> Completion:

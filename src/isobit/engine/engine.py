@@ -5,32 +5,39 @@ order of arrival, chunks, preemption, shared pages or the page size. tests/engin
 and test_consistency.py compares them with the learner's. While no request is open it can sleep, which gives the memory
 of its cache to whoever learns.
 
-Requests arrive at any time with settings of their own (`submit`), are computed step by step (`step`), and may be
-cancelled. `generate` is a loop over these. A completion keeps nothing in the engine: `extend` goes on from its tokens,
-whose pages the prefix cache still has unless somebody needed them.
+Requests arrive at any time with settings of their own (`submit`), are computed step by step
+(`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
+engine: `continue_from` goes on from its tokens, whose pages the prefix cache still has unless
+somebody needed them.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
+from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion, EngineSize, Sampling, Ticket
+from isobit.engine.types import Completion, EngineSize, Request, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Store
 from isobit.model import Model
 from isobit.model.forward.storage import new_store
+from isobit.options.declare import plain
+from isobit.options.reading import read
 
 CACHE_BYTES = 2 << 30
+DEFAULT_PAGES = 512
 _GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
@@ -38,45 +45,40 @@ OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Engine:
-    """A rollout engine over `kv_pages` pages of `page_size` tokens (`tokens_of_a_page`), on the model's device.
+    """A rollout engine of a `size`, on the model's device: over `kv_pages` pages of `page_size` tokens
+    (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, what decodes in it
-    is captured as `cuda_graphs`. With `prefix_cache` requests share the full pages of equal beginnings,
-    also after those who computed them have ended, while the weights stay the same.
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU,
+    what decodes in it is captured as `cuda_graphs`. With `prefix_cache` requests share the full pages
+    of equal beginnings, also after those who computed them have ended, while the weights stay the same.
     """
 
     def __init__(
-        self,
-        model: Model,
-        kv_pages: int = 512,
-        page_size: int | None = None,
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 512,
-        cuda_graphs: bool = True,
-        prefix_cache: bool = True,
+        self, model: Model, size: EngineSize = _DEFAULT_SIZE, *, record_routes: bool = False, **given: Any
     ) -> None:
+        """`given`: fields of `EngineSize` by name, over those of `size`, as in
+        `Engine(model, kv_pages=64)`; `record_routes`: which experts served each token, for a learner
+        that uses them again. Raises IsobitError for a field that is unknown or out of range."""
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
-        page_size = tokens_of_a_page(model.config, page_size)
-        for name, value in (
-            ("kv_pages", kv_pages),
-            ("page_size", page_size),
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_sequences", max_sequences),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise IsobitError(f"engine.{name}: expected a whole number, at least 1, got {value!r}")
+        if not isinstance(size, EngineSize):
+            raise IsobitError(f"Engine: expected its size by name, as in kv_pages=512, got {size!r:.80}")
+        size = read(type(size), {**plain(size), **given}, ("engine",))
+        page_size = tokens_of_a_page(model.config, size.page_size)
         self.model = model
         self.page_size = page_size
-        self.max_batch_tokens = max_batch_tokens
-        self.max_sequences = max_sequences
-        self.pages = PagePool(kv_pages, page_size)
+        self.max_batch_tokens = size.max_batch_tokens
+        self.max_sequences = size.max_sequences
+        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size)
         self.scheduler = Scheduler(
-            self.pages, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache
+            self.pages,
+            max_batch_tokens=size.max_batch_tokens,
+            max_sequences=size.max_sequences,
+            prefix_cache=size.prefix_cache,
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
-        self.record_routes = False  # of a mixture of experts, for router replay
-        self._graph_kind = graph_kind(model, cuda_graphs)
+        self.record_routes = record_routes
+        self._graph_kind = graph_kind(model, size.cuda_graphs)
         self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[Store] = []
         self._routes: RouteStore | None = None
@@ -98,6 +100,7 @@ class Engine:
         max_new_tokens: int,
         size: EngineSize = _DEFAULT_SIZE,
         reserved: int = 0,
+        record_routes: bool = False,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
         preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third of a GPU's free memory, allow; or
@@ -115,19 +118,11 @@ class Engine:
         each = pages_needed(longest, limit, page_size)
         kv_pages = size.kv_pages
         if kv_pages is None:
-            page_bytes = Engine(model, 1, page_size, cuda_graphs=False).kv_bytes
+            page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             # a prompt is held beside the sequences that share its pages
             kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
-        engine = Engine(
-            model,
-            kv_pages,
-            page_size,
-            size.max_batch_tokens,
-            size.max_sequences,
-            size.cuda_graphs,
-            size.prefix_cache,
-        )
+        engine = Engine(model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes)
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
         engine.longest_prompt = longest
@@ -146,7 +141,7 @@ class Engine:
     @property
     def num_open(self) -> int:
         """Requests that have yet to be completed or cancelled."""
-        return len(self.scheduler.groups)
+        return len(self.scheduler.requests)
 
     @property
     def stats(self) -> Stats:
@@ -175,7 +170,7 @@ class Engine:
         prompt_id: int = 0,
         sample_index: int = 0,
         adapter: str | None = None,
-    ) -> Ticket:
+    ) -> Request:
         """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter` that the model serves
         (`Model.serving`), by default by the base alone.
 
@@ -187,9 +182,9 @@ class Engine:
         token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
         check_id("prompt_id", prompt_id)
         check_id("sample_index", sample_index)
-        return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter)))
+        return self._submit(Request(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter)))
 
-    def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Ticket:
+    def continue_from(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Request:
         """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or none.
 
         What is sampled has the bits of `submit` with all tokens so far as the prompt, and the completion's prompt id
@@ -200,20 +195,27 @@ class Engine:
         version = self.model.weights_version
         if completion.weights_version != version:
             raise IsobitError(
-                f"Engine.extend: the completion is of version {completion.weights_version} of the weights, which are "
-                f"at version {version}: a completion has one version; submit its tokens as a prompt"
+                f"Engine.continue_from: the completion is of version {completion.weights_version} of the weights, "
+                f"which are at version {version}: a completion has one version; submit its tokens as a prompt"
             )
         if isinstance(tokens, str):
-            raise IsobitError("Engine.extend: expected token ids, got a text; encode it with the model's tokenizer")
+            raise IsobitError(
+                "Engine.continue_from: expected token ids, got a text; encode it with the model's tokenizer"
+            )
         so_far = [*completion.prompt_token_ids, *completion.token_ids, *tokens]
         token_ids = encode_prompt("the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size)
         one = replace(sampling, n=1)
         numbers, adapter = (completion.prompt_id, completion.sample_index), self._known(completion.adapter)
-        return self._submit(Ticket(token_ids, one, *numbers, completion, adapter))
+        return self._submit(Request(token_ids, one, *numbers, completion, adapter))
+
+    def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Request:
+        """The name of `continue_from` until 0.2."""
+        warnings.warn("Engine.extend is called Engine.continue_from now", FutureWarning, stacklevel=2)
+        return self.continue_from(completion, tokens, sampling)
 
     @torch.no_grad()
-    def step(self, on_token: OnToken | None = None) -> list[tuple[Ticket, Completion]]:
-        """Compute one batch of what is open: the completions that ended with it, each with its request's ticket.
+    def step(self, on_token: OnToken | None = None) -> list[tuple[Request, Completion]]:
+        """Compute one batch of what is open: the completions that ended with it, each with its request.
         `on_token` is called with every token that was sampled, those of the completions included.
 
         Raises IsobitError if the weights have changed since the oldest open request arrived.
@@ -235,10 +237,10 @@ class Engine:
             self._runner = None
         return finished
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, request: Request) -> None:
         """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays as it is."""
-        if ticket in self.scheduler.groups:
-            self.scheduler.cancel(ticket)
+        if request in self.scheduler.requests:
+            self.scheduler.cancel(request)
         if not self.num_open:
             self._runner = None
 
@@ -266,31 +268,24 @@ class Engine:
             raise IsobitError(f"Engine.generate: {self.num_open} requests are open; finish or cancel them first")
         _check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
-        ids, places = check_ids(prompt_ids, len(token_ids)), dict[Ticket, int]()
+        ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
             raise IsobitError(f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}")
         named = [None] * len(token_ids) if adapters is None else [self._known(name) for name in adapters]
         groups: list[list[Completion]] = [[] for _ in token_ids]
-        try:
+        with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
-                places[self._submit(Ticket(tokens, sampling, prompt_id, 0, None, name), f"prompt {index}")] = index
-            completed = 0
-            while self.num_open:
-                finished = self.step()
-                completed += len(finished)
-                for ticket, completion in finished:
-                    groups[places[ticket]].append(completion)
+                request = Request(tokens, sampling, prompt_id, 0, None, name)
+                gathering.add(index, self._submit(request, f"prompt {index}"))
+            while gathering:
+                finished = gathering.step()
                 if progress is not None:
-                    progress(self.stats.sampled_tokens, completed)
-                for index in sorted({places[ticket] for ticket, _ in finished}):
-                    if len(groups[index]) == sampling.n:
-                        groups[index].sort(key=lambda completion: completion.sample_index)
-                        if on_group is not None:
-                            on_group(index, groups[index])
-            return groups
-        finally:
-            for ticket in places:
-                self.cancel(ticket)
+                    progress(self.stats.sampled_tokens, gathering.completed)
+                for index, group in finished:
+                    groups[index] = group
+                    if on_group is not None:
+                        on_group(index, group)
+        return groups
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.
@@ -326,13 +321,13 @@ class Engine:
         known = ", ".join(served.names if served is not None else ()) or "none; Model.serving opens it with some"
         raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
 
-    def _submit(self, ticket: Ticket, where: str = "the prompt") -> Ticket:
-        sampling, positions = ticket.sampling, self.model.config.max_positions
-        limit = new_token_limit(where, len(ticket.prompt_token_ids), sampling.max_new_tokens, positions, self.pages)
+    def _submit(self, request: Request, where: str = "the prompt") -> Request:
+        sampling, positions = request.sampling, self.model.config.max_positions
+        limit = new_token_limit(where, len(request.prompt_token_ids), sampling.max_new_tokens, positions, self.pages)
         if self._runner is None:
             self._begin()
-        self.scheduler.add(ticket, limit, self._endings.stop_strings(sampling.stop), where)
-        return ticket
+        self.scheduler.add(request, limit, self._endings.stop_strings(sampling.stop), where)
+        return request
 
     def _begin(self) -> None:
         """The first request after none was open."""

@@ -77,8 +77,8 @@ class Runner:
             tokens, logprobs = np.concatenate([tokens, first_tokens]), np.concatenate([logprobs, first_logprobs])
         if not np.isfinite(logprobs).all():
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
-            group = scheduler.at[int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])].group
-            raise NonFiniteError(f"{group.where}: the model's logits hold NaN or infinity, so nothing can be sampled")
+            running = scheduler.at[int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])].owner
+            raise NonFiniteError(f"{running.where}: the model's logits hold NaN or infinity, so nothing can be sampled")
         self._ahead = ahead
         scheduler.record.write(plan.sampled, tokens, logprobs)
         return plan, tokens

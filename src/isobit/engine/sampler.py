@@ -3,7 +3,7 @@
 A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its settings, and on
 nothing else: rows with different settings are drawn together. tests/engine/test_sampler.py compares rows alone, in a
 batch and beside rows with other settings, bit for bit. Left out: which tokens top-k, top-p and min-p keep
-(`kernels/truncation.py`), and the generator (`Ops.sample`).
+(`kernels/sampling/filtering.py`), and the generator (`Ops.sample`).
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.kernels import Ops, Prepared, truncation
-from isobit.kernels.truncation import Limits
-from isobit.kernels.types import Temperature
+from isobit.kernels import Ops, Prepared
+from isobit.kernels.ops import Temperature
+from isobit.kernels.sampling import filtering
+from isobit.kernels.sampling.filtering import Limits
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
@@ -29,12 +30,12 @@ NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 class Kinds:
     """What occurs among some rows, as far as the operators depend on it: a captured step serves all rows of its kinds.
 
-    `plain`, `truncated`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p is below 1.
+    `plain`, `filtered`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p is below 1.
     `most_k`: a power of two, at least every top-k; 0: there is none.
     """
 
     plain: bool
-    truncated: bool
+    filtered: bool
     greedy: bool
     unit: bool
     nucleus: bool
@@ -45,10 +46,10 @@ def kinds_of(settings: NDArray[np.float64]) -> Kinds:
     """The kinds of rows with `settings` [R, 4]."""
     temperature, top_k, top_p, min_p = settings.T
     greedy, nucleus, most_k = temperature == 0, top_p < 1, int(top_k.max(initial=0))
-    truncated = (top_k > 0) | nucleus | (min_p > 0)
+    filtered = (top_k > 0) | nucleus | (min_p > 0)
     return Kinds(
-        plain=bool((~greedy & ~truncated).any()),
-        truncated=bool(truncated.any()),
+        plain=bool((~greedy & ~filtered).any()),
+        filtered=bool(filtered.any()),
         greedy=bool(greedy.any()),
         unit=bool(((temperature == 1) | greedy).all()),
         nucleus=bool(nucleus.any()),
@@ -72,7 +73,7 @@ class Draws:
         return self.settings[:, 0] == 0
 
     @property
-    def truncated(self) -> Tensor:
+    def filtered(self) -> Tensor:
         _, top_k, top_p, min_p = self.settings.unbind(1)
         return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
@@ -95,7 +96,7 @@ def draw(
     """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by default row r, of hidden
     [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.truncated or draws.penalty is not None)
+    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.filtered or draws.penalty is not None)
     if draws.keys.shape[0] <= rows or fused:
         return _draw(hidden, weight, draws, ops, source)
     hidden = hidden if source is None else hidden.index_select(0, source)
@@ -105,38 +106,38 @@ def draw(
 
 def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None) -> tuple[Tensor, Tensor]:
     kinds, temperature = draws.kinds, draws.temperature
-    if not (kinds.greedy or kinds.truncated or draws.penalty is not None):
+    if not (kinds.greedy or kinds.filtered or draws.penalty is not None):
         return ops.head_sample(hidden, weight, draws.keys, temperature, source)
     logits = ops.product(hidden, weight, None, torch.float32)
     logits = logits if source is None else logits.index_select(0, source)
     if draws.penalty is not None and draws.seen is not None:
-        logits = truncation.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
+        logits = filtering.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
     tokens = logits.argmax(-1)
-    if kinds.plain or kinds.truncated:
-        kept = truncate(logits, draws) if kinds.truncated else logits
+    if kinds.plain or kinds.filtered:
+        kept = filtered_logits(logits, draws) if kinds.filtered else logits
         tokens = torch.where(draws.greedy, tokens, ops.sample(kept, draws.keys, temperature))
         logits = kept
     if not ops.fused_head:
         return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
-    # the head's own operators have other bits than logits that are held, the learner's: for all but truncated rows
+    # the head's own operators have other bits than logits that are held, the learner's: for all but filtered rows
     rows = hidden if source is None else hidden.index_select(0, source)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     penalized = torch.zeros_like(draws.greedy) if draws.penalty is None else draws.penalty != 1
-    if kinds.truncated or draws.penalty is not None:
+    if kinds.filtered or draws.penalty is not None:
         logprobs = ops.token_logprobs(logits, tokens, temperature)[0]
     if kinds.greedy:
         logprobs = torch.where(draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs)
     if kinds.plain:
         other, (own, their) = (
-            draws.greedy | draws.truncated | penalized,
+            draws.greedy | draws.filtered | penalized,
             ops.head_sample(rows, weight, draws.keys, temperature),
         )
         tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
     return tokens, logprobs
 
 
-def truncate(logits: Tensor, draws: Draws) -> Tensor:
+def filtered_logits(logits: Tensor, draws: Draws) -> Tensor:
     """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out."""
     _, top_k, top_p, min_p = draws.settings.unbind(1)
     limits = Limits(top_k, top_p, min_p, draws.kinds.most_k, draws.kinds.nucleus)
-    return truncation.truncate(logits, draws.temperature, limits)
+    return filtering.filter_logits(logits, draws.temperature, limits)

@@ -1,13 +1,14 @@
 """Which tokens are computed in which step: continuous batching over a fixed number of pages.
 
-Requests arrive and are cancelled at any time. Every step has one row for each decoding sequence and, in what the token
-budget leaves, chunks of the oldest prompts. A group's prompt is computed once: when it is, the first tokens of all its
-samples are drawn, and each sample that finds room becomes a sequence that shares the full pages of the prompt and gets
-a copy of the last, partly filled one. Where decode steps are launched ahead, chunks join the step whose rows are under
-way, and rows that came since then sit it out. When pages run out, the youngest sequence gives its pages back; it is
-computed again later (prompt and generated tokens), and goes on where it was. Whoever is admitted shares the pages that
-are remembered of its tokens (`pages.py`): of its group's prompt, of its own from before, and with `prefix_cache` of
-any.
+Requests arrive and are cancelled at any time. Every step has one row for each decoding sequence
+and, in what the token budget leaves, chunks of the oldest prompts. A request's prompt is computed
+once: when it is, the first tokens of all its samples are drawn, and each sample that finds room
+becomes a sequence that shares the full pages of the prompt and gets a copy of the last, partly
+filled one. Where decode steps are launched ahead, chunks join the step whose rows are under way,
+and rows that came since then sit it out. When pages run out, the youngest sequence gives its pages
+back; it is computed again later (prompt and generated tokens), and goes on where it was. Whoever is
+admitted shares the pages that are remembered of its tokens (`pages.py`): of its request's prompt,
+of its own from before, and with `prefix_cache` of any.
 
 Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_invariance.py compares the bits.
 
@@ -24,9 +25,9 @@ from numpy.typing import NDArray
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.record import Record
 from isobit.engine.rows import DecodeRows
-from isobit.engine.sequences import Chunk, Group, Sequence, Stats, StepPlan
+from isobit.engine.sequences import Chunk, RunningRequest, Sequence, Stats, StepPlan
 from isobit.engine.stopping import StopStrings
-from isobit.engine.types import Ticket
+from isobit.engine.types import Request
 
 HEADROOM_STEPS = 8
 """A sequence is admitted if the running ones can then go on for about this many steps without a preemption."""
@@ -46,7 +47,7 @@ class Scheduler:
         self.max_sequences = min(max_sequences, max_batch_tokens)
         self.record = Record()
         self.rows = DecodeRows(self.max_sequences, self.page_size)
-        self.groups: dict[Ticket, Group] = {}
+        self.requests: dict[Request, RunningRequest] = {}
         self.at: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.may_need = 0  # pages that the running sequences can still ask for
@@ -60,7 +61,7 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        return not self.groups
+        return not self.requests
 
     def begin(self, root: Hashable) -> None:
         """The first request after none was open. Pages that were computed under another `root` are forgotten."""
@@ -69,23 +70,23 @@ class Scheduler:
         self.root, self.stats = root, Stats()
         self.pages.peak_used = self.pages.num_used
 
-    def add(self, ticket: Ticket, limit: int, stop: StopStrings | None = None, where: str = "the prompt") -> None:
+    def add(self, request: Request, limit: int, stop: StopStrings | None = None, where: str = "the prompt") -> None:
         """Queue a request, whose sequences sample at most `limit` tokens each."""
-        prompt, number = np.array(ticket.prompt_token_ids, np.int64), self._next_number
+        prompt, number = np.array(request.prompt_token_ids, np.int64), self._next_number
         most_pages = pages_needed(prompt.size, limit, self.page_size)
-        group = Group(ticket, where, number, limit, most_pages, stop, prompt)
-        group.members = [Sequence(number + sample, group) for sample in range(ticket.sampling.n)]
-        self._next_number += ticket.sampling.n
-        self.num_penalized += ticket.sampling.repetition_penalty != 1
-        self.groups[ticket] = group
-        heappush(self.waiting, (number, group.members[0]))
+        running = RunningRequest(request, where, number, limit, most_pages, stop, prompt)
+        running.members = [Sequence(number + sample, running) for sample in range(request.sampling.n)]
+        self._next_number += request.sampling.n
+        self.num_penalized += request.sampling.repetition_penalty != 1
+        self.requests[request] = running
+        heappush(self.waiting, (number, running.members[0]))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, request: Request) -> None:
         """End a request at once, whatever state its sequences are in."""
-        group = self.groups[ticket]
-        self.waiting = [entry for entry in self.waiting if entry[1].group is not group]
+        running = self.requests[request]
+        self.waiting = [entry for entry in self.waiting if entry[1].owner is not running]
         heapify(self.waiting)
-        for sequence in list(group.members):
+        for sequence in list(running.members):
             if sequence.number in self.running:
                 self._stop(sequence)
             self._finish(sequence)
@@ -93,11 +94,11 @@ class Scheduler:
     def length(self, sequence: Sequence) -> int:
         """Tokens known of a sequence: its prompt and what it has sampled."""
         generated = int(self.record.generated[sequence.slot]) if sequence.slot >= 0 else 0
-        return sequence.group.prompt.size + generated
+        return sequence.owner.prompt.size + generated
 
     def tokens(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens [start, stop) of a sequence."""
-        prompt = sequence.group.prompt
+        prompt = sequence.owner.prompt
         if stop <= prompt.size:
             return prompt[start:stop]
         sampled = self.record.tokens[sequence.slot, max(start - prompt.size, 0) : stop - prompt.size]
@@ -105,8 +106,8 @@ class Scheduler:
 
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
         """The part of a sequence's sampling key that does not change: (seed, prompt id, sample index)."""
-        ticket = sequence.group.ticket
-        return ticket.sampling.seed, ticket.prompt_id, sequence.sample_index
+        request = sequence.owner.request
+        return request.sampling.seed, request.prompt_id, sequence.sample_index
 
     def plan(self) -> StepPlan:
         """Decide the next step, and give every row and chunk in it the pages it needs."""
@@ -205,11 +206,11 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence) -> None:
         self.running[sequence.number] = sequence
-        self.may_need += sequence.group.most_pages - len(sequence.pages)
+        self.may_need += sequence.owner.most_pages - len(sequence.pages)
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.number]
-        self.may_need -= sequence.group.most_pages - len(sequence.pages)
+        self.may_need -= sequence.owner.most_pages - len(sequence.pages)
         self._remember(sequence)
         self.pages.release(sequence.pages)
         sequence.pages = []
@@ -220,8 +221,8 @@ class Scheduler:
         self.pages.remember(self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages)
 
     def _root(self, sequence: Sequence) -> Hashable:
-        root = self.root if self.prefix_cache else (self.root, sequence.group.number)
-        adapter = sequence.group.ticket.adapter
+        root = self.root if self.prefix_cache else (self.root, sequence.owner.number)
+        adapter = sequence.owner.request.adapter
         return root if adapter is None else (root, adapter)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -233,15 +234,15 @@ class Scheduler:
             self.prefilling.remove(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        """A sequence is over, and its group with the last one."""
-        group = sequence.group
+        """A sequence is over, and its request with the last one."""
+        running = sequence.owner
         if sequence.slot >= 0:
             self.record.give_back(sequence.slot)
             del self.at[sequence.slot]
-        group.members.remove(sequence)
-        if not group.members:
-            del self.groups[group.ticket]
-            self.num_penalized -= group.ticket.sampling.repetition_penalty != 1
+        running.members.remove(sequence)
+        if not running.members:
+            del self.requests[running.request]
+            self.num_penalized -= running.request.sampling.repetition_penalty != 1
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         """Chunks of the prompts under way and, while the budget lasts, of newly admitted ones."""
@@ -274,8 +275,8 @@ class Scheduler:
         return None
 
     def _samples(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Who draws a token when this sequence is prefilled: the whole group, where the prompt is new."""
-        return (sequence,) if self.record.generated[sequence.slot] else tuple(sequence.group.members)
+        """Who draws a token when this sequence is prefilled: all samples of the request, where the prompt is new."""
+        return (sequence,) if self.record.generated[sequence.slot] else tuple(sequence.owner.members)
 
     def _admit(self) -> Sequence | None:
         """Give the oldest waiting sequence pages for all its tokens, or None if it has to wait."""
@@ -289,20 +290,20 @@ class Scheduler:
         sequence.pages = [*found, *self.pages.allocate(-(-length // self.page_size) - len(found))]
         sequence.computed = cached
         if sequence.slot < 0:
-            self._begin(sequence.group)
+            self._begin(sequence.owner)
             self.stats.prompt_tokens += length
             self.stats.cached_tokens += cached
         self._enter(sequence)
         self.prefilling.append(sequence)
         return sequence
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, running: RunningRequest) -> None:
         """A prompt is about to be computed for the first time: its sequences get their slots."""
-        self.rows.widen(group.most_pages)
-        sampling = group.ticket.sampling
-        for sequence in group.members:
-            watched = group.stop is not None or bool(sampling.stop_tokens)
-            sequence.slot = self.record.take(group.limit, not sampling.ignore_eos, watched)
+        self.rows.widen(running.most_pages)
+        sampling = running.request.sampling
+        for sequence in running.members:
+            watched = running.stop is not None or bool(sampling.stop_tokens)
+            sequence.slot = self.record.take(running.limit, not sampling.ignore_eos, watched)
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:
@@ -327,7 +328,7 @@ class Scheduler:
 
     def _fork(self, parent: Sequence, child: Sequence) -> Sequence:
         """A sample of the same prompt: full pages shared, the partly filled one copied, since it is written to."""
-        full = parent.group.prompt.size // self.page_size
+        full = parent.owner.prompt.size // self.page_size
         shared, partial = parent.pages[:full], parent.pages[full:]
         self.pages.share(shared)
         copied = self.pages.allocate(len(partial))
@@ -339,14 +340,14 @@ class Scheduler:
         return child
 
     def _decode(self, sequence: Sequence, token: int) -> None:
-        settings = sequence.group.ticket.sampling.settings
+        settings = sequence.owner.request.sampling.settings
         position = self.length(sequence) - 1
         self.rows.add(sequence.slot, token, position, sequence.pages, self.key(sequence), settings)
 
     def integrity(self) -> None:
         """Prove that no page is leaked or shared wrongly, and that every sequence is in one place. AssertionError."""
         self.pages.integrity([sequence.pages for sequence in self.running.values()])
-        members = [sequence for group in self.groups.values() for sequence in group.members]
+        members = [sequence for running in self.requests.values() for sequence in running.members]
         begun = {sequence.slot: sequence for sequence in members if sequence.slot >= 0}
         assert self.at == begun, "a slot is not that of an open sequence"
         assert self.record.num_free + len(begun) == self.record.num_slots, "a slot is lost"
@@ -359,7 +360,7 @@ class Scheduler:
         assert prefilling.isdisjoint(decoding), "a sequence is prefilled and decodes"
         assert prefilling | set(decoding) == set(self.running), "a running sequence has no place"
         assert not set(waiting) & set(self.running), "a sequence runs and waits"
-        may_need = sum(sequence.group.most_pages - len(sequence.pages) for sequence in self.running.values())
+        may_need = sum(sequence.owner.most_pages - len(sequence.pages) for sequence in self.running.values())
         assert self.may_need == may_need, f"running sequences may need {may_need} pages, not {self.may_need}"
         for sequence in self.prefilling:
             self._check_private(sequence, sequence.computed)

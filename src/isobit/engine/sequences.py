@@ -1,4 +1,4 @@
-"""Requests on their way through the engine: groups, their sequences, and the steps that compute these."""
+"""Requests on their way through the engine: each with its sequences, and the steps that compute these."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobit.engine.stopping import StopStrings
-from isobit.engine.types import Ticket
+from isobit.engine.types import Request
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Stats:
 
 
 @dataclass(eq=False)
-class Group:
+class RunningRequest:
     """An open request: a prompt, and those of its samples that have not ended. They sample at most `limit` tokens each.
 
     `number`: of its first sequence. `where`: what to call it in a message."""
 
-    ticket: Ticket
+    request: Request
     where: str
     number: int
     limit: int
@@ -51,14 +51,14 @@ class Sequence:
     begun, and pages while it is being prefilled (`computed` tokens so far) or decodes."""
 
     number: int
-    group: Group
+    owner: RunningRequest
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
     @property
     def sample_index(self) -> int:
-        return self.group.ticket.sample_index + self.number - self.group.number
+        return self.owner.request.sample_index + self.number - self.owner.number
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Ticket` and `Completion`.
+"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Request` and `Completion`.
 
 Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
 """
@@ -6,7 +6,7 @@ Left out: the prompts, which are plain text, token ids or chat messages, and the
 from dataclasses import dataclass
 from typing import Annotated
 
-from isobit.options.declare import Internal, above, at_least, at_most, below
+from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, settle
 
 LOWEST_TEMPERATURE = 1e-3
@@ -18,23 +18,29 @@ class Sampling:
 
     `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. Before all else
     `repetition_penalty` divides positive logits of tokens that stand in prompt or completion so far, and multiplies the
-    others of these (1: off). The truncations act in this order, each on what the previous one kept: `top_k` (0: off),
+    others of these (1: off). The filters act in this order, each on what the previous one kept: `top_k` (0: off),
     `top_p` (1: off), `min_p` (0: off). `stop`: the text ends before the first of these strings, or before this one.
     `ignore_eos` samples on through the end-of-sequence token; `stop_tokens` end a completion as that does. Raises
     IsobitError for values that cannot work.
     """
 
-    n: Internal[int] = 1
-    max_new_tokens: Annotated[int, at_least(1), below(2**31)] = 128
+    n: NotAnOption[int] = 1
+    max_new_tokens: Annotated[int, at_least(1), below(2**31), "the most tokens of a completion"] = 128
     temperature: Annotated[float, at_least(0)] = 1.0
-    top_k: Annotated[int, at_least(0), below(2**31), "0: off"] = 0
-    top_p: Annotated[float, above(0), at_most(1)] = 1.0
-    min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
-    seed: Internal[int] = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: Annotated[float, above(0), at_most(100), "of tokens in prompt and completion; 1: off"] = 1.0
-    stop_tokens: Internal[tuple[int, ...]] = ()
+    top_k: Annotated[int, at_least(0), below(2**31), "only the k likeliest tokens; 0: off"] = 0
+    top_p: Annotated[
+        float, above(0), at_most(1), "only the likeliest tokens, whose probabilities add up to this; 1: off"
+    ] = 1.0
+    min_p: Annotated[
+        float, at_least(0), at_most(1), "only tokens of this share of the likeliest one's probability; 0: off"
+    ] = 0.0
+    seed: NotAnOption[int] = 0
+    stop: Annotated[tuple[str, ...], "texts that end a completion"] = ()
+    ignore_eos: Annotated[bool, "sample on after the token that ends a text"] = False
+    repetition_penalty: Annotated[
+        float, above(0), at_most(100), "makes tokens rarer that stand in prompt or completion; 1: off"
+    ] = 1.0
+    stop_tokens: NotAnOption[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         settle(self, Sampling)
@@ -53,41 +59,41 @@ class Sampling:
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
-        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no truncation."""
+        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no filter."""
         return (0.0, 0.0, 1.0, 0.0) if self.greedy else (self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
-    def truncated(self) -> bool:
+    def filtered(self) -> bool:
         """Whether top-k, top-p or min-p leaves out tokens, or a penalty moves them: the distribution is another."""
         limited = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         return limited or self.repetition_penalty != 1
 
     @property
-    def truncation(self) -> tuple[int, float, float, float] | None:
+    def filtering(self) -> tuple[int, float, float, float] | None:
         """Top-k, top-p, min-p and repetition penalty, where the distribution is another by them."""
         limits = (0, 1.0, 0.0) if self.greedy else (self.top_k, self.top_p, self.min_p)
-        return (*limits, self.repetition_penalty) if self.truncated else None
+        return (*limits, self.repetition_penalty) if self.filtered else None
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """An engine's memory and batch, for `Engine.sized_for`; those of an `Engine` itself have the same names."""
+    """An engine's memory and batch."""
 
-    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
+    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"] = None
     page_size: Annotated[
         int | None,
         at_least(1),
         at_most(1024),
-        "tokens per page; default: 16, or 256 where layers have linear attention, which keeps a state for each page",
+        "tokens per page; default: 16, or 256 for layers with linear attention, which keep a state for each page",
     ] = None
-    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
-    max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
-    cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True
+    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prompts are computed in parts"] = 2048
+    max_sequences: Annotated[int, at_least(1), "sequences that are decoded at the same time"] = 512
+    cuda_graphs: Annotated[bool, "capture decode steps as CUDA graphs; a CPU ignores it"] = True
     prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class Request:
     """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`.
 
     `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far. `adapter`: the
@@ -107,9 +113,10 @@ class Completion:
 
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
     `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
-    sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
-    After `Engine.extend` the given tokens are among `token_ids`: `completion_mask` is True for each sampled token and
-    False for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last turn's.
+    sampled from (temperature and filtering included; under greedy decoding: the model's own, at temperature 1).
+    After `Engine.continue_from` the given tokens are among `token_ids`: `completion_mask` is True
+    for each sampled token and False for each given one, whose entry in `logprobs` is 0.0; None:
+    all were sampled. `text` is the last turn's.
     `routes`, where the engine records them, are the experts that served prompt and completion (`model/forward/moe.py`).
     `finish_reason` is "stop" (end of sequence or a stop string) or "length". `adapter` is the request's.
     """

@@ -25,7 +25,7 @@ LARGEST_TAG = 100
 """Values that a tag may have: a column of more is no tag."""
 
 
-class Judge(Protocol):
+class Scorer(Protocol):
     """What gives completions their rewards: functions, or functions and models."""
 
     def score(
@@ -34,6 +34,7 @@ class Judge(Protocol):
         completions: Sequence[str],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]: ...
 
 
@@ -76,20 +77,20 @@ def default_ks(num_samples: int) -> tuple[int, ...]:
 def measure(
     engine: Engine,
     examples: Sequence[Example],
-    judge: Judge,
+    scorer: Scorer,
     plan: EvaluationPlan,
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Question, ...]:
     """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts, and returns all.
     Raises IsobitError for a tag that no example has."""
-    return measure_each(engine, examples, judge, plan, [None], progress, ranks)[0]
+    return measure_each(engine, examples, scorer, plan, [None], progress, ranks)[0]
 
 
 def measure_each(
     engine: Engine,
     examples: Sequence[Example],
-    judge: Judge,
+    scorer: Scorer,
     plan: EvaluationPlan,
     adapters: Sequence[str | None],
     progress: OnProgress | None = None,
@@ -113,11 +114,11 @@ def measure_each(
         if plan.num_samples:
             groups = [[*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))]
         repeated = [example for example in own for _ in range(size)]
-        return _grade(repeated, [completion for group in groups for completion in group], judge, plan)
+        return _grade(repeated, [completion for group in groups for completion in group], scorer, plan)
 
-    graded: list[Graded] = ranks.together(grade)
+    graded: list[Graded] = ranks.run_on_all(grade)
     parts: list[list[Graded]] = [[] for _ in rows]
-    for rank, values in enumerate(ranks.gather([asdict(one) for one in graded])):
+    for rank, values in enumerate(ranks.all_gather_json([asdict(one) for one in graded])):
         for index, one in enumerate(values):
             parts[rank + index // size * ranks.size].append(Graded(**one))
     found = [Question(examples[p].prompt, tags[p], part[0], tuple(part[1:])) for (_, p), part in zip(rows, parts)]
@@ -126,11 +127,11 @@ def measure_each(
 
 
 def grade_given(
-    examples: Sequence[Example], completions: Sequence[str], judge: Judge, plan: EvaluationPlan
+    examples: Sequence[Example], completions: Sequence[str], scorer: Scorer, plan: EvaluationPlan
 ) -> tuple[Question, ...]:
     """Score completions that are given, one for each example."""
     tags = tags_of(examples, plan.tag)
-    rewards = judge.score([e.prompt for e in examples], completions, [e.columns for e in examples])
+    rewards = scorer.score([e.prompt for e in examples], completions, [e.columns for e in examples])
     return tuple(
         Question(example.prompt, tag, Graded(text, reward.total, plan.extract(text), error=reward.error))
         for example, tag, text, reward in zip(examples, tags, completions, rewards)
@@ -162,11 +163,11 @@ def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]
 
 
 def _grade(
-    examples: Sequence[Example], completions: Sequence[Completion], judge: Judge, plan: EvaluationPlan
+    examples: Sequence[Example], completions: Sequence[Completion], scorer: Scorer, plan: EvaluationPlan
 ) -> list[Graded]:
     texts = [completion.text for completion in completions]
     ids = [completion.token_ids for completion in completions]
-    rewards = judge.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
+    rewards = scorer.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
     return [
         Graded(c.text, r.total, plan.extract(c.text), len(c.token_ids), c.finish_reason == "length", r.error)
         for c, r in zip(completions, rewards)

@@ -6,29 +6,50 @@ the same at every step, so that steps differ by their weights, not by their luck
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from isobit.data.dataset import Example
+from isobit.data.dataset import Example, Prompt
 from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
-from isobit.evaluation.measure import EvaluationPlan, Judge, measure, tags_of
+from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
+from isobit.rewards.pool import Reward
 
 SEED_OFFSET = 0x5EED_E7A1
 """Added to a run's seed: an evaluation draws other random numbers than the rollouts."""
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOut:
+class _During:
+    """A scorer that tells reward functions which step it is."""
+
+    scorer: Scorer
+    trainer_state: Mapping[str, float] | None
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
+    ) -> list[Reward]:
+        state = trainer_state or self.trainer_state
+        return self.scorer.score(prompts, completions, columns, completion_ids, state)
+
+
+@dataclass(frozen=True, eq=False)
+class PeriodicEvaluation:
     """The held-out prompts of a run and how they are asked: each by one of the ranks."""
 
     engine: Engine
     examples: Sequence[Example]
-    judge: Judge
+    scorer: Scorer
     plan: EvaluationPlan
     ranks: Ranks = ALONE
 
@@ -43,9 +64,11 @@ class HeldOut:
                 f"evaluation.best_by: the evaluation has no metric {brief(name)!r}; {did_you_mean(name, known)}"
             )
 
-    def evaluate(self) -> tuple[dict[str, float], str]:
-        """(metrics, a line for the reader) of the present weights."""
-        result = Result("", measure(self.engine, self.examples, self.judge, self.plan, ranks=self.ranks), self.plan.ks)
+    def evaluate(self, trainer_state: Mapping[str, float] | None = None) -> tuple[dict[str, float], str]:
+        """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward functions that ask."""
+        scorer = _During(self.scorer, trainer_state)
+        questions = measure(self.engine, self.examples, scorer, self.plan, ranks=self.ranks)
+        result = Result("", questions, self.plan.ks)
         summary = summarize(result)
         everything = {name: estimate.value for name, estimate in summary[ALL].items()}
         metrics = {

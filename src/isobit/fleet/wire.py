@@ -102,8 +102,14 @@ def described_engine(description: bytes) -> Engine:
     model = Model(Transformer(config, precision_from(given["precision"]), ops, None), tokenizer)
     longest = [[0] * max(given["longest_prompt"], 1)]
     size = EngineSize(**given["size"])
-    engine = Engine.sized_for(model, longest, given["sequences"], given["max_new_tokens"], size)
-    engine.record_routes = given["record_routes"]
+    engine = Engine.sized_for(
+        model,
+        longest,
+        given["sequences"],
+        given["max_new_tokens"],
+        size,
+        record_routes=given["record_routes"],
+    )
     if given["check_memory"]:
         model.transformer.checksums.begin()
     return engine

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.groups import OpenGroups
 from isobit.errors import IsobitError, RunFailed
 from isobit.fleet import wire
 from isobit.fleet.cluster import import_ray
@@ -33,12 +33,12 @@ class Worker:
         self._engine: Engine
         self._arrived: dict[int, tuple[Mapping[str, Tensor], Any]] = {}
         self._batch = -1
-        self._tickets: dict[Ticket, int] = {}
-        self._groups: dict[int, list[Completion]] = {}
+        self._open: OpenGroups
 
     def open(self) -> bytes:
         """Make the engine; what it is computed by, and where it runs."""
         self._engine = wire.described_engine(self._description)
+        self._open = OpenGroups(self._engine)
         return wire.to_bytes({"facts": wire.facts(self._engine.model), "host": platform.node(), "pid": os.getpid()})
 
     def receive(self, manifest: bytes, references: Mapping[str, Any]) -> bytes:
@@ -65,11 +65,10 @@ class Worker:
         given = wire.from_bytes(work)
         try:
             self._begin(given["batch"], given["version"])
-            self._drop(set(given["drop"]))
+            self._open.drop(set(given["drop"]))
             for new in given["groups"]:
-                ticket = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
-                self._tickets[ticket] = new["index"]
-                self._groups[new["index"]] = []
+                request = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
+                self._open.add(new["index"], request)
             before = self._counts()
             done = self._run()
             if done:
@@ -83,7 +82,7 @@ class Worker:
         """Groups of an older batch are of no use any more; the weights become those of `version`."""
         if batch == self._batch:
             return
-        self._drop(set(self._groups))
+        self._open.drop(list(self._open.places))
         self._batch = batch
         transformer = self._engine.model.transformer
         if version in self._arrived:
@@ -98,22 +97,9 @@ class Worker:
         counted = {"preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens}
         return counted | {"kv_clamped": clamped, "kv_written": written}
 
-    def _drop(self, indices: set[int]) -> None:
-        for ticket, index in list(self._tickets.items()):
-            if index in indices:
-                self._engine.cancel(ticket)
-                del self._tickets[ticket]
-                self._groups.pop(index)
-
     def _run(self) -> dict[int, list[dict[str, Any]]]:
         """Steps until a group is finished, nothing is open, or the time is up."""
         end, done = time.monotonic() + _SLICE_S, dict[int, list[dict[str, Any]]]()
-        while self._tickets and not done and time.monotonic() < end:
-            for ticket, completion in self._engine.step():
-                group = self._groups[self._tickets[ticket]]
-                group.append(completion)
-                if len(group) == ticket.sampling.n:
-                    index = self._tickets.pop(ticket)
-                    group.sort(key=lambda each: each.sample_index)
-                    done[index] = [vars(each) for each in self._groups.pop(index)]
+        while self._open and not done and time.monotonic() < end:
+            done = {index: [vars(each) for each in group] for index, group in self._open.step()}
         return done

@@ -1,13 +1,15 @@
-"""The operators: one table with a column in PyTorch, one in C++, and one in Triton for NVIDIA GPUs; same names, same
-signatures."""
+"""The operators (`ops.py`), a room for each kind: defined in PyTorch, and computed in C++ and in Triton for NVIDIA
+GPUs. `backends` has a table for each of the three, from an operator's name to its function."""
 
-from isobit.kernels.composed import Composed, grouped_input_gradient, input_gradient
+from isobit.kernels.backends.composed import Composed
 from isobit.kernels.copies import Copies
+from isobit.kernels.experts.definition import grouped_input_gradient
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, picked, plain, tensors_of, weight_of
+from isobit.kernels.ops import Activation, DeltaHeads, Heads, Keys, Layout, Ops
+from isobit.kernels.product.definition import input_gradient
 from isobit.kernels.stores import KVStore, StateStore, Store
-from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import Activation, DeltaHeads, Heads, Keys, Layout, Ops
+from isobit.kernels.table import BACKENDS, get_ops, inference_engine_ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
@@ -32,10 +34,10 @@ __all__ = [
     "computed_by",
     "get_ops",
     "grouped_input_gradient",
+    "inference_engine_ops",
     "input_gradient",
     "picked",
     "plain",
-    "separate_ops",
     "tensors_of",
     "unwatched",
     "versions",

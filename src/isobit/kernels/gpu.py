@@ -2,7 +2,7 @@
 
 `sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix instructions, one
 class for every batch. On the other architectures of the table they compile with tiles of their own; what they compute
-there is checked at the first start (`triton/self_check.py`). Left out: several GPUs, and other vendors.
+there is checked at the first start (`kernels/backends/self_check.py`). Left out: several GPUs, and other vendors.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from isobit.kernels.types import Ops
+from isobit.kernels.ops import Ops
 
 
 @dataclass(frozen=True)

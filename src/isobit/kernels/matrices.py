@@ -1,5 +1,5 @@
 """Matrices as products take them: plain or quantized (`Operand`), a weight with what a backend packed of it (`Packed`),
-a frozen one with two codes to a byte (`Nibbles`), and the weights of several experts in one storage (`Stacked`).
+a frozen one with two codes to a byte (`PackedFP4`), and the weights of several experts in one storage (`Stacked`).
 
 Left out: the products (`Ops`), and the layout of packs, which each backend chooses.
 """
@@ -12,13 +12,13 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from isobit.precision import Nibbles, QTensor, QuantSpec
-from isobit.precision.nibbles import GROUP, panels, unpacked, unpacked_scales
+from isobit.precision import PackedFP4, QTensor, QuantSpec
+from isobit.precision.packed_fp4 import GROUP, panels, unpacked, unpacked_scales
 
 Operand = Tensor | QTensor
 Gradients = Sequence[Tensor | None]
 """Of several weights; None: it has none yet."""
-Kept = Operand | Nibbles
+Kept = Operand | PackedFP4
 """A working weight as it is stored. Products unpack nibbles a part at a time."""
 
 
@@ -51,7 +51,7 @@ Prepared = Kept | Packed
 @overload
 def weight_of(prepared: Operand | Packed) -> Operand: ...
 @overload
-def weight_of(prepared: Nibbles) -> Nibbles: ...
+def weight_of(prepared: PackedFP4) -> PackedFP4: ...
 def weight_of(prepared: Prepared) -> Kept:
     """The weight without its packs."""
     return prepared.weight if isinstance(prepared, Packed) else prepared
@@ -61,7 +61,7 @@ def tensors_of(kept: Kept) -> tuple[Tensor, ...]:
     """The tensors of a matrix: itself, or codes and scales."""
     if isinstance(kept, Tensor):
         return (kept,)
-    return kept.tensors if isinstance(kept, Nibbles) else (kept.data, kept.scale)
+    return kept.tensors if isinstance(kept, PackedFP4) else (kept.data, kept.scale)
 
 
 def values(operand: Prepared) -> Tensor:
@@ -86,7 +86,7 @@ def plain(operand: Kept, dtype: torch.dtype) -> Tensor:
 Product = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor]
 
 
-def by_rows(product: Product, a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def by_rows(product: Product, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """`product` of a and some rows of b at a time: as an element's bits do not depend on the other rows of b, those of
     the whole."""
     parts = [
@@ -100,7 +100,7 @@ class Stacked:
     """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
 
     data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
-    a plain type, without scale and spec. With `common` [E, 1] they are `Nibbles`: data [E, N, K / 2] and scale uint8.
+    a plain type, without scale and spec. With `common` [E, 1] they are `PackedFP4`: data [E, N, K / 2] and scale uint8.
     `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared. `bias` [E, N]: what a forward's product
     adds, if anything; a stack that is made of this one has none.
     """
@@ -130,7 +130,7 @@ class Stacked:
         data, *scales = (part.new_empty((count, *part.shape)) for part in tensors_of(matrix))
         if isinstance(matrix, Tensor):
             return Stacked(data)
-        return Stacked(data, scales[0], matrix.spec, common=scales[1] if isinstance(matrix, Nibbles) else None)
+        return Stacked(data, scales[0], matrix.spec, common=scales[1] if isinstance(matrix, PackedFP4) else None)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,7 +145,7 @@ class Stacked:
         if self.scale is None or self.spec is None:
             return self.data.unbind(0)
         if self.common is not None:
-            return tuple(map(Nibbles, self.data.unbind(0), self.scale.unbind(0), self.common.unbind(0)))
+            return tuple(map(PackedFP4, self.data.unbind(0), self.scale.unbind(0), self.common.unbind(0)))
         return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
 
     @property
@@ -176,3 +176,11 @@ class Stacked:
         start, stop, _ = columns.indices(self.shape[2])
         scale = unpacked_scales(self.scale[:, rows, start // GROUP : stop // GROUP], self.common.unsqueeze(2))
         return unpacked(self.data[:, rows, start // 2 : stop // 2]).float() * scale.repeat_interleave(GROUP, 2)
+
+
+def rows_of(operand: Operand, start: int, stop: int) -> Operand:
+    """Rows [start, stop) of an operand whose scales, if it has any, each belong to one row."""
+    if isinstance(operand, Tensor):
+        return operand[start:stop]
+    assert operand.block[0] == 1, "rows share scales"
+    return QTensor(operand.data[start:stop], operand.scale[start:stop], operand.spec)

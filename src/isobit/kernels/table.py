@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from isobit.errors import IsobitError
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.gpu import ARCHITECTURES, Gpu, find_gpu, refusal, triton_refusal
-from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.separate import SeparateOps
-from isobit.kernels.types import Ops
+from isobit.kernels.inference_engine.definition import InferenceEngineOps
+from isobit.kernels.ops import Ops
 from isobit.options import consistency as orders
 
 if TYPE_CHECKING:
-    from isobit.kernels.triton.ops import TritonOps
+    from isobit.kernels.backends.triton import TritonOps
 
 BACKENDS = ("auto", "triton", "native", "reference")
 
@@ -63,11 +63,11 @@ def triton_ops(consistency: str) -> "TritonOps":
         reason = reason or refusal(gpu) or _failing(gpu)
     if reason is not None:
         raise IsobitError(f"backend: triton cannot be used: {reason}")
-    from isobit.kernels.triton.ops import TritonOps  # here: it imports Triton
+    from isobit.kernels.backends.triton import TritonOps  # here: it imports Triton
 
     if gpu is None:
         return TritonOps(consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu"))
-    from isobit.kernels.triton.attention import keys_first
+    from isobit.kernels.attention.triton.forward import keys_first
 
     sides = "" if keys_first() else ", attention with all rows on one side of its instructions"
     return TritonOps(consistency, f"triton backend: {gpu}{sides}", _device())
@@ -80,8 +80,9 @@ def _device() -> torch.device:
 @cache
 def _failing(gpu: Gpu) -> str | None:
     """Why the kernels cannot be used on this GPU, or None. From here on they are compiled for it."""
-    from isobit.kernels.triton import launch, self_check  # here: they import Triton
-    from isobit.kernels.triton.ops import TritonOps
+    from isobit.kernels.backends import self_check
+    from isobit.kernels.backends.triton import TritonOps
+    from isobit.kernels.triton import launch  # here: they import Triton
 
     architecture = ARCHITECTURES[gpu.capability]
     launch.compile_for(architecture)
@@ -95,7 +96,9 @@ def _failing(gpu: Gpu) -> str | None:
 
 
 def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
-    from isobit.kernels.native import NativeOps, available, instruction_set  # here: it may compile
+    from isobit.kernels.backends.native import NativeOps
+    from isobit.kernels.native import available
+    from isobit.kernels.product.ordered_native import instruction_set  # here: it may compile
 
     works, reason = available()
     if works:
@@ -110,7 +113,7 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
     return ReferenceOps(consistency, why)
 
 
-def separate_ops(learner: Ops) -> Ops:
+def inference_engine_ops(learner: Ops) -> Ops:
     """The operators of a rollout on a separate engine; `learner` are those of the learner.
 
     On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.
@@ -118,8 +121,9 @@ def separate_ops(learner: Ops) -> Ops:
     if learner.backend == "triton":
         return triton_ops("fast")
     if learner.backend == "native":
-        from isobit.kernels.native import NativeOps, NativeSeparateOps
+        from isobit.kernels.backends.native import NativeOps
+        from isobit.kernels.inference_engine.native import NativeInferenceEngineOps
 
         assert isinstance(learner, NativeOps)
-        return NativeSeparateOps(learner)
-    return SeparateOps(learner)
+        return NativeInferenceEngineOps(learner)
+    return InferenceEngineOps(learner)

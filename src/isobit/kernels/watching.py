@@ -1,6 +1,6 @@
 """A backend's operators, some of which look at their inputs and results."""
 
-from isobit.kernels.types import Ops
+from isobit.kernels.ops import Ops
 
 
 class Watching:

@@ -14,8 +14,8 @@ from isobit.kernels import Kept, Ops, Stacked
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
-from isobit.model.weights.stored import NO_MASTER, LowRank, Vector, Weight, working_vector
-from isobit.precision import Flow, Format, Nibbles, Precision, QTensor, QuantSpec, nibbles
+from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight, working_vector
+from isobit.precision import Flow, Format, PackedFP4, Precision, QTensor, QuantSpec, packed_fp4
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
 """The parts made so far, by layer and flow; uses with the same flow share them."""
@@ -33,12 +33,12 @@ class Sources:
 
     def leaf(self, master: Tensor) -> Tensor:
         """That through which the gradient of a master returns."""
-        return master if self.adapter is None else NO_MASTER
+        return master if self.adapter is None else FROZEN
 
     def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> Kept:
         """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
         frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
-        return nibbles.packed(quantized, master.detach()) if frozen else quantized
+        return packed_fp4.packed(quantized, master.detach()) if frozen else quantized
 
     def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
         """The adapters of a weight, their working factors in the compute format."""
@@ -60,7 +60,7 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
 
     def factor(name: str) -> Weight:
         working = adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
-        return Weight(name, NO_MASTER, ops.prepare(working), None, None)
+        return Weight(name, FROZEN, ops.prepare(working), None, None)
 
     pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
     return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
@@ -69,7 +69,7 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
 def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
     """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad quantizes the transposed
     weight again, so it needs the whole."""
-    return dgrad != "fp8" and nibbles.holds(spec, shape)
+    return dgrad != "fp8" and packed_fp4.holds(spec, shape)
 
 
 def make_working(
@@ -103,7 +103,7 @@ def _prepared(part: Layer | Outside, ops: Ops) -> Any:
     """The same with every linear layer's weight prepared for `ops`."""
 
     def change(part: Weight | Vector) -> Weight | Vector:
-        if not isinstance(part, Weight) or isinstance(part.working, Nibbles):  # of nibbles there are no packs
+        if not isinstance(part, Weight) or isinstance(part.working, PackedFP4):  # of nibbles there are no packs
             return part
         return replace(part, prepared=ops.prepare(part.working))
 

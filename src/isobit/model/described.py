@@ -7,7 +7,7 @@ from isobit.errors import IsobitError
 from isobit.model.adapters.peft import base_of, brings_tokenizer, is_adapter
 from isobit.model.hub.checkpoint import model_folder, read_json
 from isobit.model.hub.config import ModelConfig
-from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Described:
     tokenizer: Tokenizer
 
 
-def described(path: str | Path, adapter: str | None = None) -> Described:
+def described(path: str | Path, adapter: str | None = None, rules: TextRules = DEFAULT_RULES) -> Described:
     """Of a Hugging Face directory, or of the model that a PEFT folder names; the tokenizer is that of the `adapter`
     folder, where it brings one. Raises IsobitError for whatever is wrong with the files."""
     own = model_folder(path)
@@ -26,7 +26,7 @@ def described(path: str | Path, adapter: str | None = None) -> Described:
     config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     if adapter is not None:
         own = model_folder(adapter, "adapter")
-    tokenizer = Tokenizer.load(own if own != folder and brings_tokenizer(own) else folder)
+    tokenizer = Tokenizer.load(own if own != folder and brings_tokenizer(own) else folder, rules)
     check_vocabulary(config, tokenizer)
     return Described(config, tokenizer)
 

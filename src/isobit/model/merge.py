@@ -20,7 +20,7 @@ from isobit.model.adapters.peft import base_of, brings_tokenizer, read_peft
 from isobit.model.model import Model
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.weights.layout import made_like
-from isobit.precision import Nibbles, Precision
+from isobit.precision import PackedFP4, Precision
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
             update[one.lo : one.hi] = adapter.scale * (b @ a)
         masters[name].copy_(before + update)
         old = working[name]
-        assert not isinstance(old, Nibbles)  # nothing is frozen here
+        assert not isinstance(old, PackedFP4)  # nothing is frozen here
         new = made_like(old, masters[name], model.ops, name)
         error = plain(new, torch.float32).double() - plain(old, torch.float32).double() - update
         sums += torch.stack([_square(part) for part in (before, update, error)]).cpu()

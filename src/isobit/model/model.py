@@ -36,7 +36,7 @@ from isobit.model.hub.checkpoint import (
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.linear_attention import initial
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
 from isobit.model.weights.masters import MASTERS, own_rows
 from isobit.precision import Precision, precision_from
@@ -79,13 +79,14 @@ class Model:
         ranks: Ranks = ALONE,
         adapter: str | Path | NewAdapter | None = None,
         masters: str = "fp32",
+        rules: TextRules = DEFAULT_RULES,
     ) -> "Model":
         """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's name, a
         mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
         With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the only masters. A
         PEFT folder may be the `path`; its config names the model. `masters`: fp32, or bf16, to which what is read is
-        rounded.
+        rounded. `rules`: for texts of prompts.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -94,9 +95,9 @@ class Model:
 
             def read() -> tuple[Precision, Ops, _Read]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
-                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files, dtype)
+                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files, dtype, rules)
 
-            flow, ops, given = ranks.together(read)
+            flow, ops, given = ranks.run_on_all(read)
             transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter, dtype)
         model = Model(transformer, given.tokenizer)
         model.generation, model.directory = given.generation, given.directory
@@ -318,6 +319,7 @@ def _read(
     device: torch.device,
     files: ExitStack,
     dtype: torch.dtype,
+    rules: TextRules,
 ) -> _Read:
     """`files`: of a model whose adapter is trained, they stay open in it."""
     if is_adapter(directory):
@@ -333,7 +335,7 @@ def _read(
         folder = model_folder(adapter, "adapter")
         given = read_peft(folder, config, str(directory.resolve()))
         own = folder if brings_tokenizer(folder) else own
-    tokenizer = Tokenizer.load(own)
+    tokenizer = Tokenizer.load(own, rules)
     weights = files.enter_context(open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where)))
     names.check_tied(weights.rows, weights.shapes, config, where, ranks)
     masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device)

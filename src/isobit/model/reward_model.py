@@ -19,7 +19,7 @@ from isobit.model.hub import names
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig, architectures
 from isobit.model.model import passes
-from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
 
@@ -42,6 +42,7 @@ class RewardModel:
         backend: str = "auto",
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
+        rules: TextRules = DEFAULT_RULES,
     ) -> "RewardModel":
         """Load a Hugging Face directory; several `ranks`, which all must load, read it together. Raises IsobitError
         unless it is a reward model with a single label."""
@@ -58,9 +59,9 @@ class RewardModel:
             with open_weights(directory, lambda shapes: _check(shapes, config, values, directory)) as weights:
                 score = weights.rows("score.weight")
                 masters = names.fuse(weights.rows, config, ranks)
-            return config, flow, get_ops(backend, consistency), masters, score, Tokenizer.load(directory)
+            return config, flow, get_ops(backend, consistency), masters, score, Tokenizer.load(directory, rules)
 
-        config, flow, ops, masters, score, tokenizer = ranks.together(read)
+        config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import Kept, Layout, Ops, Prepared, Store, separate_ops, tensors_of
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels import Kept, Layout, Ops, Prepared, Store, inference_engine_ops, tensors_of
+from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.targets import projections
@@ -74,7 +74,7 @@ class Transformer:
             self.masters = Masters(given, shapes, ops.device, ranks, dtype)
         self.adapter = None if adapter is None else replace(adapter, tensors={})
         self.config, self.precision = config, precision
-        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
+        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else inference_engine_ops(ops), "learner": ops}
         ops.check_precision(precision)
         self._version = 0
         self.served: MultiLora | None = None
@@ -269,13 +269,13 @@ class Transformer:
         temperature: float = 1.0,
         use: str = "learner",
         chunk: int | None = None,
-        truncation: Truncation | None = None,
+        filtering: Filtering | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else self.head_rows
         head = self._working[use].outside.head
-        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], truncation, context)
+        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], filtering, context)
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""

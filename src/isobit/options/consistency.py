@@ -1,7 +1,7 @@
 """The levels of `consistency`, and the two orders in which `bitwise` adds products on a CPU.
 
 `exact`, `bitwise` and `fast` are levels. `bitwise` has two orders of sums, each the arithmetic of an instruction that
-multiplies BF16 numbers (`kernels/reference/ordered.py`), and every processor computes either; by default it is the one
+multiplies BF16 numbers (`kernels/product/ordered.py`), and every processor computes either; by default it is the one
 for which this processor has the instruction. `bitwise-tdp32` and `bitwise-vdp32` name one. Left out: the sums.
 """
 
@@ -13,7 +13,7 @@ TDP32, VDP32 = "tdp32", "vdp32"
 Consistency = Literal["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"]
 CONSISTENCIES: tuple[str, ...] = get_args(Consistency)
 _FOR_VDP32 = {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi"}
-"""What `kernels/native/ordered_bf16.cpp` needs, in the words of /proc/cpuinfo."""
+"""What `kernels/product/ordered_bf16.cpp` needs, in the words of /proc/cpuinfo."""
 
 
 def resolved(consistency: str) -> str:

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-_INTERNAL = object()
-Internal = Annotated[_T, _INTERNAL]
+_NOT_AN_OPTION = object()
+NotAnOption = Annotated[_T, _NOT_AN_OPTION]
 """The type of a field that the code sets, and no file."""
 REQUIRED = object()
 """The default of an option that has none."""
@@ -71,14 +71,14 @@ class Suggested:
 
 
 @dataclass(frozen=True)
-class Such:
+class Example:
     """A mapping that a message gives as an example."""
 
     example: str
 
 
 @dataclass(frozen=True)
-class Form:
+class Pattern:
     """Text of one form, which messages call `wanted`. `fits` says whether a text has it, and raises IsobitError for one
     that nearly has."""
 
@@ -87,14 +87,14 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Before:
+class Preprocess:
     """Changes what is given for the option before it is read, such as a short form into the section that it stands
     for."""
 
     change: Callable[[Any], Any]
 
 
-def text_as(key: str | Callable[[str], str]) -> Before:
+def text_as(key: str | Callable[[str], str]) -> Preprocess:
     """For a section: a text or a list in the place of the whole is meant for this key, or for the one found by it."""
 
     def expand(value: Any) -> Any:
@@ -102,7 +102,7 @@ def text_as(key: str | Callable[[str], str]) -> Before:
             return value
         return {key if isinstance(key, str) else key(str(value)): value}
 
-    return Before(expand)
+    return Preprocess(expand)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def options_of(schema: Any) -> Mapping[str, Option]:
     hints = get_type_hints(schema, include_extras=True)
     found = {}
     for each in fields(schema):
-        if _INTERNAL not in unwrapped(hints[each.name])[1]:
+        if _NOT_AN_OPTION not in unwrapped(hints[each.name])[1]:
             made = each.default_factory() if each.default_factory is not MISSING else each.default
             found[each.name] = Option(each.name, hints[each.name], REQUIRED if made is MISSING else made)
     return found

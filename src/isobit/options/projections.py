@@ -1,6 +1,6 @@
 """The matrices that adapters are of, by Hugging Face's names, without torch, which the model would need."""
 
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "out_proj"),  # of linear attention

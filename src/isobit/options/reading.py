@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.options.declare import (
     REQUIRED,
-    Before,
-    Form,
+    Example,
     Limit,
     OneOf,
     Option,
-    Such,
+    Pattern,
+    Preprocess,
     choices,
     is_union,
     options_of,
@@ -93,13 +93,13 @@ def shown(value: object) -> str:
 def _value(kind: Any, value: Any, place: Place) -> Any:
     kind, marks = unwrapped(kind)
     for mark in marks:
-        value = _asked(mark.change, value, place) if isinstance(mark, Before) else value
-    example = next((mark.example for mark in marks if isinstance(mark, Such)), "{name: value}")
+        value = _asked(mark.change, value, place) if isinstance(mark, Preprocess) else value
+    example = next((mark.example for mark in marks if isinstance(mark, Example)), "{name: value}")
     try:
         found = _typed(kind, value, place, example)
     except Expected as error:
         for mark in marks:
-            if error.place == place and isinstance(mark, (OneOf, Form)):
+            if error.place == place and isinstance(mark, (OneOf, Pattern)):
                 raise Expected(place, _wanted(mark), value) from None
         raise
     for mark in marks:
@@ -107,13 +107,13 @@ def _value(kind: Any, value: Any, place: Place) -> Any:
             raise Expected(place, mark.words, value)
         if isinstance(mark, OneOf) and found is not None and found not in mark.names:
             raise Expected(place, _wanted(mark), value)
-        if isinstance(mark, Form) and isinstance(found, str) and not _asked(mark.fits, found, place):
+        if isinstance(mark, Pattern) and isinstance(found, str) and not _asked(mark.fits, found, place):
             raise Expected(place, _wanted(mark), value)
     return found
 
 
-def _wanted(mark: OneOf | Form) -> str:
-    return mark.wanted if isinstance(mark, Form) else _or(list(mark.names))
+def _wanted(mark: OneOf | Pattern) -> str:
+    return mark.wanted if isinstance(mark, Pattern) else _or(list(mark.names))
 
 
 def _asked(function: Callable[[Any], Any], value: Any, place: Place) -> Any:

@@ -2,7 +2,7 @@
 
 A layer's backward takes most at one of three moments (`_of_a_layer`): at the gradient of its gates, at that of its
 experts' inputs, or at that of queries, keys and values, when what the MLP saved is gone. Tensors are those that the
-operators of a CPU make (`isobit.model.forward.autograd`, `experts`; `isobit.kernels.composed`); a fused kernel makes
+operators of a CPU make (`isobit.model.forward.autograd`, `experts`; `isobit.kernels`); a fused kernel makes
 fewer.
 """
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
-from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.engine.pages import tokens_of_a_page
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
@@ -25,9 +24,10 @@ from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.masters import MASTERS
 from isobit.plan.activations import backward_bytes, gate_bytes, kept_bytes
 from isobit.plan.job import Job
-from isobit.precision import E2M1, Flow, Precision, QuantSpec, nibbles
+from isobit.precision import E2M1, Flow, Precision, QuantSpec, packed_fp4
 from isobit.precision.flow import LINEAR_LAYERS
-from isobit.rl.optim.eight_bit import quantizable
+from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import bytes_of_state
 
 HEAD_ELEMENTS = 1 << 28
 """Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
@@ -93,8 +93,8 @@ def memory(job: Job) -> Memory:
         )
     moving = [
         (
-            "AdamW moments, this rank's rows",
-            moment_bytes(job.model, job.config.optimizer.state, adapter) * _fraction(job, shard),
+            f"{job.config.optimizer.what_is_kept}, this rank's rows",
+            moment_bytes(job.model, job.config.optimizer, adapter) * _fraction(job, shard),
         ),
         ("FP32 gradients, this rank's rows", 4.0 * shard),
     ]
@@ -121,7 +121,7 @@ def _weights_label(job: Job) -> str:
     spec = job.precision.rollout.weight
     if spec is None or spec.format is not E2M1:
         return "working weights in FP8, with scales"
-    packed = job.config.adapter is not None and nibbles.holds(spec, (16, job.model.hidden_size))
+    packed = job.config.adapter is not None and packed_fp4.holds(spec, (16, job.model.hidden_size))
     return f"working weights in FP4, {'two codes' if packed else 'one code'} to a byte, with scales"
 
 
@@ -130,7 +130,7 @@ def _fraction(job: Job, shard: float) -> float:
 
 
 def _sleeps(job: Job) -> bool:
-    """Whether the cache is freed while the learner works; as `Parts.sleep` decides on a GPU."""
+    """Whether the cache is freed while the learner works; as `training/learning.py` decides on a GPU."""
     engine = job.config.engine
     return engine.sleep == "always" or (engine.sleep == "auto" and not engine.cuda_graphs)
 
@@ -221,7 +221,7 @@ def _working(
     if role in LINEAR_LAYERS:
         spec = precision.linear_flow(flow, role).weight
         if spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad):
-            return "quantized", nibbles.nbytes(shape[0], shape[1])
+            return "quantized", packed_fp4.nbytes(shape[0], shape[1])
         if spec is not None:
             return "quantized", quantized_bytes(shape[0], shape[1], spec)
     return "plain", float((4 if exact else flow.compute.itemsize) * count)
@@ -233,14 +233,10 @@ def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
     return rows * columns + 4 * math.ceil(rows / high) * math.ceil(columns / wide)
 
 
-def moment_bytes(config: ModelConfig, state: str, adapter: AdapterConfig | None = None) -> float:
-    """Of both moments of all that is trained; `state` is fp32 or 8bit (`isobit.rl.optim.eight_bit`)."""
-    total = 0
-    for (_, role, shape), times in masters(config, adapter).items():
-        count = math.prod(shape)
-        low = state == "8bit" and quantizable(role, shape)
-        total += times * (2 * (count + 4 * (count // MOMENT_BLOCK)) if low else 8 * count)
-    return total
+def moment_bytes(config: ModelConfig, settings: OptimizerSettings, adapter: AdapterConfig | None = None) -> float:
+    """What the optimizer keeps of all that is trained."""
+    found = masters(config, adapter).items()
+    return sum(times * bytes_of_state(role, shape, settings) for (_, role, shape), times in found)
 
 
 def cache_bytes_of_a_token(config: ModelConfig, precision: Precision, page_size: int | None = None) -> float:

@@ -2,7 +2,7 @@
 
 Completions end earlier or later; the share that still runs at token t of at most M is (1 - t / M)^a, with a such that
 the mean is the given one. The slowest rank counts, and its rollout ends with the longest completion. A frozen model has
-no WGrad; what its adapter multiplies is left out, and so are calibration of a KV cache, shadow passes, evaluation and
+no WGrad; what its adapter multiplies is left out, and so are calibration of a KV cache, evaluation and
 checkpoints; rewards are computed beside the rollout.
 """
 
@@ -118,7 +118,7 @@ def step(job: Job, batch: float, context: float, factors: Factors = FACTORS) -> 
 
 def _update(job: Job) -> Work:
     options, adapter = job.config.optimizer, job.config.adapter
-    moments = moment_bytes(job.model, options.state, adapter) / num_parameters(job.model, adapter)
+    moments = moment_bytes(job.model, options, adapter) / num_parameters(job.model, adapter)
     return update(_share(job), MASTERS[options.masters].itemsize, moments)
 
 

@@ -1,10 +1,10 @@
 """Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
 
+from isobit.precision.changes import precision_from
 from isobit.precision.errors import ErrorSums, QuantTotals, error_sums
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
 from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, Format
-from isobit.precision.nibbles import Nibbles
-from isobit.precision.options import precision_from
+from isobit.precision.packed_fp4 import PackedFP4
 from isobit.precision.quantize import (
     BLOCK,
     QTensor,
@@ -30,7 +30,7 @@ __all__ = [
     "ErrorSums",
     "Flow",
     "Format",
-    "Nibbles",
+    "PackedFP4",
     "Precision",
     "QTensor",
     "QuantSpec",

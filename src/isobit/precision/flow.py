@@ -1,7 +1,7 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the backward's formats and
-the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `options.py` composes any other flow.
+the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `changes.py` composes any other flow.
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from isobit.errors import IsobitError, brief
+from isobit.options.declare import choices, options_of
+from isobit.options.precisions import LINEAR_LAYERS as LINEAR_LAYERS
+from isobit.options.precisions import PrecisionChanges
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, INT8, Format
 from isobit.precision.quantize import QuantSpec
-
-LINEAR_LAYERS = ("qkv", "o", "gate_up", "down")
-"""The matrices of a layer, or of its experts, by name: those that a flow may quantize."""
 
 
 def _refuse_int8(role: str, spec: QuantSpec | None) -> None:
@@ -77,7 +77,7 @@ class Calibration:
 
 
 _NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
-_WORDS = {"dgrad": ("fp8", "bf16"), "wgrad": ("fp8", "bf16"), "engines": ("shared", "separate")}
+_WORDS = {name: choices(options_of(PrecisionChanges)[name].kind) for name in ("dgrad", "wgrad", "engines")}
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class Precision:
     (`{"preset": "fp8", "wgrad": "bf16"}`). Raises IsobitError for an unknown preset, if no flow is given, and for an
     unknown word.
 
-    `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
-    weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
-    output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
-    operands of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the tokens, or
-    an `own-copy`, quantized along the tokens in the forward from the activation itself (as Transformer Engine does).
-    On both sides the first and last layers may stay in the compute format, and so may the linear layers named in
-    `bf16_layers`, in every layer. `correction` is the objective's default; `calibration` is for a KV cache with static
-    scales.
-    """
+    `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has
+    its own copy of the weights, sent at every sync, and rounds like an inference engine:
+    `isobit.kernels.inference_engine.definition`). `gradient` quantizes output gradients; `dgrad`
+    and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized operands
+    of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the
+    tokens, or an `own-copy`, quantized along the tokens in the forward from the activation itself
+    (as Transformer Engine does). On both sides the first and last layers may stay in the compute
+    format, and so may the linear layers named in `bf16_layers`, in every layer. `correction` is the
+    objective's default; `calibration` is for a KV cache with static scales."""
 
     name: str
     rollout: Flow = _NOT_GIVEN
@@ -220,7 +220,7 @@ class Precision:
                 value = f"fp8, activations {self.wgrad_activation}"
             rows.append((product, "", str(self.learner.compute) if value == "bf16" else value))
         if trained is not None:
-            rows.append(("masters, AdamW moments", "", trained))
+            rows.append(("masters, optimizer state", "", trained))
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"

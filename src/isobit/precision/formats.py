@@ -1,12 +1,12 @@
 """The number formats in which isobit stores tensors.
 
-E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): E4M3 in
-its finite-only variant (`float8_e4m3fn`, no infinities, largest value 448), E5M2 with infinities (largest finite value
-57,344). E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4,
-6. It is stored in E4M3 codes, a byte each, which hold all its values, but in frozen weights, which have two to a byte
-(`nibbles.py`). INT8 is the whole numbers from -127 to 127: equal steps, symmetric, so -128 is no code. BF16 holds all
-of them.
-"""
+E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv
+2209.05433): E4M3 in its finite-only variant (`float8_e4m3fn`, no infinities, largest value 448),
+E5M2 with infinities (largest finite value 57,344). E2M1 is the 4-bit float of the OCP Microscaling
+specification (v1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4, 6. It is stored in E4M3 codes, a byte
+each, which hold all its values, but in frozen weights, which have two to a byte (`packed_fp4.py`).
+INT8 is the whole numbers from -127 to 127: equal steps, symmetric, so -128 is no code. BF16 holds
+all of them."""
 
 from dataclasses import dataclass
 

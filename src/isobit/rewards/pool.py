@@ -80,7 +80,7 @@ class RewardPool:
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
         self.wants_tokens = False
-        self.trainer_state: dict[str, float] | None = None  # global_step, max_steps, epoch, for functions that ask
+        self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
 
     def __enter__(self) -> "RewardPool":
@@ -124,12 +124,14 @@ class RewardPool:
         if self.stop or not quiet:
             check_rows(list(zip(self.specs, self._named)), rows, self.stop)
 
-    def begin(self, count: int) -> "RewardBatch":
-        """A batch of so many samples, which are scored as they come. One at a time can be open."""
+    def begin(self, count: int, trainer_state: Mapping[str, float] | None = None) -> "RewardBatch":
+        """A batch of so many samples, which are scored as they come. One at a time can be open. `trainer_state`:
+        global_step, max_steps and epoch, for functions that ask."""
         assert self._open is None, "a batch is scored already"
         self.start()
         self.output.written = False
-        self._open = RewardBatch(self, count)
+        self._trainer_state = trainer_state
+        self._open = RewardBatch(self, count, trainer_state)
         return self._open
 
     def score(
@@ -138,13 +140,14 @@ class RewardPool:
         completions: Sequence[str],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]:
         """Score each completion; `columns[i]` is the row that it belongs to, with the same columns in every row.
 
         Functions get columns as lists, and the completion of a chat prompt as TRL gives it, [{"role": "assistant",
         "content": text}]. Raises RunFailed for the first failure under `stop`.
         """
-        with self.begin(len(prompts)) as batch:
+        with self.begin(len(prompts), trainer_state) as batch:
             if prompts:
                 batch.add(0, prompts, completions, columns, completion_ids)
             rewards = batch.collect()
@@ -171,7 +174,7 @@ class RewardPool:
 
     @property
     def _heading(self) -> str:
-        state = self.trainer_state
+        state = self._trainer_state
         return "before the first step" if state is None else f"after step {state['global_step']:.0f}"
 
     def closed(self, batch: "RewardBatch") -> None:
@@ -188,7 +191,7 @@ class RewardBatch:
     made. Values and problems (messages) are kept for each function by sample; `notes` say which chunks failed as one.
     """
 
-    def __init__(self, pool: RewardPool, count: int) -> None:
+    def __init__(self, pool: RewardPool, count: int, trainer_state: Mapping[str, float] | None) -> None:
         self.functions, self.workers, self.stop = pool.specs, pool.workers, pool.stop
         self.count = count
         self.overlapped_s = 0.0
@@ -197,7 +200,7 @@ class RewardBatch:
         self.problems: list[dict[int, str]] = [{} for _ in self.functions]
         self.deaths = 0
         self.notes: list[str] = []
-        self._pool = pool
+        self._pool, self._trainer_state = pool, trainer_state
         self._added: set[int] = set()
         self._calls: list[tuple[int, range]] = []
         self._calls_here: list[tuple[int, range]] = []
@@ -234,8 +237,8 @@ class RewardBatch:
         ]
         if self._pool.wants_tokens and completion_ids is not None:
             given["completion_ids"] = [list(ids) for ids in completion_ids]
-        if self._pool.trainer_state is not None:
-            given["trainer_state"] = [self._pool.trainer_state] * len(prompts)
+        if self._trainer_state is not None:
+            given["trainer_state"] = [dict(self._trainer_state)] * len(prompts)
         part = range(first, first + len(prompts))
         for name, values in given.items():
             self.arguments.setdefault(name, [None] * self.count)[part.start : part.stop] = values

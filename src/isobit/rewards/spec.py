@@ -21,9 +21,11 @@ class RewardSpec:
         "math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
         "package.module:function",
     ]
-    weight: float = 1.0
+    weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str | None, "name in the metrics; default: the function's"] = None
-    options: Annotated[Mapping[str, Any], "of a built-in reward: see how-to/rewards.md"] = field(default_factory=dict)
+    options: Annotated[Mapping[str, Any], "options of a built-in reward; how-to/rewards.md has them"] = field(
+        default_factory=dict
+    )
     deadline_s: Annotated[float | None, above(0), "seconds for one call; default: rewards.deadline_s"] = None
 
     @property

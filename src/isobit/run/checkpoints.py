@@ -34,25 +34,25 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def together(self, compute: Callable[[], T]) -> T: ...
+    def run_on_all(self, compute: Callable[[], T]) -> T: ...
     def on_first(self, compute: Callable[[], T]) -> T | None: ...
-    def from_first(self, compute: Callable[[], T]) -> T: ...
-    def gather(self, value: Any) -> list[Any]: ...
+    def broadcast_result(self, compute: Callable[[], T]) -> T: ...
+    def all_gather_json(self, value: Any) -> list[Any]: ...
 
 
 class _One:
     rank, size = 0, 1
 
-    def together(self, compute: Callable[[], T]) -> T:
+    def run_on_all(self, compute: Callable[[], T]) -> T:
         return compute()
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
         return compute()
 
-    def from_first(self, compute: Callable[[], T]) -> T:
+    def broadcast_result(self, compute: Callable[[], T]) -> T:
         return compute()
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         return [value]
 
 
@@ -94,9 +94,9 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
     try:
         ranks.on_first(lambda: _make_empty(temporary))
         write(temporary)
-        sizes = ranks.from_first(lambda: _sizes(temporary))
-        mine = ranks.together(lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)})
-        digests = {name: digest for each in ranks.gather(mine) for name, digest in each.items()}
+        sizes = ranks.broadcast_result(lambda: _sizes(temporary))
+        mine = ranks.run_on_all(lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)})
+        digests = {name: digest for each in ranks.all_gather_json(mine) for name, digest in each.items()}
         ranks.on_first(lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
     except Exception as error:
         if ranks.rank == 0:
@@ -154,7 +154,7 @@ def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) 
     Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no such checkpoint.
     """
     warnings: list[str] = []
-    names = ranks.from_first(lambda: [path.name for path in all_checkpoints(directory)])
+    names = ranks.broadcast_result(lambda: [path.name for path in all_checkpoints(directory)])
     for path in (directory / name for name in reversed(names)):
         found = damage(path, ranks) or (problem(path) if problem is not None else None)
         if found is None:
@@ -189,9 +189,9 @@ def remove_leftovers(directory: Path) -> None:
 
 def damage(path: Path, ranks: Ranks = ONE) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share its files."""
-    manifest, sizes, found = ranks.from_first(lambda: _manifest(path))
+    manifest, sizes, found = ranks.broadcast_result(lambda: _manifest(path))
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
-    problems = {name: problem for each in ranks.gather(mine) for name, problem in each.items()}
+    problems = {name: problem for each in ranks.all_gather_json(mine) for name, problem in each.items()}
     return found or next((problems[name] for name in manifest if problems[name] is not None), None)
 
 

@@ -1,11 +1,14 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (the hardware and versions used), `rollouts_from.txt` (the run whose rollouts it learns
-from, if it samples none), `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
-`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
-weights by layer and tensor), `certificate.jsonl` (a chain of hashes: `certificate.py`), `checkpoints/`. A resumed run
-cuts these files back to where its checkpoint was made, so that they end as if it had never stopped. Left out: what is
-in a checkpoint (`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
+`format.txt` (the number of this layout of files), `config.yaml`, `machine.json` (the hardware and
+versions used), `resolved.json` (what the config's `auto` came to), `rollouts_from.txt` (the run
+whose rollouts it learns from, if it samples none),
+`inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
+`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object
+every few steps: the weights by layer and tensor), `certificate.jsonl` (a chain of hashes:
+`certificate.py`), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was
+made, so that they end as if it had never stopped. Left out: what is in a checkpoint
+(`training/saving/checkpoint.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import errno
@@ -27,15 +30,17 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints, durable, metrics
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.format import FORMAT, FORMAT_NOW, check_format
 from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FROM = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, RESOLVED, INPUTS, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "resolved.json",
     "inputs.json",
     "rollouts_from.txt",
 )
@@ -106,8 +111,9 @@ class RunDirectory:
         was taken before, is given up with the rest."""
         self.directory = directory
         self._lock = lock or Lock(directory)
-        if config_text is not None:  # first: without it nothing has begun
+        if config_text is not None:  # first: without its config nothing has begun
             try:
+                durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
                 durable.write_text(directory / CONFIG, config_text)
             except OSError as error:
                 raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
@@ -151,10 +157,11 @@ class RunDirectory:
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
                 f"{facts['backend']}, which rounds in other places; resume it where the former works"
             )
-        if "order" in before and before["order"] != facts["order"]:
+        if before.get("order") != facts.get("order"):
             raise IsobitError(
-                f"run {self.directory} added its products in the order {before['order']}, and here it would go on in "
-                f"{facts['order']}, with other bits; resume it with the version of isobit that began it"
+                f"run {self.directory} added its products in the order {before.get('order')}, "
+                f"and here it would go on in {facts.get('order')}, with other bits; "
+                "resume it with the version of isobit that began it"
             )
         formats, began = facts.get("formats", {}), before.get("formats", {})
         assert isinstance(formats, dict)
@@ -271,8 +278,8 @@ def occupied(directory: Path) -> str | None:
         return "is a run"
     if (directory / "config.json").is_file():
         return "is a model"
-    files = (CONFIG, ROLLOUTS_FROM)
-    begun = {LOCK, ROLLOUTS_FROM, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
+    files = (CONFIG, ROLLOUTS_FROM, FORMAT)
+    begun = {LOCK, ROLLOUTS_FROM, FORMAT, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
@@ -324,9 +331,11 @@ def read_jsonl(path: Path, say: Say = warn) -> Iterator[dict[str, Any]]:
 
 
 def require_run(directory: Path) -> None:
-    """Raises IsobitError unless this looks like a run directory."""
+    """Raises IsobitError unless this is the directory of a run, in the format that this version
+    reads. Whatever opens a run asks here."""
     if not (exists(directory / CONFIG) and (directory / CONFIG).is_file()):
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
+    check_format(directory)
 
 
 def newest_checkpoint(
@@ -345,6 +354,7 @@ def model_directory(path: Path, best: bool = False) -> Path:
     directory. Raises IsobitError for a run that has neither."""
     if not (path / CONFIG).is_file():
         return path
+    require_run(path)
     if not best:
         return newest_checkpoint(path)
     if not (path / BEST).is_dir():

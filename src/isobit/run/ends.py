@@ -21,11 +21,10 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
     `RunDirectory.written` says, the `step`, and whether its metrics are `unrecorded`), and what has been lost since, a
     line for each file."""
     found, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
-    if METRICS not in state["offsets"]:  # isobit 0.1 counted bytes of metrics.jsonl too
-        last = state["step"] - (state.get("unrecorded") is not None)
-        found[METRICS], rows = kept_until(directory / METRICS, last)
-        if rows < state["rows"]:
-            lost.append(f"{METRICS} has {rows:,} rows up to step {last}, and had {state['rows']:,}")
+    last = state["step"] - (state.get("unrecorded") is not None)
+    found[METRICS], rows = kept_until(directory / METRICS, last)
+    if rows < state["rows"]:
+        lost.append(f"{METRICS} has {rows:,} rows up to step {last}, and had {state['rows']:,}")
     for name, offset in state["offsets"].items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else 0

@@ -30,8 +30,7 @@ class Standstill:
         alike = row.get("groups/zero_spread_fraction")
         if alike is None:  # the evaluation before the first step
             return self
-        # runs of 0.1.0 have no advantage/nonzero_fraction
-        teaching = row.get("advantage/nonzero_fraction", 1.0 - alike)
+        teaching = row.get("advantage/nonzero_fraction")
         if teaching is not None and teaching > 0:  # NaN is not
             return Standstill(taught=True)
         mean, deviation = row.get("reward/mean"), max(self.deviation, row.get("reward/std") or 0.0)

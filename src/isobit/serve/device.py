@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from isobit.engine.engine import Engine
+from isobit.engine.types import Request
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
 from isobit.serve.snapshots import Snapshot, Snapshots
@@ -44,7 +45,7 @@ class _Open:
 
     job: SampleJob
     snapshot: Snapshot
-    ticket: Any = None
+    request: Request | None = None
     drawn: Counter[int] = field(default_factory=Counter)
     told: Counter[int] = field(default_factory=Counter)
     done: set[int] = field(default_factory=set)
@@ -74,7 +75,7 @@ class Device:
         self._inbox: queue.SimpleQueue[SampleJob | WorkJob | _Cancel | _Stop] = queue.SimpleQueue()
         self._samples, self._work = Turns[SampleJob](), Turns[WorkJob]()
         self._open: dict[SampleJob, _Open] = {}
-        self._by_ticket: dict[Any, _Open] = {}
+        self._by_request: dict[Request, _Open] = {}
         self._alone = deque[_Open]()  # to be run again, each without the others
         self._outbox: list[tuple[Post, Event]] = []
         self._stopped: Failed | None = None
@@ -166,7 +167,7 @@ class Device:
         if self._stopped is not None:
             return
         if self._alone:
-            if not self._by_ticket:
+            if not self._by_request:
                 self._begin(self._alone.popleft())
             return
         running = sum(found.job.sampling.n for found in self._open.values())
@@ -188,17 +189,17 @@ class Device:
         """Whether the engine took a request; what it refuses is told."""
         job = found.job
         try:
-            ticket = self.engine.submit(list(job.prompt), job.sampling, adapter=found.snapshot.served)
+            request = self.engine.submit(list(job.prompt), job.sampling, adapter=found.snapshot.served)
         except IsobitError as error:
             self._close(found)
             self._post(job.post, Failed(400, str(error)))
             return False
-        found.ticket, self._by_ticket[ticket] = ticket, found
+        found.request, self._by_request[request] = request, found
         found.drawn.clear()
         return True
 
     def _step(self) -> None:
-        if self._stopped is not None or not self._by_ticket:
+        if self._stopped is not None or not self._by_request:
             return
         stats = self.engine.stats
         before = stats.prompt_tokens, stats.cached_tokens
@@ -210,8 +211,8 @@ class Device:
         self.totals.steps += 1
         self.totals.prompt += stats.prompt_tokens - before[0]
         self.totals.cached += stats.cached_tokens - before[1]
-        for ticket, completion in finished:
-            found = self._by_ticket[ticket]
+        for request, completion in finished:
+            found = self._by_request[request]
             if completion.sample_index in found.done:
                 continue
             found.done.add(completion.sample_index)
@@ -219,8 +220,8 @@ class Device:
             if len(found.done) == found.job.sampling.n:
                 self._close(found)
 
-    def _heard(self, ticket: Any, sample: int, token: int, logprob: float) -> None:
-        found = self._by_ticket[ticket]
+    def _heard(self, request: Request, sample: int, token: int, logprob: float) -> None:
+        found = self._by_request[request]
         self.totals.sampled += 1
         found.drawn[sample] += 1
         if found.job.streamed and found.drawn[sample] > found.told[sample]:
@@ -229,21 +230,21 @@ class Device:
 
     def _isolate(self, error: NonFiniteError) -> None:
         """Begin all open requests again, each alone; one that was alone already is at fault."""
-        running = list(self._by_ticket.values())
+        running = list(self._by_request.values())
         if len(running) == 1:
             self._close(running[0])
             self._post(running[0].job.post, Failed(500, str(error)))
             return
         for found in running:
-            self.engine.cancel(found.ticket)
-            del self._by_ticket[found.ticket]
+            self.engine.cancel(found.request)
+            del self._by_request[found.request]
             self._alone.append(found)
 
     def _close(self, found: _Open) -> None:
         """A request is over."""
-        if found.ticket is not None:
-            self.engine.cancel(found.ticket)
-            self._by_ticket.pop(found.ticket, None)
+        if found.request is not None:
+            self.engine.cancel(found.request)
+            self._by_request.pop(found.request, None)
         if found in self._alone:
             self._alone.remove(found)
         del self._open[found.job]

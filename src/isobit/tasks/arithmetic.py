@@ -13,7 +13,7 @@ from typing import Annotated, Any, overload
 from isobit.data.answers import answer_text
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
 from isobit.errors import IsobitError
-from isobit.options.declare import Form, at_least, at_most
+from isobit.options.declare import Pattern, at_least, at_most
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
@@ -41,7 +41,7 @@ class ArithmeticOptions:
 
     digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
     min_digits: Annotated[int | None, at_least(1), "fewest digits of an operand; default: `digits`"] = None
-    operators: Annotated[str, Form("some of + - *, each once", _some_operators), "some of + - *, each once"] = "+"
+    operators: Annotated[str, Pattern("some of + - *, each once", _some_operators), "some of + - *, each once"] = "+"
     reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = False
     train_size: Annotated[int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"] = None
     seed: SEED = 0

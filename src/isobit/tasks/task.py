@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import Dataset
 from isobit.errors import IsobitError
-from isobit.options.declare import Internal, at_least, at_most
+from isobit.options.declare import NotAnOption, at_least, at_most
 from isobit.options.reading import read
 from isobit.rewards.spec import RewardSpec
 
@@ -26,35 +26,36 @@ class TaskSettings:
         "reaches the reward",
     ] = None
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
-    held_out_size: Annotated[int | None, at_least(0), "examples kept out of training for evaluation"] = None
+    held_out_size: Annotated[int | None, at_least(0), "examples that are kept out of training, for evaluation"] = None
     format: Annotated[Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"] = "auto"
-    split: Annotated[str | None, "split of a directory with several; default: train"] = None
-    held_out_split: Annotated[str | None, "split of held_out_path, or of path without it"] = None
+    split: Annotated[str | None, "which split of a directory is trained on; default: train"] = None
+    held_out_split: Annotated[str | None, "which split is held out: of held_out_path, or else of path"] = None
     columns: Annotated[Mapping[str, str], "role or new name: column of the data, such as {prompt: question}"] = field(
         default_factory=dict
     )
     prompt_template: Annotated[
-        str | None, "text with {prompt} in it, put around every text prompt; gsm8k has its own default"
+        str | None, "text with {prompt} in it, into which every text prompt is put; gsm8k has its own"
     ] = None
-    chat: Annotated[bool, "a text prompt becomes a user's message in the model's chat template"] = False
+    chat: Annotated[bool, "put each text prompt into the model's chat template, as the user's message"] = False
     system: Annotated[str | None, "system message, put before every chat"] = None
     special_tokens_in_content: Annotated[
         Literal["escape", "allow", "refuse"],
-        "special tokens that a prompt's own text spells, such as <|im_start|>: text, the tokens, or an error",
+        "what becomes of special tokens that a prompt spells, such as <|im_start|>. escape: plain text. "
+        "allow: the tokens. refuse: an error",
     ] = "escape"
-    max_prompt_tokens: Annotated[int | None, at_least(1), "upper limit, besides the context minus max_new_tokens"] = (
-        None
-    )
-    min_prompt_tokens: Annotated[int, at_least(0), "lower limit"] = 0
-    too_long: Annotated[Literal["stop", "drop"], "what to do with a prompt outside the length limits"] = "stop"
-    shuffle: Annotated[bool, "a new order in each epoch, by the seed; false: the order of the data"] = True
+    max_prompt_tokens: Annotated[
+        int | None, at_least(1), "the longest prompt; never more than the context minus max_new_tokens"
+    ] = None
+    min_prompt_tokens: Annotated[int, at_least(0), "the shortest prompt"] = 0
+    too_long: Annotated[Literal["stop", "drop"], "what to do with a prompt that is too long or too short"] = "stop"
+    shuffle: Annotated[bool, "take the data in a new order in each epoch, by the seed; false: in its own order"] = True
     options: Annotated[
         Mapping[str, Any], "options of a built-in task, such as digits of arithmetic or instruction of gsm8k"
     ] = field(default_factory=dict)
-    seed: Internal[int] = 0
+    seed: NotAnOption[int] = 0
     """The run's, which decides the order of training examples and nothing else. Which examples there are, and which
     are held out, depends on the option `seed` of the task, so that runs of different seeds share one held-out split."""
-    rows: Internal[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
+    rows: NotAnOption[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     """Rows given as objects, by the path that stands for them."""
 
     def __post_init__(self) -> None:

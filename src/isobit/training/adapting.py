@@ -1,27 +1,44 @@
 """The model that a run trains: all of it, or an adapter beside it."""
 
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from isobit.config import Config, SftConfig
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.model import Model
+from isobit.model import Model, TextRules
 from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described
 
 
-def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None = None, ranks: Ranks = ALONE) -> Model:
-    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where there is one. Raises
-    IsobitError where an adapter is not what the config says."""
+def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
+    """How a config reads prompts; `now`: the date that they are told."""
+    return TextRules(config.task.special_tokens_in_content, now, config.model.chat_template)
+
+
+def load_trained(
+    config: Config | SftConfig,
+    base: Path,
+    checkpoint: Path | None = None,
+    ranks: Ranks = ALONE,
+    now: datetime | None = None,
+) -> Model:
+    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where there is one, with a
+    tokenizer that reads prompts as the run does; `now`: the date that they are told. Raises IsobitError where an
+    adapter is not what the config says."""
+    rules = text_rules(config, now)
+    if checkpoint is not None:  # which has the template saved
+        rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
     given, masters = config.adapter, config.optimizer.masters
     if given is None:
-        model = Model.load(checkpoint or base, *flow, masters=masters)
+        model = Model.load(checkpoint or base, *flow, masters=masters, rules=rules)
         if model.transformer.adapter is not None:
             raise IsobitError(f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init")
         return model
     new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
-    model = Model.load(base, *flow, adapter=checkpoint or given.init or new, masters=masters)
+    model = Model.load(base, *flow, adapter=checkpoint or given.init or new, masters=masters, rules=rules)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
     if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):

@@ -4,98 +4,135 @@ what a run does about samples that disagree."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 
+from isobit.config import Config
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
+from isobit.errors import RunFailed
 from isobit.rl import Sample
 from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import small_step
 from isobit.rl.learner.agreement import Disagreement
-from isobit.rl.learner.batch import mismatch_of
-from isobit.rl.learner.learner import Learned
-from isobit.training.context import Context
-from isobit.training.measuring.agreement import failure, warning_of
+from isobit.rl.learner.batch import SampleKey, mismatch_of
+from isobit.rl.learner.learner import Learned, Learner
+from isobit.training.measuring.agreement import warning_of
+from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.quantization import LearnerTotals
 from isobit.training.measuring.statistics import recorded
 from isobit.training.objects import Measure, measured
-from isobit.training.sampled_ahead import SampledAhead
+from isobit.training.sampled_ahead import AheadCompared, SampledAhead
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What a step has learned: the learner's `metrics`, and what it `took` beside the learner (seconds, counts, and a
+    user's measures); the learner's log-probabilities of the samples that were `compared`, one for each completion
+    token; how `activations` and output gradients were quantized."""
+
+    metrics: Mapping[str, float]
+    took: Mapping[str, float]
+    compared: Mapping[SampleKey, Sequence[float]]
+    activations: LearnerTotals
 
 
 class Learning:
-    """`from_rollouts`: the run learns from what another one recorded. `settle` waits for what is sampled meanwhile."""
+    """`engines`: those that are put to sleep first. `settle` waits for what is sampled meanwhile, and returns what that
+    took. `failure_of(disagreement, step, unlearned)` is how a run ends that may not learn from tokens that differ."""
 
     def __init__(
         self,
-        context: Context,
-        measures: Sequence[Measure],
-        from_rollouts: bool,
-        settle: Callable[[], None],
+        learner: Learner,
+        calibrator: Calibrator,
+        engines: Sequence[Engine],
         ahead: SampledAhead,
+        state: State,
+        meter: Meter,
+        saver: Saver,
+        config: Config,
+        measures: Sequence[Measure],
+        *,
+        settle: Callable[[], Mapping[str, float]],
+        failure_of: Callable[[Disagreement, int, bool], RunFailed],
+        note: Callable[[str], None],
     ) -> None:
-        self._context, self._measures, self._from_rollouts = context, measures, from_rollouts
-        self._settle, self._ahead = settle, ahead
+        self._learner, self._calibrator, self._engines, self._ahead = learner, calibrator, engines, ahead
+        self._state, self._meter, self._saver = state, meter, saver
+        self._quantization_every, self._sleep = config.run.quantization_every, config.engine.sleep
+        self._measures, self._settle = measures, settle
+        self._failure_of, self._note = failure_of, note
         self._warned = False
-        self.totals: LearnerTotals
-        """How activations and gradients of the present step are quantized."""
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Learned:
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Lesson:
         """What the learner leaves. Raises RunFailed, before anything was learned from them, for rollouts that differ
         from the learner where the flow promises that they do not."""
-        parts, state, saver = self._context.parts, self._context.state, self._context.saver
-        meter, step = self._context.meter, state.step + 1
+        step, took = self._state.step + 1, dict[str, float]()
         for measure in self._measures:
-            meter.metrics |= measured(measure, samples, advantages)
-        parts.sleep()
-        self.totals = LearnerTotals(parts.model)
-        due = recorded(step, parts.config.run.quantization_every)
+            took |= measured(measure, samples, advantages)
+        for engine in self._engines:
+            self._put_to_sleep(engine)
+        activations = LearnerTotals(self._learner.model)
+        due = recorded(step, self._quantization_every)
         with self._differing_bits_end_the_run(step):
-            self._ahead.before_learning()
-            with meter.timed("learn", peak=True), self.totals.watching(due), saver.learning(unchanged=Disagreement):
-                learned = parts.learner.learn(samples, advantages, state.step)
-        state.synced = False
-        parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
-        self._count(samples, advantages)
-        self._settle()
+            compared = self._ahead.before_learning(took)
+            with (
+                self._meter.timed(took, "learn", peak=True),
+                activations.watching(due),
+                self._saver.learning(unchanged=Disagreement),
+            ):
+                learned = self._learner.learn(samples, advantages, self._state.step)
+        self._calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
+        took |= _counted(samples, advantages, took["time/learn"])
+        beside = self._settle()
         with self._differing_bits_end_the_run(step):
-            self._ahead.after_learning()
-        learned = self._with_those_ahead(learned)
-        self._warn(learned.metrics, step)
-        return learned
+            compared = self._ahead.after_learning(took) or compared
+        metrics = _with_those_ahead(learned, compared)
+        self._warn(metrics, step)
+        return Lesson(metrics, {**took, **beside}, learned.compared, activations)
+
+    def _put_to_sleep(self, engine: Engine) -> None:
+        """Free the memory of its cache, where `engine.sleep` says so."""
+        idle = self._learner.model.ops.device.type == "cuda" and not engine.captures
+        if self._sleep == "always" or (self._sleep == "auto" and idle):
+            engine.sleep()
 
     @contextmanager
     def _differing_bits_end_the_run(self, step: int) -> Iterator[None]:
         try:
             yield
         except Disagreement as found:
-            parts, directory = self._context.parts, self._context.run.directory
-            kept = self._context.saver.unlearned
-            failed = failure(found, parts.learner, step, directory, self._from_rollouts, kept)
-            parts.ranks.agree(failed)  # which every rank has found
+            failed = self._failure_of(found, step, self._saver.unlearned)
+            self._learner.model.ranks.raise_on_all(failed)  # which every rank has found
             raise failed from None
 
-    def _with_those_ahead(self, learned: Learned) -> Learned:
-        """The mismatch of all that was compared in this step."""
-        pairs, metrics = self._ahead.compared, dict(learned.metrics)
-        if self._ahead.tokens:
-            before = metrics.get("mismatch/comparable_tokens", 0.0)
-            metrics["mismatch/comparable_tokens"] = before + self._ahead.tokens
-        if pairs:
-            metrics |= mismatch_of([*learned.pairs, *pairs])
-            if "mismatch/corrected" in metrics and metrics["mismatch/differing_tokens"]:
-                metrics["mismatch/corrected"] = 1.0
-        return replace(learned, metrics=metrics)
-
-    def _count(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> None:
-        nonzero = sum(advantage != 0 if isinstance(advantage, float) else any(advantage) for advantage in advantages)
-        metrics = self._context.meter.metrics
-        metrics["advantage/nonzero_fraction"] = nonzero / len(advantages) if advantages else math.nan
-        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-        seconds = max(metrics["time/learn"], 1e-9)
-        metrics["throughput/learn_tokens_per_s"] = tokens / seconds
-
-    def _warn(self, learned: Mapping[str, float], step: int) -> None:
-        if (line := warning_of(learned, self._context.parts.learner, step)) is not None:
-            self._context.display.note(line)
-        warning = small_step(self._context.parts.objective.rule, learned)
+    def _warn(self, metrics: Mapping[str, float], step: int) -> None:
+        if (line := warning_of(metrics, self._learner, step)) is not None:
+            self._note(line)
+        warning = small_step(self._learner.objective.rule, metrics)
         if warning is not None and not self._warned:
             self._warned = True
-            self._context.display.note(f"step {step}: {warning}")
+            self._note(f"step {step}: {warning}")
+
+
+def _with_those_ahead(learned: Learned, ahead: AheadCompared) -> dict[str, float]:
+    """The learner's metrics, with the mismatch of all that was compared in this step."""
+    metrics = dict(learned.metrics)
+    if ahead.tokens:
+        before = metrics.get("mismatch/comparable_tokens", 0.0)
+        metrics["mismatch/comparable_tokens"] = before + ahead.tokens
+    if ahead.pairs:
+        metrics |= mismatch_of([*learned.pairs, *ahead.pairs])
+        if "mismatch/corrected" in metrics and metrics["mismatch/differing_tokens"]:
+            metrics["mismatch/corrected"] = 1.0
+    return metrics
+
+
+def _counted(samples: Sequence[Sample], advantages: Sequence[Advantage], seconds: float) -> dict[str, float]:
+    nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
+    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    return {
+        "advantage/nonzero_fraction": nonzero / len(advantages) if advantages else math.nan,
+        "throughput/learn_tokens_per_s": tokens / max(seconds, 1e-9),
+    }

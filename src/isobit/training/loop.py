@@ -9,42 +9,44 @@
 
 With a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/training/test_loop.py),
 so they are the old log-probabilities of the surrogate. Where rollouts run ahead of the learner or past groups are
-replayed they are of older weights, and a correction weighs them. Left out: how a run is opened (`session/opening.py`),
-and each verb itself (`policy.py`, `rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
+replayed they are of older weights, and a correction weighs them. Each verb returns what it found, and `record` is given
+all of it. Left out: how a run is opened (`session/opening.py`), and each verb itself (`policy.py`,
+`rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from isobit.rl.algorithm.credit import StepBatch, assign_credit
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group
 from isobit.training.learning import Learning
+from isobit.training.measuring.meter import added
 from isobit.training.policy import Policy
 from isobit.training.recording.recorder import Recorder
+from isobit.training.scoring import RolloutScoring
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """The batch that a step learns from, and what sampling and scoring took in this step (seconds and counts)."""
+
+    batch: StepBatch
+    metrics: Mapping[str, float]
 
 
 class Rollouts(Protocol):
     """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with past groups."""
 
-    def next(self) -> StepBatch:
+    def next(self) -> Rollout:
         """The batch of the next step, its groups scored."""
-
-
-class Prompts(Protocol):
-    """The prompts of a run, and the engine and the reward functions that answer and score them."""
-
-    def sample(self, count: int) -> Sequence[Group]:
-        """A group of completions for each of the next `count` prompts; where there are several ranks, for some."""
-
-    def score(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same groups with rewards, those of all ranks together."""
 
 
 class Run(Protocol):
     """An open run, as `session/open_run.py` puts it together."""
 
-    objective: Objective
+    objective: ResolvedObjective
     policy: Policy
     rollouts: Rollouts
     learning: Learning
@@ -63,15 +65,45 @@ def training_loop(run: Run) -> None:
 
 def training_step(run: Run) -> None:
     """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was recorded."""
-    run.policy.sync()
-    batch = run.rollouts.next()
-    samples, advantages = assign_credit([*batch.groups, *batch.replayed], run.objective)
-    learned = run.learning.learn(samples, advantages)
-    run.recorder.record(batch, learned)
+    synced = run.policy.sync()
+    rollout = run.rollouts.next()
+    samples, advantages = assign_credit(rollout.batch.learned_from, run.objective)
+    lesson = run.learning.learn(samples, advantages)
+    run.recorder.record(synced, rollout.batch, rollout.metrics, lesson)
 
 
-def roll_out(batch: StepBatch, prompts: Prompts) -> None:
-    """Fill a batch: once, or under dynamic sampling until enough groups have rewards that differ."""
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Groups that this rank has sampled, by the place of their prompt; their rewards, which are being computed."""
+
+    groups: Mapping[int, Group]
+    scoring: RolloutScoring
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Groups of all ranks with rewards, and what sampling and scoring them took."""
+
+    groups: Sequence[Group]
+    metrics: Mapping[str, float]
+
+
+class RolloutSource(Protocol):
+    """The prompts of a run, the engine that answers them, and the reward functions that score the answers."""
+
+    def sample(self, count: int) -> Sampled:
+        """A group of completions for each of the next `count` prompts; where there are several ranks, for some."""
+
+    def score(self, sampled: Sampled) -> Scored:
+        """The same groups with rewards, those of all ranks together."""
+
+
+def roll_out(batch: StepBatch, source: RolloutSource) -> dict[str, float]:
+    """Fill a batch: once, or under dynamic sampling until enough groups have rewards that differ. What it took."""
+    took: dict[str, float] = {}
     while batch.missing:
-        groups = prompts.sample(batch.missing)
-        batch.add(prompts.score(groups))
+        scored = source.score(source.sample(batch.missing))
+        batch.add(scored.groups)
+        took = added(took, scored.metrics)
+    return took

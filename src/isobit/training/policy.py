@@ -1,43 +1,68 @@
 """Verb 1, sync: the working weights that sample and learn become those of the masters."""
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isobit.data.dataset import Dataset
+from isobit.engine.calibration import Calibrator
+from isobit.model import Model
 from isobit.model.adapters.low_rank import update_norm
-from isobit.training.context import Context
+from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
+
+
+@dataclass(frozen=True, eq=False)
+class Synced:
+    """When the step `began` (`time.perf_counter`), what syncing measured, and how the weights are quantized."""
+
+    began: float
+    metrics: Mapping[str, float]
+    weights: WeightTotals
 
 
 class Policy:
-    """The model of a run, and the scales of its KV cache where they are calibrated."""
+    """The model of a run, and the scales of its KV cache where they are calibrated, on prompts of `train`."""
 
-    def __init__(self, context: Context) -> None:
-        self._context, self.model = context, context.parts.model
-        self.weights: WeightTotals
-        """How the weights of the present step are quantized."""
+    def __init__(
+        self,
+        model: Model,
+        calibrator: Calibrator,
+        train: Dataset,
+        state: State,
+        meter: Meter,
+        saver: Saver,
+    ) -> None:
+        self.model, self._calibrator, self._train = model, calibrator, train
+        self._state, self._meter, self._saver = state, meter, saver
 
-    def sync(self) -> None:
+    def sync(self) -> Synced:
         """Begin a step: `refresh`, and measure what quantization does to the weights."""
-        meter = self._context.meter
-        meter.begin()
-        self.refresh()
-        self.weights = WeightTotals(self.model)
-        meter.metrics["sync/bytes"] = float(self.model.transformer.sync_bytes)
-        if self.model.transformer.adapter is not None:
-            adapters = (one for weight in self.model.transformer.rollout_weights() for one in weight.adapters)
-            meter.metrics["adapter/update_norm"] = update_norm(adapters, self.model.ops)
-        meter.metrics |= self.weights.metrics() | self._context.parts.calibrator.step_metrics()
+        began = time.perf_counter()
+        metrics = self.refresh()
+        transformer, weights = self.model.transformer, WeightTotals(self.model)
+        metrics["sync/bytes"] = float(transformer.sync_bytes)
+        if transformer.adapter is not None:
+            adapters = (a for weight in transformer.rollout_weights() for a in weight.adapters)
+            metrics["adapter/update_norm"] = update_norm(adapters, self.model.ops)
+        metrics |= weights.metrics() | self._calibrator.step_metrics()
+        return Synced(began, metrics, weights)
 
-    def refresh(self) -> None:
+    def refresh(self) -> dict[str, float]:
         """Requantize and make the scales of a calibrated KV cache fit, unless an evaluation did so after the last step;
-        tell the reward functions which step it is."""
-        parts, state = self._context.parts, self._context.state
-        meter, saver = self._context.meter, self._context.saver
-        counted = {"global_step": state.step, "max_steps": parts.config.steps}
-        parts.rewards.trainer_state = counted | {"epoch": state.cursor / len(parts.task.train)}
-        with meter.timed("sync"), saver.broken_weights_end_the_run():
+        returns the seconds."""
+        took: dict[str, float] = {}
+        state, saver = self._state, self._saver
+        with self._meter.timed(took, "sync"), saver.broken_weights_end_the_run():
             if not state.synced:
                 self.model.sync()
-        if parts.calibrator.active:
+        if self._calibrator.active:
             count = self.model.precision.calibration.prompts
-            with meter.timed("calibrate"), saver.broken_weights_end_the_run():
+            with self._meter.timed(took, "calibrate"), saver.broken_weights_end_the_run():
                 if not state.synced:
-                    parts.calibrator.calibrate([parts.task.train.at(state.cursor + i).prompt for i in range(count)])
-        state.synced = True
+                    prompts = [self._train.at(state.cursor + i).prompt for i in range(count)]
+                    self._calibrator.calibrate(prompts)
+        state.synced_step = state.step
+        return took

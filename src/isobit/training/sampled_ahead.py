@@ -11,14 +11,18 @@ in a fleet, at any number of ranks and after a resume. Nothing is changed, so no
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from isobit.config import Config
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.learner.agreement import Compared
+from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.zero_advantage import drawn
-from isobit.training.context import Context
+from isobit.training.measuring.meter import Meter
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
 
 
 def keeps_weights(config: Config) -> bool:
@@ -28,47 +32,65 @@ def keeps_weights(config: Config) -> bool:
     return bool(config.fleet.engines and config.rollouts_ahead and config.mismatch.share_ahead) and several
 
 
-class SampledAhead:
-    """`late`: batches arrive when the learner has learned. After `before_learning` or `after_learning`, `compared` are
-    the completions of this step that were compared, and `tokens` counts all that could have been."""
+@dataclass(frozen=True, eq=False)
+class AheadCompared:
+    """The completions that were compared, and how many tokens could have been."""
 
-    def __init__(self, context: Context, ahead: int, late: bool) -> None:
-        self._context, self._late = context, late
-        self._ahead, self._share = ahead, context.parts.config.mismatch.share_ahead
+    pairs: Sequence[Compared] = ()
+    tokens: int = 0
+
+
+class SampledAhead:
+    """Compares what is sampled `ahead` steps before it is learned from. `late`: batches arrive when the learner has
+    learned."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: Config,
+        state: State,
+        meter: Meter,
+        saver: Saver,
+        *,
+        ahead: int,
+        late: bool,
+    ) -> None:
+        self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
+        self._share, self._seed, self._keeps = config.mismatch.share_ahead, config.seed, keeps_weights(config)
+        self._ahead, self._late = ahead, late
         self._version = 0
         self._kept: KeptWeights | None = None
-        self.compared: list[Compared] = []
-        self.tokens = 0
 
-    def before_learning(self) -> None:
-        """The working weights are those that sample in this step. Raises as `Learner.compare`."""
-        model, self.compared, self.tokens = self._context.parts.model, [], 0
+    def before_learning(self, took: dict[str, float]) -> AheadCompared:
+        """The working weights are those that sample in this step; `took` gets the seconds. Raises as
+        `Learner.compare`."""
+        model = self._learner.model
         self._version = model.weights_version
         if not self._ahead:
-            return
+            return AheadCompared()
         if not self._late:
-            self._compare()
-        elif keeps_weights(self._context.parts.config):
+            return self._compare(took)
+        if self._keeps:
             self._kept = KeptWeights(model.transformer)
+        return AheadCompared()
 
-    def after_learning(self) -> None:
-        """What is sampled beside the learner has arrived. Raises as `Learner.compare`."""
+    def after_learning(self, took: dict[str, float]) -> AheadCompared | None:
+        """What is sampled beside the learner has arrived; None where nothing is. Raises as `Learner.compare`."""
         if not self._late or not self._ahead:
-            return
+            return None
         if self._kept is not None:
             self._kept.put_back()
             self._kept = None
-        self._compare()
+        return self._compare(took)
 
-    def _compare(self) -> None:
-        queue = self._context.state.queue
-        fresh = [(batch, self._fresh(batch)) for batch in queue]
-        self.tokens = sum(sample.num_trained for _, samples in fresh for sample in samples)
+    def _compare(self, took: dict[str, float]) -> AheadCompared:
+        fresh = [(batch, self._fresh(batch)) for batch in self._state.queue]
+        tokens = sum(sample.num_trained for _, samples in fresh for sample in samples)
         chosen = [sample for batch, samples in fresh for sample in self._chosen(batch, samples)]
         if not chosen:
-            return
-        with self._context.meter.timed("compare"), self._context.saver.broken_weights_end_the_run():
-            self.compared = self._context.parts.learner.compare(chosen)
+            return AheadCompared((), tokens)
+        with self._meter.timed(took, "compare"), self._saver.broken_weights_end_the_run():
+            return AheadCompared(self._learner.compare(chosen), tokens)
 
     def _fresh(self, batch: StepBatch) -> list[Sample]:
         """What the weights of this step have sampled: batches of older ones wait in the queue too."""
@@ -79,5 +101,4 @@ class SampledAhead:
         if not samples:
             return []
         count, first = math.ceil(self._share * len(samples)), batch.groups[0][0].prompt_index
-        seed = self._context.parts.config.seed
-        return [samples[i] for i in drawn(range(len(samples)), count, seed, first)]
+        return [samples[i] for i in drawn(range(len(samples)), count, self._seed, first)]

@@ -25,7 +25,7 @@ class WeightedModel:
     name: str
 
 
-class Scorer:
+class RewardScorer:
     """Scores completions by all of them."""
 
     def __init__(self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool) -> None:
@@ -48,13 +48,17 @@ class Scorer:
         completions: Sequence[str],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]:
         """The rewards of each completion. Raises RunFailed for the first failure, unless failures are skipped."""
-        return self.judged(self.pool.score(prompts, completions, columns, completion_ids), prompts, completions)
+        rewards = self.pool.score(prompts, completions, columns, completion_ids, trainer_state)
+        return self.judged(rewards, prompts, completions)
 
-    def begin(self, examples: Sequence[Example], per_prompt: int) -> "RolloutScoring":
+    def begin(
+        self, examples: Sequence[Example], per_prompt: int, trainer_state: Mapping[str, float]
+    ) -> "RolloutScoring":
         """Score a rollout of `per_prompt` completions for each example while it is sampled."""
-        return RolloutScoring(self, examples, per_prompt)
+        return RolloutScoring(self, examples, per_prompt, trainer_state)
 
     def judged(self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Reward]:
         """The functions' rewards with the models' added. Raises RunFailed as `score` does."""
@@ -90,10 +94,16 @@ class Scorer:
 class RolloutScoring:
     """The groups of one rollout on their way to their rewards."""
 
-    def __init__(self, scorer: Scorer, examples: Sequence[Example], per_prompt: int) -> None:
+    def __init__(
+        self,
+        scorer: RewardScorer,
+        examples: Sequence[Example],
+        per_prompt: int,
+        trainer_state: Mapping[str, float],
+    ) -> None:
         self._scorer, self._examples, self._per_prompt = scorer, examples, per_prompt
         self._texts: dict[int, list[str]] = {}
-        self._batch = scorer.pool.begin(len(examples) * per_prompt)
+        self._batch = scorer.pool.begin(len(examples) * per_prompt, trainer_state)
 
     def add(self, index: int, completions: Sequence[Completion]) -> None:
         """The group of example `index` is sampled: the functions may begin on it."""
@@ -104,7 +114,8 @@ class RolloutScoring:
         self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
 
     def collect(self) -> list[Reward]:
-        """The rewards of all completions that were added, group by group. Raises RunFailed as `Scorer.score` does."""
+        """The rewards of all completions that were added, group by group. Raises RunFailed as `RewardScorer.score`
+        does."""
         rewards = self._batch.collect()
         added = sorted(self._texts.items())
         prompts = [self._examples[index].prompt for index, texts in added for _ in texts]

@@ -105,7 +105,7 @@ def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: b
 
 def _began(directory: Path, ranks: Ranks) -> bool:
     """Whether the ranks were started again after one died, and the run goes on."""
-    return any(ranks.gather(restarted() and (directory / CONFIG).is_file()))
+    return any(ranks.all_gather_json(restarted() and (directory / CONFIG).is_file()))
 
 
 def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
@@ -116,6 +116,5 @@ def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
 def _run(session: Session) -> TrainResult:
     training_loop(session)
     session.finish()
-    rows = read_jsonl(session.run.directory / METRICS)
-    metrics = [{**row, "step": int(row["step"])} for row in rows]  # runs of isobit 0.1.0 wrote 1.0
+    metrics = list(read_jsonl(session.run.directory / METRICS))
     return TrainResult(session.run.directory, metrics, session.interruption.exit_code)

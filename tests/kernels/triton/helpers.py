@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isobit.kernels import KVStore
+from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.matrices import Operand
-from isobit.kernels.triton import attention
 from isobit.precision import QTensor
 
 HAS_GPU = torch.cuda.is_available()

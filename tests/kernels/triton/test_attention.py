@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.kernels.reference.attention import attend
-from isobit.kernels.triton import attention as implementation
+from isobit.kernels.attention.definition import attend
+from isobit.kernels.attention.triton import forward as implementation
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.kernels.triton import attention_backward as implementation
+from isobit.kernels.attention.triton import backward as implementation
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 

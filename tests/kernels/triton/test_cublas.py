@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels.reference.product import product as reference_product
-from isobit.kernels.triton.cublas import block_operands, blocks_fit, cublas_product, takes
-from isobit.kernels.triton.product import product
+from isobit.kernels.product.definition import product as reference_product
+from isobit.kernels.product.triton.cublas import block_operands, blocks_fit, cublas_product, takes
+from isobit.kernels.product.triton.product import product
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 
 from ..helpers import draw, same

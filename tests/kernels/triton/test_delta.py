@@ -9,8 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels import DeltaHeads, Layout, StateStore
-from isobit.kernels.reference import delta as reference
-from isobit.kernels.triton import convolution, delta, delta_backward
+from isobit.kernels.delta import definition as reference
+from isobit.kernels.delta.triton import backward as delta_backward
+from isobit.kernels.delta.triton import convolution
+from isobit.kernels.delta.triton import forward as delta
 from isobit.precision import BF16, FP32
 
 from ..helpers import draw, same

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Activation
-from isobit.kernels.triton import gate
-from isobit.kernels.triton.quantize import quantize
+from isobit.kernels.norms.triton import gate
+from isobit.kernels.quantize.triton import quantize
 from isobit.precision import E4M3, QTensor, QuantSpec
 
 from ..helpers import ACTIVATIONS, draw, same
@@ -88,7 +88,7 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch
 def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, spec = drawn(19, 300, torch.bfloat16).to(DEVICE), QuantSpec(E4M3, "1x128", scale)
     few = gate.gate_mul_quantized("silu", x, spec, flag())
-    monkeypatch.setattr("isobit.kernels.triton.quantize.FEW_ROWS", 18)
+    monkeypatch.setattr("isobit.kernels.quantize.triton.FEW_ROWS", 18)
     many = gate.gate_mul_quantized("silu", x, spec, flag())
     assert (few.scale.stride(), many.scale.stride()) == ((3, 1), (1, 19))
     assert equal(many, host(few))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Operand, Stacked, get_ops, picked
-from isobit.kernels.triton import grouped
-from isobit.kernels.triton.grouped import Schedule
+from isobit.kernels.experts.triton import grouped
+from isobit.kernels.experts.triton.grouped import Schedule
 from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import E4M3, QTensor, QuantSpec, quantize
 

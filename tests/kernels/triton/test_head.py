@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.kernels import get_ops
 from isobit.kernels.gpu import ARCHITECTURES, HOPPER
-from isobit.kernels.triton import head
+from isobit.kernels.head import triton as head
 from isobit.kernels.triton.launch import compile_for, record_launches
 
 from ..helpers import draw, keys_of, same

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import Heads, KVStore, Layout, get_ops
-from isobit.kernels.triton import heads, heads_backward
+from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.heads.triton import backward as heads_backward
+from isobit.kernels.heads.triton import forward as heads
 from isobit.kernels.triton.launch import record_launches
-from isobit.kernels.triton.ops import TritonOps
 from isobit.model.families.rope import Rope
 from isobit.precision import BF16, E4M3, E5M2, FP32, INT8, QuantSpec
 

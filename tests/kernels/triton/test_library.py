@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Operand
-from isobit.kernels.triton.library import STEP, Call, LibraryProducts, revealing
-from isobit.kernels.triton.ops import TritonOps
-from isobit.kernels.triton.product import product
+from isobit.kernels.product.triton.library import STEP, Call, LibraryProducts, revealing
+from isobit.kernels.product.triton.product import product
 from isobit.precision import QTensor, QuantSpec, quantize
 
 from ..helpers import draw, same

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import get_ops
-from isobit.kernels.triton import norm
-from isobit.kernels.triton.quantize import quantize
+from isobit.kernels.norms.triton import norm
+from isobit.kernels.quantize.triton import quantize
 from isobit.precision import E4M3, QTensor, QuantSpec
 
 from ..helpers import draw, same
@@ -111,7 +111,7 @@ def test_scales_of_many_rows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch)
     x, weight, residual = (t.to(DEVICE) for t in operands(7, 384, torch.bfloat16))
     spec = QuantSpec(E4M3, "1x128", "fp32")
     few = norm.rms_norm_quantized(x, weight, EPS, residual, spec, flag())[0]
-    monkeypatch.setattr("isobit.kernels.triton.quantize.FEW_ROWS", 6)
+    monkeypatch.setattr("isobit.kernels.quantize.triton.FEW_ROWS", 6)
     many = norm.rms_norm_quantized(x, weight, EPS, residual, spec, flag())[0]
     assert (few.scale.stride(), many.scale.stride()) == ((3, 1), (1, 7))
     assert equal(many, host(few))

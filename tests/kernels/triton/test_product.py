@@ -15,13 +15,13 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.matrices import Operand
-from isobit.kernels.reference.product import product as reference_product
-from isobit.kernels.triton import product as module
+from isobit.kernels.product.definition import product as reference_product
+from isobit.kernels.product.triton import product as module
+from isobit.kernels.product.triton.operands import codes_along_inner, padded
+from isobit.kernels.product.triton.plan import FEW_ROWS, ProductPlan, plan, splits_of
+from isobit.kernels.product.triton.product import gradient_product, product
+from isobit.kernels.quantize.triton import quantize_along_tokens
 from isobit.kernels.triton.launch import compile_for
-from isobit.kernels.triton.operands import codes_along_inner, padded
-from isobit.kernels.triton.product import gradient_product, product
-from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan, splits_of
-from isobit.kernels.triton.quantize import quantize_along_tokens
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same
@@ -148,7 +148,7 @@ def test_a_product_that_is_added_has_the_bits_of_an_addition(
 ) -> None:
     """In one program, in chunks of one, and by the kernel that adds chunks; -0 stays where -0 is added to it."""
     if chunks:
-        monkeypatch.setattr("isobit.kernels.triton.product_plan.splits_of", lambda columns, inner, dtype: (2, 2))
+        monkeypatch.setattr("isobit.kernels.product.triton.plan.splits_of", lambda columns, inner, dtype: (2, 2))
     a, b, before = draw(0, rows, 400), draw(1, 50, 400), draw(2, rows, 50, dtype=torch.float32)
     before[0], a[1], before[1] = 0.0, -0.0, -0.0
     left, right = (quantize(a, ROWS32), quantize(b, ROWS32)) if kind == "codes" else (a, b)

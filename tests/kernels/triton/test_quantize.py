@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import get_ops
+from isobit.kernels.quantize.triton import quantize as kernel
+from isobit.kernels.quantize.triton import quantize_along_tokens, supported
 from isobit.kernels.triton.launch import record_launches
-from isobit.kernels.triton.quantize import quantize as kernel
-from isobit.kernels.triton.quantize import quantize_along_tokens, supported
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 
 from ..helpers import bits, draw, same

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import composed
-from isobit.kernels.reference.routing import ordered_sum
-from isobit.kernels.triton import routing
+from isobit.kernels.experts import definition
+from isobit.kernels.experts.definition import ordered_sum
+from isobit.kernels.experts.triton import routing
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -92,8 +92,8 @@ def test_choices_are_sorted_by_counting_as_by_a_sort(rows: int, slots: int, coun
     chosen = torch.stack([torch.randperm(count, generator=random)[:slots] for _ in range(rows)])
     chosen[chosen == count // 2] = 0
     found = routing.by_expert(chosen.to(DEVICE), count)
-    wanted = composed.by_expert(chosen, count)
+    wanted = definition.by_expert(chosen, count)
     assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
     assert all(ours.dtype == torch.int64 for ours in found)
-    other = composed.by_expert(chosen.flip(0), count)
+    other = definition.by_expert(chosen.flip(0), count)
     assert rows == 1 or not torch.equal(found[1].cpu(), other[1]), "the control: in another order"

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.kernels.reference import sampling as reference
-from isobit.kernels.triton import sampling
+from isobit.kernels.sampling import definition as reference
+from isobit.kernels.sampling import triton as sampling
 from isobit.kernels.triton.launch import launch
 
 from ..helpers import draw, keys_of, same

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton import attention, self_check
-from isobit.kernels.triton.ops import TritonOps
+from isobit.kernels.attention.triton import forward as attention
+from isobit.kernels.backends import self_check
+from isobit.kernels.backends.triton import TritonOps
 from isobit.precision import QTensor
 from tests.kernels.triton.helpers import DEVICE
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.composed import sink_gradients
-from isobit.kernels.triton import attention, attention_backward
+from isobit.kernels.attention.definition import sinks_backward
+from isobit.kernels.attention.triton import backward as attention_backward
+from isobit.kernels.attention.triton import forward as attention
 from isobit.precision import BF16
 
 from ..helpers import same
@@ -37,7 +38,7 @@ def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
     out, lse = forward(q, store, layout, SINKS)
     arguments = (x.to(DEVICE) for x in (dout, q, out, lse))
     gradients = attention_backward.attention_backward(*arguments, moved(store), layout.to(DEVICE), SCALE, 40)
-    found = [out, lse, *(x.cpu() for x in gradients), sink_gradients(dout, out, lse, SINKS)]
+    found = [out, lse, *(x.cpu() for x in gradients), sinks_backward(dout, out, lse, SINKS)]
     wanted, others = (with_a_column(given, values, 40) for values in (SINKS, SINKS.flip(0)))
     for ours, right, wrong in zip(found, wanted, others, strict=True):
         bound = rounding * float(right[:, :4].abs().max() if right.ndim == 2 else right.abs().max())

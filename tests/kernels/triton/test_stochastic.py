@@ -3,7 +3,7 @@
 import torch
 
 from isobit.kernels import get_ops
-from isobit.kernels.triton.stochastic import round_stochastically
+from isobit.kernels.optim.triton import round_stochastically
 
 from ..helpers import same
 from ..test_stochastic import numbers

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton import attention, attention_backward
+from isobit.kernels.attention.triton import backward as attention_backward
+from isobit.kernels.attention.triton import forward as attention
 from isobit.precision import BF16
 
 from ..helpers import same

@@ -18,9 +18,11 @@ import torch
 from isobit import __version__
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
+from isobit.kernels.backends.native import unsupported
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
-from isobit.kernels.types import Ops
+from isobit.kernels.ops import Ops
 from isobit.options.consistency import order, processor_features, resolved
+from isobit.precision import PRESETS
 from isobit.training.memory.host import cores, memory_limit
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
@@ -54,6 +56,7 @@ def diagnose() -> Diagnosis:
         "memory": f"{memory / _GIB:.1f} GiB ({kind})",
         "GPU": _gpu(),
         "backend": str(chosen) if isinstance(chosen, IsobitError) else chosen.why,
+        "in PyTorch": _left(chosen),
         "order of sums": order(resolved("bitwise")) or "",
         "threads": f"{torch.get_num_threads()} for PyTorch; {_settings() or 'nothing set by the environment'}",
     }
@@ -99,6 +102,16 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
     if "torch" in sys.modules and torch.get_num_threads() > there:
         found.append(f"PyTorch has {torch.get_num_threads()} threads for {there} cores: set OMP_NUM_THREADS={there}")
     return found
+
+
+def _left(chosen: Ops | IsobitError) -> str:
+    """What of each preset the operators in C++ leave to those in PyTorch, which are slower."""
+    if isinstance(chosen, IsobitError) or chosen.backend == "triton":
+        return "nothing"
+    if chosen.backend == "reference":
+        return "everything"
+    found = {name: unsupported(preset, chosen.consistency) for name, preset in PRESETS.items()}
+    return "; ".join(f"{name}: {', '.join(left)}" for name, left in found.items() if left)
 
 
 def _installed() -> str:

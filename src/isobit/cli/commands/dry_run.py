@@ -18,13 +18,14 @@ from isobit.plan.memory import num_parameters
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
-from isobit.training.adapting import rank_warning
+from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.memory.forecast import forecast
 from isobit.training.memory.host import resident_bytes
 from isobit.training.memory.plan import MemoryPlan, advice, longest_sequence, measure_parts, plan
 from isobit.training.parts import Parts
+from isobit.training.resolved import objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
-from isobit.training.session.assembly import objective_of, open_parts
+from isobit.training.session.assembly import open_parts
 from isobit.training.session.cautions import cautions
 
 Say = Callable[[str], None]
@@ -62,10 +63,8 @@ def dry_run(config: Config, say: Say) -> None:
 def _say_without_weights(config: Config, task: Task, base: Path, process: int, say: Say) -> str:
     """What needs no weights; returns the first prompt, which comes last. Raises IsobitError, after that, where the
     weights do not fit into the memory."""
-    model = described(base, None if config.adapter is None else config.adapter.init)
-    if config.model.chat_template is not None:
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    adapter = None if config.adapter is None else config.adapter.init
+    model = described(base, adapter, text_rules(config))
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True)
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))

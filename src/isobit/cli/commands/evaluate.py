@@ -22,15 +22,16 @@ from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result, write_result
 from isobit.evaluation.shown import is_saved, show, show_adapters
-from isobit.model import Model
+from isobit.model import Model, TextRules
 from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
+from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import fit_prompts, say_ends, say_special_tokens
-from isobit.training.scoring import Scorer
-from isobit.training.session.assembly import date_of, evaluation_plan, held_out_judge, reward_models, sized_engine
+from isobit.training.scoring import RewardScorer
+from isobit.training.session.assembly import date_of, evaluation_plan, held_out_scorer, reward_models, sized_engine
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -103,9 +104,8 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
     if run is not None and config.task.too_long == "drop":  # what training left out is left out here
-        model = Model.load(models[run] if run in models else models[sides[0]], "float32")
-        model.tokenizer.now = now
-        model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+        rules = TextRules(config.task.special_tokens_in_content, now)
+        model = Model.load(models[run] if run in models else models[sides[0]], "float32", rules=rules)
         task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
     if not examples:
@@ -119,7 +119,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         if request.completions is not None:
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
             return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
-        scorer = Scorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
+        scorer = RewardScorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
         results = []
         for path in sides:
             if path in saved:
@@ -136,28 +136,21 @@ def _ask(
     adapters: Mapping[str, Path],
     config: Config,
     examples: Sequence[Example],
-    scorer: Scorer,
+    scorer: RewardScorer,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
     """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
     gc.collect()  # of a model that was asked before
-    plan, template, names = evaluation_plan(config), config.model.chat_template, [None, *adapters]
-    if adapters:
-        flow = (config.precision, config.backend, config.consistency)
-        model = open_serving(path, adapters, flow, template)
-    else:
-        model = Model.load(path, config.precision, config.backend, config.consistency)
-        if template is not None:
-            model.tokenizer.use_template(template)
-    model.tokenizer.now = now
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    plan, names, rules = evaluation_plan(config), [None, *adapters], text_rules(config, now)
+    flow = (config.precision, config.backend, config.consistency)
+    model = open_serving(path, adapters, flow, rules) if adapters else Model.load(path, *flow, rules=rules)
     say_ends(model)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
     engine = sized_engine(config, model, [e.prompt for e in examples], sequences)
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:
-        return measure_each(engine, examples, held_out_judge(scorer), plan, names, progress.update)
+        return measure_each(engine, examples, held_out_scorer(scorer), plan, names, progress.update)
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.model import Model
+from isobit.model import Model, TextRules
 from isobit.training.rollouts.lengths import say_ends
 
 
@@ -34,12 +34,11 @@ def print_completions(
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     several = adapters if adapters is not None and len(adapters) > 1 else {}
+    rules = TextRules(chat_template=chat_template)
     if several:
-        model = open_serving(path, several, flow, chat_template)
+        model = open_serving(path, several, flow, rules)
     else:
-        model = Model.load(path, *flow, adapter=next(iter((adapters or {}).values()), None))
-        if chat_template is not None:
-            model.tokenizer.use_template(chat_template)
+        model = Model.load(path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules)
     say_ends(model)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:

@@ -20,8 +20,8 @@ from isobit.run import certificate, checkpoints, completions
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
 from isobit.run.completions import COMPLETIONS
-from isobit.training.parts import head_of
 from isobit.training.saving.certificate import of_config
+from isobit.training.saving.checkpoint import head_of
 
 _WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
 
@@ -98,7 +98,7 @@ def _take(step: int, lines: Sequence[bytes], steps: set[int], config: Config, fo
             found.problems.append(f"{where}: the row says step {row['step']}")
         if (problem := _reward_problem(row, config)) is not None:
             found.problems.append(f"{where}: {problem}")
-        if sample is None or "rollout_step" not in row:  # a sampled run has part of a row, and versions before no step
+        if sample is None or "rollout_step" not in row:  # a sampled run has part of a row
             continue
         if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
             found.problems.append(f"{where}: its prompt is not that of its group")
@@ -156,6 +156,8 @@ def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
 def _against_chain(
     run: Path, config: Config, chain: Chain, members: Mapping[int, str], last: int | None, found: Records
 ) -> None:
+    if chain.first:
+        found.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
     for step in sorted({*members, *chain.rows}):
         if step < chain.first or (last is not None and step > last):
             continue
@@ -187,7 +189,8 @@ def _whole_again(run: Path) -> str:
 
 
 def checkpoint_problem(path: Path, chain: Chain | None) -> str | None:
-    """Why a checkpoint does not belong to the chain, or None. One from before there was a chain says nothing."""
+    """Why a checkpoint does not belong to the chain, or None. One without a hash says nothing of steps that the chain
+    has not: `verify` says that the chain is missing."""
     head, step = head_of(path), checkpoints.step_of(path)
     if head == certificate.GENESIS:
         return None if chain is None or step not in chain.rows else f"{path} has no hash of the certificate"

@@ -8,6 +8,7 @@ from isobit.cli.commands.serving import open_frozen
 from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
+from isobit.model import TextRules
 from isobit.training.rollouts.lengths import say_ends
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,7 +40,7 @@ def serve_model(
     if token is None and host not in _LOOPBACK:
         raise IsobitError(f"--host {host}: other machines could reach it; give the token's file with --token FILE")
     tokens, made = read_or_make(token or default_file())
-    base = open_frozen(path, flow, chat_template)
+    base = open_frozen(path, flow, TextRules(chat_template=chat_template))
     say_ends(base)
     serving = base.serving({})  # which refuses flows whose bits depend on the batch
     model = serving if adapters else base  # whose decode steps a GPU captures

@@ -3,28 +3,26 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit.model import Model
+from isobit.model import Model, TextRules
 from isobit.model.adapters.targets import NewAdapter
+from isobit.model.text.tokenizer import DEFAULT_RULES
 
 _OF_NOTHING = NewAdapter(1, 1.0, ())
 """An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
 
 
 def open_frozen(
-    path: Path, flow: tuple[str | Mapping[str, object], str, str], chat_template: str | Path | None = None
+    path: Path, flow: tuple[str | Mapping[str, object], str, str], rules: TextRules = DEFAULT_RULES
 ) -> Model:
     """The model at `path` under `flow`, (precision, backend, consistency), without masters."""
-    model = Model.load(path, *flow, adapter=_OF_NOTHING)
-    if chat_template is not None:
-        model.tokenizer.use_template(chat_template)
-    return model
+    return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules)
 
 
 def open_serving(
     path: Path,
     adapters: Mapping[str, Path],
     flow: tuple[str | Mapping[str, object], str, str],
-    chat_template: str | Path | None = None,
+    rules: TextRules = DEFAULT_RULES,
 ) -> Model:
     """`open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""
-    return open_frozen(path, flow, chat_template).serving(adapters)
+    return open_frozen(path, flow, rules).serving(adapters)

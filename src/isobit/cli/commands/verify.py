@@ -27,7 +27,7 @@ from isobit.precision import precision_from
 from isobit.rl import Sample
 from isobit.run import checkpoints
 from isobit.run import directory as runs
-from isobit.run.certificate import Chain
+from isobit.run.certificate import CERTIFICATE, Chain
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
 from isobit.training.saving.certificate import of_weights
@@ -73,6 +73,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
             f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the newest "
             f"{config.run.keep_last} (run.keep_last), and records {config.run.completions} (run.completions)"
         )
+    if records.chain is None:
+        failed.append(f"{CERTIFICATE} is missing, so nothing says which rows and rewards were recorded")
     for line in records.problems:
         print(line)
     if failed:
@@ -94,12 +96,10 @@ def _kept_elsewhere(chain: Chain | None, head: str) -> list[str]:
 
 def _held(records: Records) -> str:
     chain = records.chain
-    if chain is None:
-        return "no certificate: a version before recorded the run; rows that are missing, and rewards, are not checked"
-    begins = "" if chain.first == 0 else f"; steps before {chain.first} are not in it"
+    assert chain is not None
     return (
         f"certificate: {records.held:,} completions, their rewards and the metrics of steps {chain.first} to "
-        f"{chain.last} are as they were recorded (SHA-256){begins}; its last hash: {chain.head}"
+        f"{chain.last} are as they were recorded (SHA-256); its last hash: {chain.head}"
     )
 
 
@@ -136,7 +136,7 @@ def _checkpoint(
     if not samples and chain is None:
         return Compared(0, 0, 0, None), [problem] if problem is not None else []
     base = checkpoint if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
-    model = load_trained(config, base, checkpoint)
+    model = load_trained(config, base, checkpoint, now=date_of(runs.began_by(run)))
     row = {} if chain is None else chain.rows.get(step, {})
     if problem is None and row and of_weights(model) != row["weights"]:
         problem = f"the weights in {checkpoint} are not those that the certificate has of step {step}"
@@ -145,8 +145,6 @@ def _checkpoint(
 
 
 def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records) -> Compared:
-    model.tokenizer.now = date_of(runs.began_by(run))
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)
     engine = sized_engine(config, model, list(prompts.values()), len(prompts) * sampling.n)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Layout, Ops, Store, Watching
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model import Model
 from isobit.model.forward.storage import new_store
 from isobit.precision import QTensor
@@ -50,14 +50,14 @@ def locate(
     batch: Sequence[Sequence[int]],
     index: int,
     temperature: float,
-    truncation: Truncation | None = None,
+    filtering: Filtering | None = None,
 ) -> Located:
     """Why the log-probability of `target` after `tokens` might depend on how they are computed.
 
     `batch`: all sequences of the learner's packed forward, of which number `index` begins with `tokens`.
     """
     last = torch.tensor([len(tokens) - 1])
-    distribution = temperature, truncation, Context(torch.tensor(tokens), torch.zeros_like(last), last)
+    distribution = temperature, filtering, Context(torch.tensor(tokens), torch.zeros_like(last), last)
     alone, bits = _packed(model, [tokens], 0, len(tokens), target, distribution)
     packed, packed_bits = _packed(model, batch, index, len(tokens), target, distribution)
     found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
@@ -67,7 +67,7 @@ def locate(
     return Located(found, bits)
 
 
-_Distribution = tuple[float, Truncation | None, Context]
+_Distribution = tuple[float, Filtering | None, Context]
 """The temperature, and what top-k, top-p and min-p leave of the tokens."""
 
 _Trace = list[tuple[str, Tensor]]
@@ -146,9 +146,9 @@ def _watched(
 
 def _logprob(model: Model, hidden: Tensor, target: int, distribution: _Distribution, use: str = "learner") -> float:
     wanted = torch.tensor([target], dtype=torch.int64, device=hidden.device)
-    temperature, truncation, context = distribution
+    temperature, filtering, context = distribution
     head = model.transformer.head_logprobs
-    return float(head(hidden, wanted, temperature, use, truncation=truncation, context=context)[0])
+    return float(head(hidden, wanted, temperature, use, filtering=filtering, context=context)[0])
 
 
 def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float) -> str | None:

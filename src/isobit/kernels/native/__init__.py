@@ -1,7 +1,5 @@
-"""The native backend: C++ kernels behind the operators' table."""
+"""What the C++ operators share: how they are compiled and loaded, and what crosses to Python."""
 
-from isobit.kernels.native.ops import NativeOps, available
-from isobit.kernels.native.ordered import instruction_set
-from isobit.kernels.native.separate import NativeSeparateOps
+from isobit.kernels.native.build import available
 
-__all__ = ["NativeOps", "NativeSeparateOps", "available", "instruction_set"]
+__all__ = ["available"]

@@ -35,7 +35,17 @@ from isobit.kernels.native.recipe import (
 )
 from isobit.options.consistency import processor_features
 
-__all__ = ["BuildFailed", "cache_directory", "compiled", "differing", "library", "load", "origin", "prebuilt_here"]
+__all__ = [
+    "BuildFailed",
+    "available",
+    "cache_directory",
+    "compiled",
+    "differing",
+    "library",
+    "load",
+    "origin",
+    "prebuilt_here",
+]
 
 
 def cache_directory() -> Path:
@@ -54,6 +64,15 @@ def library() -> ctypes.CDLL:
 def origin() -> str:
     """Where the operators are from, for users. Raises BuildFailed."""
     return _opened()[1]
+
+
+@cache
+def available() -> tuple[bool, str]:
+    """(whether the backend works here, why): loads or compiles it at the first call."""
+    try:
+        return True, origin()
+    except BuildFailed as error:
+        return False, str(error)
 
 
 @cache

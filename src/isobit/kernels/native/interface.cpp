@@ -1,10 +1,10 @@
 // The structs that cross to Python, field by field as the compiler lays them out; `interface.py` compares.
 #include <cstddef>
 
-#include "attention.h"
-#include "delta.h"
-#include "heads.h"
-#include "product.h"
+#include "attention/attention.h"
+#include "delta/delta.h"
+#include "heads/heads.h"
+#include "product/product.h"
 
 namespace {
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.types import Activation
-from isobit.precision import Nibbles, QTensor
+from isobit.kernels.ops import Activation
+from isobit.precision import PackedFP4, QTensor
 
 KINDS = {
     torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4, torch.uint8: 5,
@@ -20,7 +20,7 @@ KINDS = {
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2, "sigmoid": 3}
-"""`enum Activation` of rows.h."""
+"""`enum Activation` of norms.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -51,7 +51,7 @@ def product_arguments(
     )  # fmt: skip
 
 
-def nibble_arguments(left: Tensor, right: Nibbles, bias: Tensor | None, result: Tensor) -> ProductArguments:
+def nibble_arguments(left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor) -> ProductArguments:
     """The same with a right that is read as it is stored, and has its scales."""
     assert all(part.is_contiguous() for part in right.tensors)
     found = product_arguments(left, right.codes, right.codes, bias, result)

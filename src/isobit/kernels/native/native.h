@@ -4,7 +4,7 @@
 // written as `multiply_add`.
 #pragma once
 
-#include "vectors.h"
+#include "native/vectors.h"
 
 #include <cstdlib>
 

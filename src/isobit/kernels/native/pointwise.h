@@ -1,7 +1,7 @@
 // What the operators on BF16 and FP32 rows share.
 #pragma once
 
-#include "native.h"
+#include "native/native.h"
 
 #define FOR_KIND(kind, CALL) \
     if ((kind) == BF16) {    \

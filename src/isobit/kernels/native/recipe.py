@@ -13,30 +13,36 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-HERE = Path(__file__).parent
-PREBUILT = HERE / "prebuilt"
+HERE = Path(__file__).parents[1]
+"""Where the sources are: beside the operators that they compute, in `kernels/`."""
+PREBUILT = Path(__file__).parent / "prebuilt"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi")
 _PATHS: dict[str, tuple[str, ...]] = {
-    "ordered_portable.cpp": (),
-    "ordered_neon.cpp": (),
-    "ordered_avx2.cpp": _AVX2,
-    "ordered_avx512.cpp": _AVX512,
-    "ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
-    "ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "product/ordered_portable.cpp": (),
+    "product/ordered_neon.cpp": (),
+    "product/ordered_avx2.cpp": _AVX2,
+    "product/ordered_avx512.cpp": _AVX512,
+    "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "product/ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
 compiler that does not know the flags, such a file is empty."""
 SOURCES = (
-    "product.cpp", "quantize.cpp", "pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp",
-    "convolution.cpp", "delta.cpp", "delta_backward.cpp", "sampling.cpp", "separate.cpp", "squares.cpp",
-    "stochastic.cpp", "interface.cpp", "rows32.cpp", "ordered.cpp",
+    "attention/attention.cpp", "attention/attention_backward.cpp",
+    "delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp",
+    "heads/heads.cpp", "inference_engine/inference_engine.cpp",
+    "native/interface.cpp", "native/rows32.cpp", "norms/norms.cpp",
+    "optim/squares.cpp", "optim/stochastic.cpp",
+    "product/ordered.cpp", "product/product.cpp", "quantize/quantize.cpp", "sampling/sampling.cpp",
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
-    "vectors.h", "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
-    "attention_rows.h", "delta.h", "philox.h", "ordered.h", "ordered_kernel.h", "ordered_registers.h",
-    "ordered_avx512.h", "self_test.h",
+    "attention/attention.h", "attention/attention_rows.h", "delta/delta.h", "heads/heads.h",
+    "native/native.h", "native/pointwise.h", "native/self_test.h", "native/tile.h",
+    "native/vectors.h", "norms/norms.h",
+    "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
+    "product/ordered_registers.h", "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")
@@ -121,7 +127,8 @@ def compile_library(
         objects = {name: os.path.join(folder, f"{Path(name).stem}.o") for name in SOURCES}
 
         def start(name: str, flags: Iterable[str]) -> "subprocess.Popen[str]":
-            return _start([program, *FLAGS, *flags, *everywhere, "-c", str(sources / name), "-o", objects[name]])
+            command = [program, *FLAGS, f"-I{sources}", *flags, *everywhere]
+            return _start([*command, "-c", str(sources / name), "-o", objects[name]])
 
         paths: Mapping[str, tuple[str, ...]] = _PATHS if on_x86() else dict.fromkeys(_PATHS, ())
         running = {n: start(n, [*plain, *paths[n]] if n in paths else general) for n in SOURCES}

@@ -1,11 +1,11 @@
-// The self-test of `rows32-v1` and `delta32-v1` (reference/rows32.py, delta.py): norms, gates, attention and linear
+// The self-test of `rows32-v1` and `delta32-v1` (kernels/norms/float32.py, delta.py): norms, gates, attention and linear
 // attention of hard numbers against scalar arithmetic.
 #include <initializer_list>
 
-#include "attention.h"
-#include "delta.h"
-#include "rows.h"
-#include "self_test.h"
+#include "attention/attention.h"
+#include "delta/delta.h"
+#include "norms/norms.h"
+#include "native/self_test.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 // give the same bits, and a row's result does not depend on which rows stand beside it.
 #pragma once
 
-#include "native.h"
+#include "native/native.h"
 
 template <class R> struct Columns;
 template <> struct Columns<double> { typedef f64x8 V; static constexpr int lanes = 8, vectors = 2; };

@@ -82,7 +82,7 @@ def from_e4m3(code):
 @triton.jit
 def from_nibbles(pair, k, scale, common):
     """The values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is in the low half, times
-    scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale, rounded once, as `Nibbles` are."""
+    scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale, rounded once, as `PackedFP4` are."""
     code = (pair >> ((k % 2) * 4).to(tl.uint8)) & 15
     magnitude = (code & 7).to(tl.int32)
     # two bits of exponent under a bias of 1, one of mantissa; 0.5 is the only subnormal number

@@ -55,11 +55,13 @@ class Family:
     query_pre_attn_scalar, whose root divides the scores, None if that is head_dim. `scaled_embedding`: embeddings are
     multiplied by the root of hidden_size. `off` are keys that must be null or false, and `fixed` those that must have
     these values, if they are there. `attention_bias` and `mlp_bias`: whether config.json says if there are any, and
-    `biased` whether attention has them where it does not; `qkv_bias`: there always are. `sinks`: heads have them.
+    `biased` whether attention has them where it does not; `output_bias`: then its output projection has one too;
+    `qkv_bias`: queries, keys and values always have them. `sinks`: heads have them.
     `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers without rotary
     embedding, from config.json, its name and the number of layers; None if there are none. `linear_attention`: some
     layers have it in place of attention. `gated_attention`: q_proj gives each head a gate beside its query.
-    `partial_rotary`: the part of a head that is rotated where config.json does not say. `kv_heads` None is one for
+    `partial_rotary`: the part of a head that is rotated where config.json does not say; `interleaved`: its neighbours
+    are rotated with each other, (0, 1), (2, 3), ..., not its halves. `kv_heads` None is one for
     each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the same as None
     here. `wrapper`: the model_type of models that wrap such a one, and whose language model is read.
     """
@@ -80,6 +82,7 @@ class Family:
     off: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biased: bool = False
+    output_bias: bool = True
     sinks: bool = False
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
@@ -92,6 +95,7 @@ class Family:
     max_positions: int = 32768
     rope_theta: float = 10000.0
     partial_rotary: float = 1.0
+    interleaved: bool = False
     ropes: RopeKinds | None = None
     rope_section: Mapping[str, Any] | None = None  # that of a config.json without rope_scaling and rope_parameters
     rms_eps: float = 1e-6
@@ -106,4 +110,6 @@ class Family:
         """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
         attention = (False, True) if self.attention_bias else (False,)
         mlp = (False, True) if self.mlp_bias else (False,)
-        return [(bias or self.qkv_bias, bias, more, self.qk_norm) for bias in attention for more in mlp]
+        return [
+            (bias or self.qkv_bias, bias and self.output_bias, more, self.qk_norm) for bias in attention for more in mlp
+        ]

@@ -7,7 +7,7 @@ chose, which is that over all logits, divided by the sum of the chosen.
 from collections.abc import Mapping
 from typing import Any
 
-from isobit.kernels.reference.pointwise import CLAMPED
+from isobit.kernels.norms.definition import CLAMPED
 from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures
 from isobit.model.families.windows import Windows
 

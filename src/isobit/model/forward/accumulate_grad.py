@@ -13,22 +13,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_masters: frozenset[int] = frozenset()  # not a context variable: on a GPU backwards run in autograd's own threads
+_MARK = "adds_in_place"  # of a tensor; not a context variable: on a GPU backwards run in autograd's own threads
 
 
 @contextmanager
 def adding_in_place(masters: Iterable[Tensor]) -> Iterator[None]:
     """Inside, backwards add to the gradients that these `masters` have already."""
-    global _masters
-    before, _masters = _masters, frozenset(map(id, masters))
+    marked = [master for master in masters if not hasattr(master, _MARK)]
+    for master in marked:
+        setattr(master, _MARK, True)
     try:
         yield
     finally:
-        _masters = before
+        for master in marked:
+            delattr(master, _MARK)
 
 
 def added_to(master: Tensor) -> Tensor | None:
     """The gradient that a product adds to; None where it has to return its own."""
-    gradient = master.grad if id(master) in _masters else None
+    gradient = master.grad if hasattr(master, _MARK) else None
     fits = gradient is not None and gradient.dtype == torch.float32 and gradient.is_contiguous()
     return gradient if fits else None

@@ -1,9 +1,9 @@
 """The output head with its gradient: log-probabilities of given tokens, a few rows of logits at a time.
 
-Logits are never held for a whole batch; the backward computes them again. Under a truncation (top-k, top-p, min-p) the
-distribution is softmax over each row's support, a constant of the gradient; it is computed from logits that are held,
-as the rollout's is, also where a backend has a fused head. Left out: the other operators (`autograd.py`).
-"""
+Logits are never held for a whole batch; the backward computes them again. Where logits are filtered
+(top-k, top-p, min-p) the distribution is softmax over each row's support, a constant of the
+gradient; it is computed from logits that are held, as the rollout's is, also where a backend has a
+fused head. Left out: the other operators (`autograd.py`)."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.composed import head_gradients
-from isobit.kernels.truncation import Context, Truncation, of_rows, penalize, slopes, truncate_around
+from isobit.kernels.head.definition import head_gradients
+from isobit.kernels.sampling.filtering import Context, Filtering, filter_around, of_rows, penalize, slopes
 from isobit.model.weights.stored import Weight
 
 
@@ -25,17 +25,17 @@ def head_logprobs(
     temperature: float,
     chunk: int,
     ops: Ops,
-    truncation: Truncation | None = None,
+    filtering: Filtering | None = None,
     context: Context | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of logits at a time.
 
-    hidden [T, C] in the compute format, targets [T] int64. With a `truncation` both are of the renormalized
+    hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the renormalized
     distribution; a target outside its row's support is added to it. A repetition penalty is of the tokens in
     the rows' `context`."""
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, truncation, context, chunk, ops)
-    return _chunked_logprobs(hidden, head, targets, temperature, truncation, context, chunk, ops)
+        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, filtering, context, chunk, ops)
+    return _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
 
 
 class _HeadLogprobs(Function):
@@ -47,13 +47,13 @@ class _HeadLogprobs(Function):
         head: Weight,
         targets: Tensor,
         temperature: float,
-        truncation: Truncation | None,
+        filtering: Filtering | None,
         context: Context | None,
         chunk: int,
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, truncation, context, chunk, ops)
-        ctx.head, ctx.temperature, ctx.truncation, ctx.chunk, ctx.ops = head, temperature, truncation, chunk, ops
+        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
+        ctx.head, ctx.temperature, ctx.filtering, ctx.chunk, ctx.ops = head, temperature, filtering, chunk, ops
         ctx.context = context
         ctx.save_for_backward(hidden, targets)
         ctx.mark_non_differentiable(entropy)
@@ -63,15 +63,15 @@ class _HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        weight, truncation, ops = ctx.head.prepared, ctx.truncation, ctx.ops
+        weight, filtering, ops = ctx.head.prepared, ctx.filtering, ctx.ops
         dhidden, dweight, trained = torch.empty_like(hidden), None, ctx.needs_input_grad[1]
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             given = (hidden[rows], weight, targets[rows], ctx.temperature)
-            if truncation is None:
+            if filtering is None:
                 found = ops.head_backward(dlogprobs[rows], *given)
             else:
-                logits, slope = _kept(*given, truncation, _seen(ctx.context, rows, weight, truncation), ops)
+                logits, slope = _kept(*given, filtering, _seen(ctx.context, rows, weight, filtering), ops)
                 found = head_gradients(ops, dlogprobs[rows], logits, *given, slope)
             dhidden[rows] = found[0]
             if trained:
@@ -86,7 +86,7 @@ def _chunked_logprobs(
     head: Weight,
     targets: Tensor,
     temperature: float,
-    truncation: Truncation | None,
+    filtering: Filtering | None,
     context: Context | None,
     chunk: int,
     ops: Ops,
@@ -94,11 +94,11 @@ def _chunked_logprobs(
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = []
     for place, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):
-        if truncation is None:
+        if filtering is None:
             parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
         else:
-            seen = _seen(context, slice(place * chunk, (place + 1) * chunk), head.prepared, truncation)
-            logits, _ = _kept(rows, head.prepared, tokens, temperature, truncation, seen, ops)
+            seen = _seen(context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering)
+            logits, _ = _kept(rows, head.prepared, tokens, temperature, filtering, seen, ops)
             parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -108,7 +108,7 @@ def _kept(
     weight: Prepared,
     tokens: Tensor,
     temperature: float,
-    truncation: Truncation,
+    filtering: Filtering,
     seen: Tensor | None,
     ops: Ops,
 ) -> tuple[Tensor, Tensor | None]:
@@ -116,13 +116,13 @@ def _kept(
     `seen` are penalized."""
     logits, slope = ops.product(hidden, weight, None, torch.float32), None
     if seen is not None:
-        penalty = torch.full((len(logits), 1), truncation[3], device=logits.device)
+        penalty = torch.full((len(logits), 1), filtering[3], device=logits.device)
         slope, logits = slopes(logits, seen, penalty), penalize(logits, seen, penalty)
-    return truncate_around(logits, tokens, temperature, truncation[:3]), slope
+    return filter_around(logits, tokens, temperature, filtering[:3]), slope
 
 
-def _seen(context: Context | None, rows: slice, weight: Prepared, truncation: Truncation) -> Tensor | None:
-    if truncation[3] == 1:
+def _seen(context: Context | None, rows: slice, weight: Prepared, filtering: Filtering) -> Tensor | None:
+    if filtering[3] == 1:
         return None
     assert context is not None, "a repetition penalty is of tokens"
     return context.seen(rows, weight.shape[0])

@@ -24,6 +24,7 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Working
 from isobit.model.weights.permute_heads import arranged, arranged_norm
 from isobit.model.weights.stored import Vector, Weight
+from isobit.precision import QuantSpec
 
 Watch = Callable[[Ops, int | None], Any]
 """Called with the operators and the index of the layer that uses them (None outside the layers); returns the operators
@@ -75,46 +76,46 @@ class Pass:
         """An empty one for a layer's keys and values of this forward alone."""
         flow, layout = layer.flow, self.layout
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
-        size = layout.num_slots // layout.page_size, layout.page_size
-        found = new_store(self.config, index, flow, *size, layout.positions.device, flow.kv, scales)
+        pages, device = layout.num_slots // layout.page_size, layout.positions.device
+        found = new_store(self.config, index, flow, pages, layout.page_size, device, flow.kv, scales)
         assert isinstance(found, KVStore)
         return found
 
 
-def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
+def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
-    ops, outside = one.ops_of(None), working.outside
-    x, residual = autograd.embedding(tokens, outside.embed, one.config.embedding_scale, ops), None
-    compute = _recomputed_layer if one.recompute is True else _layer
+    ops, outside = ctx.ops_of(None), working.outside
+    x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
+    compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
-        x, residual = compute(x, residual, index, layer, one)
-    return autograd.rms_norm(x, residual, outside.final_norm, one.config.rms_eps, ops)[0]
+        x, residual = compute(x, residual, index, layer, ctx)
+    return autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
 
 
-def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass) -> tuple[Tensor, Tensor]:
     """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
-    eps, ops = one.config.rms_eps, one.ops_of(index)
+    eps, ops = ctx.config.rms_eps, ctx.ops_of(index)
     if isinstance(layer.attention, Delta):
-        x, residual = _recall(x, residual, index, layer, layer.attention, one, ops)
+        x, residual = _linear_attention(x, residual, index, layer, layer.attention, ctx, ops)
     else:
-        qkv, residual = _into(x, residual, layer.input_norm, layer.attention.qkv, eps, ops)
-        x = _attend(qkv, index, layer, layer.attention, one, ops)
-    x = _out_of(x, layer.attention_out_norm, eps, ops)
+        qkv, residual = _norm_then_project(x, residual, layer.input_norm, layer.attention.qkv, eps, ops)
+        x = _attend(qkv, index, layer, layer.attention, ctx, ops)
+    x = _post_norm(x, layer.attention_out_norm, eps, ops)
     if isinstance(layer.mlp, Mixture):
         assert layer.post_norm is not None
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-        x = mixture(normed, layer.mlp, ops, one.tape, one.recompute == "mlp")
+        x = mixture(normed, layer.mlp, ops, ctx.tape, ctx.recompute == "mlp")
     else:
-        into = layer.post_norm, layer.mlp.gate_up, eps
-        gate_up, residual = _into(x, residual, *into, ops)
-        again = partial(_into, residual.detach(), None, *into, unwatched(ops))
-        x = autograd.gated_linear(
-            gate_up, layer.mlp.activation, layer.mlp.down, ops, again if one.recompute == "mlp" else None
-        )
-    return _out_of(x, layer.mlp_out_norm, eps, ops), residual
+        norm, weight = layer.post_norm, layer.mlp.gate_up
+        gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops)
+        again = None
+        if ctx.recompute == "mlp":
+            again = partial(_norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops))
+        x = autograd.gated_linear(gate_up, layer.mlp.activation, layer.mlp.down, ops, again)
+    return _post_norm(x, layer.mlp_out_norm, eps, ops), residual
 
 
-def _into(
+def _norm_then_project(
     x: Tensor, residual: Tensor | None, norm: Vector | None, weight: Weight, eps: float, ops: Ops
 ) -> tuple[Tensor, Tensor]:
     """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T, hidden])."""
@@ -124,51 +125,63 @@ def _into(
     return autograd.linear(summed, weight, ops), summed
 
 
-def _out_of(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
+def _post_norm(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
     """What attention or MLP adds, normed if there is a norm."""
     return x if norm is None else autograd.rms_norm(x, None, norm, eps, ops)[0]
 
 
-def _recall(
-    x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, one: Pass, ops: Ops
+def _linear_attention(
+    x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, Tensor]:
     """(linear attention and its output projection, the sum x + residual), both [T, hidden]."""
     assert layer.input_norm is not None
-    assert one.config.linear is not None
-    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, one.config.rms_eps, ops)
+    assert ctx.config.linear is not None
+    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, ctx.config.rms_eps, ops)
     qkvz = autograd.linear(normed, own.qkv, ops, kept=True)
     gates = autograd.linear(normed, own.gates, ops, kept=True, dtype=torch.float32)
-    given = Recurrent(one.config.linear, one.config.rms_eps, one.layout, one.states_of(index))
+    given = Recurrent(ctx.config.linear, ctx.config.rms_eps, ctx.layout, ctx.states_of(index))
     return linear_attention(qkvz, gates, own, given, ops), residual
 
 
-def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, one: Pass, ops: Ops) -> Tensor:
+def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops) -> Tensor:
     """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) · D], to
     [T, hidden]."""
-    dim, norms, rope = one.config.head_dim, own.head_norms, one.config.rope_of(index)
-    if norms is not None and one.config.norms_all_heads:
-        qkv, norms = _normed_heads(qkv, norms, one.config.rms_eps, ops), None
+    config, dim, norms = ctx.config, ctx.config.head_dim, own.head_norms
+    rope = config.rope_of(index)
+    if norms is not None and config.norms_all_heads:
+        qkv, norms = _normed_heads(qkv, norms, config.rms_eps, ops), None
     rotated = dim if rope is None else rope.rotated(dim)
-    qkv, gate = arranged(qkv, one.config, rotated)
+    qkv, gate = arranged(qkv, config, rotated)
     if norms is not None:
-        norms = arranged_norm(norms[0], rotated), arranged_norm(norms[1], rotated)
+        norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
     masters = None if norms is None else (norms[0].master, norms[1].master)
-    tables = one.tables[rope]
-    heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, tables)
-    query, scale = layer.flow.query, None
-    if one.calibrating and layer.flow.calibrated_queries:
-        query = None
-    elif layer.flow.calibrated_queries:
-        scale = scales_of(one.scales)[index, 2:]
-    factor = one.config.attention_scale
-    store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
-    window = one.config.window(index)
-    further = query, scale, own.sinks, layer.flow.probabilities
-    given = autograd.Attended(heads, store, temporary, one.layout, factor, window, *further)
-    out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
+    working = None if norms is None else (norms[0].working, norms[1].working)
+    query, query_scale = _rounding_of_queries(index, layer, ctx)
+    attended = autograd.Attended(
+        heads=Heads(working, config.rms_eps, ctx.tables[rope]),
+        store=partial(ctx.store_of, index, layer),
+        temporary=partial(ctx.temporary_store, index, layer),
+        layout=ctx.layout,
+        scale=config.attention_scale,
+        window=config.window(index),
+        query=query,
+        query_scale=query_scale,
+        sinks=own.sinks,
+        probabilities=layer.flow.probabilities,
+    )
+    out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, attended, ops)
     if gate is not None:
         return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
     return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+
+
+def _rounding_of_queries(index: int, layer: Layer, ctx: Pass) -> tuple[QuantSpec | None, Tensor | None]:
+    """(how queries are rounded, if they are; their scale [1] where it is calibrated)."""
+    if not layer.flow.calibrated_queries:
+        return layer.flow.query, None
+    if ctx.calibrating:
+        return None, None
+    return layer.flow.query, scales_of(ctx.scales)[index, 2:]
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
@@ -179,23 +192,23 @@ def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Op
     return torch.cat((q, k, v), dim=1)
 
 
-def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass) -> tuple[Tensor, Tensor]:
     """`_layer`, computed again in the backward. The tape records the first forward only; a router's probabilities have
     a gradient, so they are among the results."""
-    tape = one.tape if isinstance(layer.mlp, Mixture) else None
+    tape = ctx.tape if isinstance(layer.mlp, Mixture) else None
     given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
     chosen: list[Tensor] = []
 
     def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         own = None if tape is None else RouteTape(None if given is None else given.unsqueeze(1))
-        x, residual = _layer(x, residual, index, layer, replace(one, tape=own))
+        x, residual = _layer(x, residual, index, layer, replace(ctx, tape=own))
         if own is None:
             return x, residual, None
         chosen[:] = own.chosen
         return x, residual, own.probabilities[0]
 
     prefix = f"layers.{index}."
-    masters = [master for name, master in one.masters.items() if name.startswith(prefix)]
+    masters = [master for name, master in ctx.masters.items() if name.startswith(prefix)]
     x, residual, probabilities = recomputed(run, x, residual, masters)
     if tape is not None:
         tape.chosen += chosen

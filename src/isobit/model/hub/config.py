@@ -131,6 +131,11 @@ class ModelConfig:
         return FAMILIES[self.family].norms_all_heads
 
     @property
+    def interleaved(self) -> bool:
+        """Whether rotary embedding turns neighbours of a head with each other."""
+        return FAMILIES[self.family].interleaved
+
+    @property
     def activation(self) -> Activation:
         """Of the gates."""
         return FAMILIES[self.family].activation
@@ -235,7 +240,7 @@ class ModelConfig:
             rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
             rope=rope,
             qkv_bias=bias or family.qkv_bias,
-            o_bias=bias,
+            o_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
             qk_norm=family.qk_norm,
             tie_embeddings=flag(values, "tie_word_embeddings", where, family.tied),

@@ -1,6 +1,6 @@
 """Sizes of linear attention by the gated delta rule, as Qwen3.5 has it, and their keys in config.json.
 
-Left out: the arithmetic (`forward/delta.py`, and `isobit.kernels.reference.delta`, which defines it).
+Left out: the arithmetic (`forward/delta.py`, and `isobit.kernels.delta.definition`, which defines it).
 """
 
 import math

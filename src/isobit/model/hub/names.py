@@ -196,19 +196,18 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         base = name if name in _BARE else name.removesuffix("_bias")
         suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
         linear, own = config.is_linear(int(index)), f"linear.{base}"
-        heights = _heights(base, shape[0], config, linear)
         named = modules["experts." + base if inside else own if linear and own in modules else base]
+        heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, linear)
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
         row = (1, *shape[1:]) if base == "conv" else shape[1:]  # a convolution's has one input for each channel
         yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
 
 
 def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[int, ...]:
-    """Rows of each tensor that a master is made of."""
+    """Rows of each of the tensors that a master is made of."""
     if base == "gate_up" or base == "gates":
         return rows // 2, rows // 2
-    if base != "qkv":
-        return (rows,)
+    assert base == "qkv"
     if linear and config.linear is not None:
         return config.linear.channels, config.linear.values
     kv = config.num_kv_heads * config.head_dim

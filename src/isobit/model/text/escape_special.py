@@ -20,7 +20,8 @@ no turn, such as `<think>`, which stay tokens everywhere; and what a template co
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ _PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing
 _NAME = "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(12))
 _PICKS: tuple[Callable[[str], int], ...] = (lambda word: 0, lambda word: len(word) - 1, lambda word: len(word) // 2)
 """Which character of a special token, or of the start of one, is replaced."""
-_PRIME, _BASE = 2**61 - 1, secrets.randbelow(1 << 60) + (1 << 60)  # which nobody can aim at
+_LONGEST = 1000
+"""Characters of a special token. A longer one is no token of anybody's, and its starts would take long to look for."""
 
 
 class ContentEncoder:
@@ -52,7 +54,12 @@ class ContentEncoder:
         self._pattern = re.compile("|".join(map(self._regex, self._words)) or r"(?!)")
         self._alike = re.compile(self._pattern.pattern, re.IGNORECASE)  # what a template may turn into one
         self._first = re.compile("|".join(sorted({re.escape(word[0]) for word in self._words})) or r"(?!)")
-        self._starts = {value for word in self._words for value in _hashes(word[:-1])}
+        self._sorted = sorted(self._forms)
+        if self._words and len(self._words[0]) > _LONGEST:
+            raise IsobitError(
+                f"the tokenizer's special token {brief(self._words[0], 40)!r} has "
+                f"{len(self._words[0]):,} characters; at most {_LONGEST:,} are read"
+            )
 
     def text(self, text: str, rule: Rule, add_special: bool) -> list[int]:
         """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start token, unless the text
@@ -141,18 +148,15 @@ class ContentEncoder:
         return ids
 
     def _start_at_end(self, text: str) -> int:
-        """How many characters at its end are the first ones of a special token, but not all; the most. Hashes, and not
-        the starts themselves, are looked up: a token may have a million characters, and of those each start is a
-        string."""
-        longest, value, power, most = len(self._words[0]) if self._words else 0, 0, 1, 0
-        first = self._first.search(text, max(0, len(text) - longest + 1))
-        for length, character in enumerate(reversed(text[first.start() :] if first else ""), 1):
-            value, power = (ord(character) * power + value) % _PRIME, power * _BASE % _PRIME
-            if value in self._starts and any(
-                len(word) > length and word.startswith(text[-length:]) for word in self._words
-            ):
-                most = length
-        return most
+        """How many characters at its end are the first ones of a special token, but not all; the
+        most."""
+        tail = text[max(0, len(text) - _LONGEST) :]
+        for found in self._first.finditer(tail):
+            start = tail[found.start() :]
+            place = bisect_right(self._sorted, start)  # words that begin so, and are longer, are next
+            if place < len(self._sorted) and self._sorted[place].startswith(start):
+                return len(start)
+        return 0
 
     def _marked(self, messages: Messages, spelled: list[str], plain: str, render: Render) -> tuple[str, "_Hiding"]:
         """What the template writes of the messages, with a character of each special token that they spell hidden.
@@ -251,15 +255,6 @@ def _repeated(whole: Encoding) -> int:
 
 def _spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
     return [found.span() for found in pattern.finditer(text)]
-
-
-def _hashes(word: str) -> Iterator[int]:
-    """A number for each start of the word, in time that grows with its length: sum of character * BASE^(place from
-    the start's end), modulo a prime."""
-    value = 0
-    for character in word:
-        value = (value * _BASE + ord(character)) % _PRIME
-        yield value
 
 
 def _texts(value: Any) -> list[str]:

@@ -9,6 +9,7 @@ from scratch. Left out: slow tokenizers and tokenizers with code of their own.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,31 @@ _SPECIALS = ("<pad>", "<s>", "</s>")
 _TEMPLATES = "additional_chat_templates"
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """How what others wrote becomes tokens. `special_tokens_in_content`: what special tokens that it spells become
+    (`escape_special.py`). `now`: what a template's `strftime_now` says, None: when the tokenizer is read; a run keeps
+    it, so that its prompts are the same on another day. `chat_template`: a file, in the place of the model's own."""
+
+    special_tokens_in_content: Rule = "escape"
+    now: datetime | None = None
+    chat_template: str | Path | None = None
+
+
+DEFAULT_RULES = TextRules()
+
+
 class Tokenizer:
     """A fast tokenizer with its special tokens and chat template."""
 
-    def __init__(self, fast: FastTokenizer, settings: Mapping[str, Any], eos_ids: Sequence[int], template: str | None):
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        settings: Mapping[str, Any],
+        eos_ids: Sequence[int],
+        template: str | None,
+        rules: TextRules = DEFAULT_RULES,
+    ) -> None:
         self.fast = fast
         self.settings = dict(settings)
         self.eos_ids = tuple(eos_ids)
@@ -43,17 +65,19 @@ class Tokenizer:
         """Templates by name that are saved beside the one that is used, such as `tool_use`."""
         self.ends: str | None = None
         """What ends a completion, in words, where files of the model do not agree."""
-        self.special_tokens_in_content: Rule = "escape"
-        self.now = datetime.now()
-        """What a template's `strftime_now` says. A run keeps it, so that its prompts are the same on another day."""
+        self.special_tokens_in_content: Rule = rules.special_tokens_in_content
+        self.now = rules.now or datetime.now()
         fast.no_truncation()
         fast.no_padding()
         self._contents: tuple[str | None, ContentEncoder] | None = None
         self._special = {i: token.content for i, token in fast.get_added_tokens_decoder().items() if token.special}
+        if rules.chat_template is not None:
+            self._use_template(rules.chat_template)
 
     @staticmethod
-    def load(directory: str | Path) -> "Tokenizer":
-        """From a Hugging Face directory; IsobitError if a file is missing or malformed."""
+    def load(directory: str | Path, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
+        """From a Hugging Face directory; IsobitError if a file, or a template of the `rules`, is missing or
+        malformed."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not exists(path):
@@ -69,12 +93,13 @@ class Tokenizer:
         eos, ends = _eos_ids(directory, fast, settings)
         templates = _templates(directory, settings)
         default = next((name for name in ("default", *templates) if name in templates), None)
-        tokenizer = Tokenizer(fast, settings, eos, None if default is None else templates.pop(default))
+        template = None if default is None else templates.pop(default)
+        tokenizer = Tokenizer(fast, settings, eos, template, rules)
         tokenizer.ends, tokenizer.other_templates = ends, templates
         return tokenizer
 
     @staticmethod
-    def characters(alphabet: str) -> "Tokenizer":
+    def characters(alphabet: str, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
         """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a text."""
         symbols = sorted(set(alphabet))
         vocabulary = {symbol: i for i, symbol in enumerate([*_SPECIALS, *symbols])}
@@ -89,7 +114,7 @@ class Tokenizer:
             "eos_token": "</s>",
             "clean_up_tokenization_spaces": False,
         }
-        return Tokenizer(fast, settings, [vocabulary["</s>"]], None)
+        return Tokenizer(fast, settings, [vocabulary["</s>"]], None, rules)
 
     @property
     def vocab_size(self) -> int:
@@ -196,9 +221,8 @@ class Tokenizer:
         variables |= more or {}
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
-    def use_template(self, path: str | Path) -> None:
-        """Take the chat template of a file from now on; `save` writes it. Raises IsobitError if it cannot be read or
-        parsed."""
+    def _use_template(self, path: str | Path) -> None:
+        """Take the chat template of a file; `save` writes it. Raises IsobitError if it cannot be read or parsed."""
         try:
             text = read_bytes(Path(path), _MOST_TEMPLATE_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:

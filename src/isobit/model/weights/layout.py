@@ -17,7 +17,7 @@ from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import Activation, Kept, Operand, Ops, Packed, Stacked, tensors_of
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
-from isobit.precision import Flow, Nibbles, QTensor
+from isobit.precision import Flow, PackedFP4, QTensor
 from isobit.precision.quantize import largest_of, quantize_part
 
 
@@ -148,7 +148,7 @@ class Working:
         """(name, working tensor) of each that a sync makes of these masters; nibbles are frozen."""
         for name, working, _ in self.tensors():
             if name in names:
-                assert not isinstance(working, Nibbles)
+                assert not isinstance(working, PackedFP4)
                 yield name, working
 
     @cached_property
@@ -194,7 +194,7 @@ def remake(
         if shards.ranks.size > 1:
             ops.raise_faults()
 
-    shards.ranks.together(make)
+    shards.ranks.run_on_all(make)
     share_rows([each for name, target in targets.values() for each in _stored_rows(name, target)], shards)
     packed_again = set[int]()
     for working in uses:
@@ -231,7 +231,7 @@ def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[s
     if not needed:
         return {}
     mine = {name: float(p.detach().abs().max()) for name, p in masters.parameters.items() if name in needed}
-    found = ranks.gather(mine)
+    found = ranks.all_gather_json(mine)
     return {name: largest_of(values[name] for values in found if name in values) for name in needed}
 
 

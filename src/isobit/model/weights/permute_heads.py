@@ -3,7 +3,8 @@
 Where attention has gates, each head's follows its query (Qwen3.5's q_proj). Where a part of each head is rotated, the
 operators that rotate whole halves serve it too: they turn dimension i with i + D / 2, and a model that rotates R of D
 turns i with i + R / 2, so queries and keys have their dimensions in another order, in which the rotated ones are first
-in both halves; the others meet angles of 0 (`Rope.tables`). Scores are sums over the same products, and values keep
+in both halves; the others meet angles of 0 (`Rope.tables`). A model that turns neighbours, i with i + 1, has the even
+ones first in the same way. Scores are sums over the same products, and values keep
 their order.
 """
 
@@ -18,7 +19,7 @@ from isobit.model.weights.stored import Vector
 
 def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Tensor | None]:
     """(queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of the projection."""
-    if rotated == config.head_dim and not config.gated_attention:
+    if rotated == config.head_dim and not config.gated_attention and not config.interleaved:
         return qkv, None
     heads, gate = qkv.unflatten(1, (-1, config.head_dim)), None
     if config.gated_attention:
@@ -26,20 +27,24 @@ def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Te
         query, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
         heads = torch.cat((query, others), dim=1)
     turned, values = heads.tensor_split((config.num_heads + config.num_kv_heads,), dim=1)
-    heads = torch.cat((_in_halves(turned, rotated), values), dim=1)
+    heads = torch.cat((_in_halves(turned, rotated, config.interleaved), values), dim=1)
     return heads.flatten(1), None if gate is None else gate.flatten(1)
 
 
-def arranged_norm(norm: Vector, rotated: int) -> Vector:
+def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
     """The norm of such queries or keys."""
-    working = _in_halves(norm.working, rotated)
-    return norm if working is norm.working else replace(norm, master=_in_halves(norm.master, rotated), working=working)
+    master, working = (_in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working))
+    return norm if working is norm.working else replace(norm, master=master, working=working)
 
 
-def _in_halves(x: Tensor, rotated: int) -> Tensor:
-    """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves."""
-    if rotated == (dim := x.shape[-1]):
+def _in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
+    """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves, those that are turned with
+    each other at the same place of both."""
+    if rotated == (dim := x.shape[-1]) and not interleaved:
         return x
     first, middle = rotated // 2, rotated + (dim - rotated) // 2
-    parts = (slice(0, first), slice(rotated, middle), slice(first, rotated), slice(middle, dim))
+    one, other = slice(0, first), slice(first, rotated)
+    if interleaved:
+        one, other = slice(0, rotated, 2), slice(1, rotated, 2)
+    parts = (one, slice(rotated, middle), other, slice(middle, dim))
     return torch.cat([x[..., part] for part in parts], dim=-1)

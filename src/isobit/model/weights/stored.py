@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.kernels import Kept, Operand, Ops, Prepared, weight_of
 from isobit.precision import QuantSpec, along_rows
 
-NO_MASTER = torch.empty(0)
+FROZEN = torch.empty(0)
 """In the place of a frozen weight's master: no gradient is computed for it."""
 
 

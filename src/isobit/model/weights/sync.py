@@ -43,7 +43,7 @@ class Receiver:
             for (name, buffer), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
                 _check(name, buffer, norm, error)
 
-        masters.shards.ranks.together(check)
+        masters.shards.ranks.run_on_all(check)
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
         """Copy one tensor."""

@@ -1,9 +1,7 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow, each a copy of a run's `metrics.jsonl`.
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow, each a copy of a run's
+`metrics.jsonl` under the same names.
 
-All of them get the same metric names. A tracker runs in its own process, so that nothing it does (import, print,
-raise, hang) affects a step. Imports no tracker's library, and no torch.
+One process follows the file and feeds all of them (`follow.py`), so nothing that they do (import,
+print, raise, hang) affects a step. A tracker is a class of its own module and an entry in
+`settings.py`. Imports no tracker's library, and no torch.
 """
-
-from isobit.monitor.trackers.table import TRACKERS
-
-__all__ = ["TRACKERS"]

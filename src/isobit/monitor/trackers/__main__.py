@@ -1,4 +1,4 @@
-"""`python -m isobit.monitor.trackers`: the process of one tracker, started by a run (`follow.py`)."""
+"""`python -m isobit.monitor.trackers`: the follower of a run, which starts it (`follow.py`)."""
 
 from isobit.monitor.trackers.follow import main
 

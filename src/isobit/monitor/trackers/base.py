@@ -1,7 +1,7 @@
 """The interface of a tracker: open, one row of metrics per step, close.
 
-A tracker is a copy of `metrics.jsonl`, which is written first and is complete without it. Each runs in its own process
-(`process.py`), which reads the file and hands over the rows after the tracker's last one (`follow.py`).
+A tracker is a copy of `metrics.jsonl`, which is written first and is complete without it. The
+follower (`follow.py`) reads the file and hands over the rows after the tracker's last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,13 @@ COMPLETION_COLUMNS = ("step", "prompt", "completion", "reward", "truncated")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run goes in a tracker.
+class TrackedRun:
+    """A run as a tracker sees it.
 
-    `directory`: for what the tracker writes; `settings`: the tracker's own section of the config; `config`: the run's
-    resolved config; `kept`: what an earlier opening of this run asked to keep, empty at the first; `last`: the last
-    step that was handed to the tracker, -1 if none was; `limit_s`: seconds that the end of the run waits.
+    `directory`: for what the tracker writes; `settings`: the tracker's own section of the config;
+    `config`: the run's resolved config; `kept`: what an earlier opening of this run asked to keep,
+    empty at the first; `last`: the last step that was handed to the tracker, -1 if none was;
+    `limit_s`: seconds that the end of the run waits.
     """
 
     directory: Path
@@ -35,8 +36,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Opened:
-    """`last`: the last step that the tracker holds whole, -1 if none; `kept`: what finds the same run in it again,
-    never a secret; `note`: what to tell the user, such as an address."""
+    """`last`: the last step that the tracker holds whole, -1 if none; `kept`: what finds the same
+    run in it again, never a secret; `note`: what to tell the user, such as an address."""
 
     last: int = -1
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -44,20 +45,22 @@ class Opened:
 
 
 class Tracker(Protocol):
-    """One tracker. What its methods raise ends the tracking by it, never the run."""
+    """One tracker, used by one thread. What it raises ends the tracking by it, never the run."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise IsobitError for what can be known to be wrong before a run begins, such as missing credentials."""
+        """Raise IsobitError for what can be known to be wrong before a run begins, such as missing
+        credentials."""
 
-    def open(self, place: Place) -> Opened:
-        """Begin, or go on with, the run that `place.kept` names."""
+    def open(self, run: TrackedRun) -> Opened:
+        """Begin, or go on with, the run that `run.kept` names."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row: finite numbers under the names of `metrics.jsonl`. Returns when a kill can no longer undo it, or as
-        near to that as the tracker comes."""
+        """A row: finite numbers under the names of `metrics.jsonl`. Returns when a kill can no
+        longer undo it, or as near to that as the tracker comes."""
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Completions of the step, under `COMPLETION_COLUMNS`."""
 
     def close(self, exit_code: int) -> None:
-        """Send what is left. `exit_code`: 0 for a finished run, 128 + signal for an interrupted one, else failed."""
+        """Send what is left. `exit_code`: 0 for a finished run, 128 + signal for an interrupted
+        one, else failed."""

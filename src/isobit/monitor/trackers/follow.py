@@ -1,11 +1,14 @@
-"""The process of one tracker: reads a run's `metrics.jsonl` as it grows, and hands its rows to the tracker.
+"""The follower: one process that reads a run's `metrics.jsonl` as it grows, and feeds all trackers.
 
-The file is the queue: nothing is dropped when a tracker is slow, nothing is held in memory, and after a kill or a
-failure the rows that are missing are those after the tracker's last step. That step, and what finds the same run
-again, is kept in `RUN/tracking/NAME.json`.
+The file is the queue: nothing is dropped when a tracker is slow, nothing is held in memory, and
+after a kill or a failure the rows that are missing are those after the tracker's last step. That
+step, and what finds the same run again, is kept for every tracker in `RUN/tracking/state.json`.
+Each tracker has a thread, so one that is slow, hangs or raises holds up no other; one that ends
+the process ends them all, and never the run.
 
-    python -m isobit.monitor.trackers    stdin: a line {"tracker", "run", ...} to begin, a line {"exit_code"} to end
-                                 stdout: lines {"note"} or {"failed"}, then {"done"} or nothing
+    python -m isobit.monitor.trackers
+        stdin: a line {"run", "trackers", ...} to begin, a line {"exit_code"} to end
+        stdout: lines {"tracker", "note" or "failed" or "done"}
 
 If stdin ends without a line, the run was killed: what it has written is handed over all the same.
 """
@@ -13,9 +16,9 @@ If stdin ends without a line, the run was killed: what it has written is handed 
 import fcntl
 import json
 import os
-import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,42 +28,74 @@ from typing import IO, Any
 
 from isobit.data.foreign import check_readable, exists, reason_of
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Place, Tracker
-from isobit.monitor.trackers.table import make_tracker
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, TrackedRun, Tracker
+from isobit.monitor.trackers.settings import make_tracker
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, CompletionTail
 from isobit.run.directory import METRICS, object_in
 from isobit.run.rows import BadRow, metric_row, next_line
 
-TRACKING = "tracking"
+TRACKING, STATE, LOG = "tracking", "state.json", "follower.log"
 _LOOK_EVERY_S = 0.5
 _SPARE_S = 5.0
-"""The run ends this process when its time is over, and says so; a run that was killed cannot, a little later it ends
-itself."""
+"""The run ends this process when its time is over, and says so; a run that was killed cannot, a
+little later it ends itself."""
 _KILLED = 137
 
 
-class Follower:
-    """A tracker that follows the files of a run directory. Use as a context manager."""
+class State:
+    """`state.json`: by tracker the last step sent, and what finds the run in it again."""
 
-    def __init__(self, tracker: Tracker, name: str, run: Path, completions: int) -> None:
-        self.tracker, self.run = tracker, run
-        self.directory = run / TRACKING
-        self._state_file = self.directory / f"{name}.json"
-        self._name = name
-        self._metrics, self._completions = Tail(run / METRICS), CompletionTail(run / COMPLETIONS)
+    def __init__(self, run: Path) -> None:
+        """Raises IsobitError for what no follower has left."""
+        self._path = run / TRACKING / STATE
+        self._lock = threading.Lock()
+        found = object_in(self._path) or {}
+        if exists(self._path) and not (found and all(map(_is_state, found.values()))):
+            raise IsobitError(
+                f"{self._path} cannot be read: it is not what trackers keep; move it away to send the run anew"
+            )
+        self._of = found
+
+    def of(self, name: str) -> dict[str, Any]:
+        """`last` and `kept` of a tracker; empty if it never opened the run."""
+        return dict(self._of.get(name, {}))
+
+    def keep(self, name: str, last: int, kept: Mapping[str, str]) -> None:
+        """Replace a tracker's state, on the disk too."""
+        with self._lock:
+            self._of[name] = {"last": last, "kept": dict(kept)}
+            durable.write_text(self._path, json.dumps(self._of) + "\n")
+
+
+def _is_state(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("last")) is not int:
+        return False
+    kept = value.get("kept")
+    return isinstance(kept, dict) and all(isinstance(each, str) for each in kept.values())
+
+
+class Follower:
+    """A tracker that follows the files of a run directory."""
+
+    def __init__(self, tracker: Tracker, name: str, run: Path, completions: int, state: State) -> None:
+        self.tracker, self.name, self.run = tracker, name, run
+        self._state = state
+        self._metrics = Tail(run / METRICS)
+        self._completions = CompletionTail(run / COMPLETIONS)
         self._rows_wanted = completions
         self._held: dict[str, Any] | None = None
         self.last = -1
         self._kept: Mapping[str, str] = {}
 
-    def open(self, request: Mapping[str, Any]) -> str:
-        """Open the tracker where an earlier process of this run left off; returns its note."""
-        state = read_state(self.run, self._name)
-        fields = {key: request[key] for key in ("project", "name", "group", "settings", "config", "limit_s")}
-        opened = self.tracker.open(Place(self.directory / self._name, **fields, **state))
+    def open(self, request: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+        """Open the tracker where an earlier follower of this run left off; returns its note."""
+        shared = {key: request[key] for key in ("project", "name", "group", "config", "limit_s")}
+        directory = self.run / TRACKING / self.name
+        state = self._state.of(self.name)
+        opened = self.tracker.open(TrackedRun(directory, settings=settings, **shared, **state))
         self.last, self._kept = opened.last, opened.kept
-        self._keep()
+        self._state.keep(self.name, self.last, self._kept)
         return opened.note
 
     def catch_up(self) -> None:
@@ -71,29 +106,27 @@ class Follower:
                 continue
             if self._rows_wanted and (rows := self._rows_of(step)):
                 self.tracker.log_completions(step, rows)
-            self.tracker.log(step, {name: value for name, value in row.items() if value is not None})
+            self.tracker.log(step, {name: v for name, v in row.items() if v is not None})
             self.last = step
-            self._keep()
+            self._state.keep(self.name, self.last, self._kept)
 
     def _rows_of(self, step: int) -> list[list[Any]]:
-        """The first completions of a step, which are in their file before the step's metrics are."""
+        """The first completions of a step, which are in their file before the step's metrics."""
         found: list[list[Any]] = []
         while (row := self._held or next(self._completions, None)) is not None:
             self._held = None
             if row["step"] > step:
                 self._held = row
                 break
-            if row["step"] == step and len(found) < self._rows_wanted and isinstance(row.get("completion"), str):
+            whole = row["step"] == step and isinstance(row.get("completion"), str)
+            if whole and len(found) < self._rows_wanted:
                 found.append([row.get(column) for column in COMPLETION_COLUMNS])
         return found
 
-    def _keep(self) -> None:
-        durable.write_text(self._state_file, json.dumps({"last": self.last, "kept": dict(self._kept)}) + "\n")
-
 
 class Tail(Iterator[dict[str, Any]]):
-    """The rows of a metrics.jsonl that grows; stops at a line that is not whole yet, and goes on from there. What is no
-    row is left out."""
+    """The rows of a metrics.jsonl that grows; stops at a line that is not whole yet, and goes on
+    from there. What is no row is left out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,95 +147,93 @@ class Tail(Iterator[dict[str, Any]]):
         raise StopIteration
 
 
-def read_state(run: Path, name: str) -> dict[str, Any]:
-    """`last` and `kept` of a tracker, as an earlier process left them; empty if none did. Raises IsobitError for what
-    no process has left."""
-    path = run / TRACKING / f"{name}.json"
-    if not exists(path):
-        return {}
-    found = object_in(path) or {}
-    last, kept = found.get("last"), found.get("kept")
-    if type(last) is not int or not isinstance(kept, dict) or not all(isinstance(v, str) for v in kept.values()):
-        raise IsobitError(f"{path} cannot be read: it is not what a tracker keeps; move it away to send the run anew")
-    return {"last": last, "kept": kept}
+class _Replies:
+    """What the run is told, from any thread; the log has it too."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what libraries print goes to the log, not between the replies
+        self._lock = threading.Lock()
+
+    def say(self, **values: object) -> None:
+        line = json.dumps(values)
+        with self._lock, suppress(BrokenPipeError):  # the run was killed
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=sys.stderr, flush=True)
+            self._file.write(line + "\n")
+
+
+class _Feed(threading.Thread):
+    """The thread of one tracker. `over` is set when the run has ended; then `exit_code` is too."""
+
+    def __init__(self, name: str, request: Mapping[str, Any], state: State, say: Callable[..., None]) -> None:
+        super().__init__(daemon=True)
+        self.tracker, self._request, self._state, self._say = name, request, state, say
+        self.over = threading.Event()
+        self.exit_code = 0
+        self.failed = False
+
+    def run(self) -> None:
+        try:
+            self._feed()
+        # Whatever a tracker's library raises (each has exceptions of its own, and those of its
+        # HTTP client) ends this tracker and nothing else; the log gets the traceback.
+        except Exception as error:
+            self.failed = True
+            sys.excepthook(*sys.exc_info())
+            self._say(tracker=self.tracker, failed=_told(error))
+
+    def _feed(self) -> None:
+        request = self._request
+        run, settings = Path(request["run"]), request["trackers"][self.tracker]
+        tracker = make_tracker(self.tracker)
+        follower = Follower(tracker, self.tracker, run, request["completions"], self._state)
+        if note := follower.open(request, settings):
+            self._say(tracker=self.tracker, note=note)
+        while not self.over.wait(_LOOK_EVERY_S):
+            follower.catch_up()
+        follower.catch_up()
+        tracker.close(self.exit_code)
+        self._say(tracker=self.tracker, done=follower.last)
 
 
 def main() -> None:
     """The process: see the module."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which says when it ends
         signal.signal(number, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log, not between the replies
-
-    def say(**values: object) -> None:
-        line = json.dumps(values)
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=sys.stderr, flush=True)
-        with suppress(BrokenPipeError):  # the run was killed; the log has it
-            replies.write(line + "\n")
-
+    replies, request = _Replies(), json.loads(sys.stdin.readline())
     try:
-        _serve(say)
-    # Whatever a tracker's library raises (each has exceptions of its own, and those of its HTTP client) ends this
-    # process and nothing else; the run is told in one line, the log gets the traceback.
-    except Exception as error:
-        sys.excepthook(*sys.exc_info())
-        text = str(error).strip().splitlines()
-        kind = "" if isinstance(error, IsobitError) else f"{type(error).__name__}: "
-        say(failed=f"{kind}{text[0] if text else 'no message'}")
+        with _lock(Path(request["run"]) / TRACKING / "lock", request["limit_s"]):
+            failed = _follow(request, replies.say)
+    except IsobitError as error:
+        for name in request["trackers"]:
+            replies.say(tracker=name, failed=_told(error))
+        failed = True
+    if failed:
         sys.stderr.flush()
         os._exit(1)  # not through the exit handlers of a library that has just failed
 
 
-def _serve(say: Callable[..., None]) -> None:
-    lines = _Lines()
-    request = lines.wait()
-    assert request is not None
-    name, run = request["tracker"], Path(request["run"])
-    follower = Follower(make_tracker(name), name, run, request["completions"])
-    with _lock(run / TRACKING / f"{name}.lock", request["limit_s"]):
-        note = follower.open(request)
-        if note:
-            say(note=note)
-        while (end := lines.poll(_LOOK_EVERY_S)) is None:
-            follower.catch_up()
-        signal.signal(signal.SIGALRM, _give_up)
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _SPARE_S)
-        follower.catch_up()
-        follower.tracker.close(end.get("exit_code", _KILLED))
-    say(done=follower.last)
-
-
-class _Lines:
-    """Objects from stdin, one a line."""
-
-    def __init__(self) -> None:
-        self._received = b""
-
-    def wait(self) -> dict[str, Any] | None:
-        while (line := self.poll(None)) is None:
-            pass
-        return line
-
-    def poll(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next line; {} at the end of stdin; None if there is nothing within the time."""
-        if b"\n" not in self._received:
-            if not select.select([0], [], [], timeout_s)[0]:
-                return None
-            part = os.read(0, 1 << 16)
-            if not part:
-                return {}
-            self._received += part
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        found: dict[str, Any] = json.loads(line)
-        return found
+def _follow(request: Mapping[str, Any], say: Callable[..., None]) -> bool:
+    """Feed all trackers until the run has ended. Whether any of them failed."""
+    state = State(Path(request["run"]))
+    feeds = [_Feed(name, request, state, say) for name in request["trackers"]]
+    for feed in feeds:
+        feed.start()
+    line = sys.stdin.readline()  # no whole one: the run was killed
+    exit_code = json.loads(line)["exit_code"] if line.endswith("\n") else _KILLED
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _SPARE_S)
+    for feed in feeds:
+        feed.exit_code = exit_code
+        feed.over.set()
+    for feed in feeds:
+        feed.join()
+    return any(feed.failed for feed in feeds)
 
 
 @contextmanager
 def _lock(path: Path, limit_s: float) -> Iterator[None]:
-    """Exclusive use of a tracker's run; a process that a killed run left behind is waited for."""
+    """One follower of a run; one that a killed run left behind is waited for."""
     until = time.monotonic() + limit_s
     with path.open("w") as file:
         while True:
@@ -211,9 +242,16 @@ def _lock(path: Path, limit_s: float) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > until:
-                    raise IsobitError("another process is sending this run to it") from None
+                    raise IsobitError("another process is sending this run to trackers") from None
                 time.sleep(0.1)
         yield
+
+
+def _told(error: Exception) -> str:
+    """An exception in one line."""
+    text = str(error).strip().splitlines()
+    kind = "" if isinstance(error, IsobitError) else f"{type(error).__name__}: "
+    return f"{kind}{text[0] if text else 'no message'}"
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 
 _MOST_PARAMETERS = 100  # MLflow's limit of one call
 _LONGEST_VALUE = 6000
@@ -31,34 +31,34 @@ class MLflow:
         if re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri) and importlib.util.find_spec("sqlalchemy") is None:
             raise IsobitError("tracking.mlflow.uri: a database needs the whole of MLflow; pip install mlflow")
 
-    def open(self, place: Place) -> Opened:
+    def open(self, run: TrackedRun) -> Opened:
         """Begin the run, or go on with the one whose id was kept."""
-        uri = place.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
-            uri = place.directory.resolve().as_uri()
+            uri = run.directory.resolve().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(uri)
-        if place.kept:
-            self._run_id = place.kept["run_id"]
+        if run.kept:
+            self._run_id = run.kept["run_id"]
             self._client.update_run(self._run_id, "RUNNING")
             names = self._client.get_run(self._run_id).data.metrics
             for name in names:
                 history = self._client.get_metric_history(self._run_id, name)
                 self._last[name] = max(metric.step for metric in history)
             # the row of the last step may be in part: it is given again, and `log` leaves out what is there
-            return Opened(max(self._last.values(), default=0) - 1, place.kept)
-        experiment = self._client.get_experiment_by_name(place.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(place.project)
-        tags = {} if place.group is None else {"group": place.group}
-        self._run_id = self._client.create_run(number, run_name=place.name, tags=tags).info.run_id
-        values = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flat(place.config)]
+            return Opened(max(self._last.values(), default=0) - 1, run.kept)
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        tags = {} if run.group is None else {"group": run.group}
+        self._run_id = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
+        values = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flat(run.config)]
         for first in range(0, len(values), _MOST_PARAMETERS):
             self._client.log_batch(self._run_id, params=values[first : first + _MOST_PARAMETERS])
-        return Opened(-1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {place.project}")
+        return Opened(-1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {run.project}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One batch a row."""

@@ -1,7 +1,7 @@
-"""The run's side of tracking: starts one process per tracker, passes its messages on, ends it.
+"""The run's side of tracking: starts the follower, passes its messages on, ends it.
 
-Nothing here waits for a tracker while steps are made: the processes read `metrics.jsonl` themselves. Only the end of
-the run waits, `close_s` seconds at most.
+Nothing here waits for a tracker while steps are made: the follower reads `metrics.jsonl` itself
+(`follow.py`). Only the end of the run waits, `close_s` seconds at most.
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import isobit
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.follow import TRACKING, read_state
-from isobit.monitor.trackers.table import make_tracker
+from isobit.monitor.trackers.follow import LOG, TRACKING, State
+from isobit.monitor.trackers.settings import make_tracker
 from isobit.rewards.interpreter import module_command
 from isobit.run.directory import METRICS, read_jsonl
 
@@ -26,7 +26,8 @@ _INTERRUPTED = 130
 
 
 def check_trackers(settings: Mapping[str, Any]) -> None:
-    """Raises IsobitError for what is wrong before a run begins: a library that is not installed, no credentials."""
+    """Raises IsobitError for what is wrong before a run begins: a library that is not installed,
+    no credentials."""
     for name in settings["trackers"]:
         make_tracker(name).check(settings.get(name, {}))
 
@@ -34,8 +35,9 @@ def check_trackers(settings: Mapping[str, Any]) -> None:
 class Trackers:
     """The trackers of an open run. Use as a context manager.
 
-    `settings` is the config's `tracking` section, `config` the whole of it, both as plain values. `exit_code` is asked
-    when the run ends without an exception. `say` shows a line that is of interest, such as an address.
+    `settings` is the config's `tracking` section, `config` the whole of it, both as plain values.
+    `exit_code` is asked when the run ends without an exception. `say` shows a line that is of
+    interest, such as an address.
     """
 
     def __init__(
@@ -48,79 +50,49 @@ class Trackers:
     ) -> None:
         self._settings, self._config, self._run = settings, config, run
         self._exit_code, self._say = exit_code, say
-        self._processes: list[_TrackerProcess] = []
+        self._open = list(settings["trackers"])
+        """Trackers that have neither failed nor got everything."""
+        self.failed = False
+        self._received = b""
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Trackers":
-        for name in self._settings["trackers"]:
-            request = {
-                "tracker": name,
+        if not self._open:
+            return self
+        try:
+            for name in self._open:
+                (self._run / TRACKING / name).mkdir(parents=True, exist_ok=True)
+            self._process = self._start()
+        except OSError as error:
+            self._fail_all(f"cannot start its process: {error.strerror}")
+            return self
+        os.set_blocking(self._out.fileno(), False)
+        self._tell(
+            {
                 "run": str(self._run),
                 "project": self._settings["project"],
                 "name": self._settings["name"] or self._run.resolve().name,
                 "group": self._settings["group"],
                 "completions": self._settings["completions"],
                 "limit_s": self._settings["close_s"],
-                "settings": self._settings.get(name, {}),
+                "trackers": {name: self._settings.get(name, {}) for name in self._open},
                 "config": self._config,
             }
-            self._processes.append(_TrackerProcess(name, self._run, request, self._say))
+        )
         return self
 
-    def poll(self) -> None:
-        """Pass on what the processes have said. Returns at once."""
-        for process in self._processes:
-            process.poll()
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Of the trackers' processes, each of which leads a session of its own."""
-        return [process.id for process in self._processes if process.id is not None]
-
-    @property
-    def failed(self) -> bool:
-        """Whether any tracker has not got everything."""
-        return any(process.failed for process in self._processes)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for process in self._processes:
-            process.end(self._exit_code() if kind is None else 1)
-        until = time.monotonic() + self._settings["close_s"]
-        for process in self._processes:
-            process.wait(until)
-
-
-class _TrackerProcess:
-    """One tracker's process, whose log is `RUN/tracking/NAME.log`. It is told what to do on stdin, and answers on
-    stdout."""
-
-    def __init__(self, name: str, run: Path, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        self.name, self._run, self._say = name, run, say
-        self._received = b""
-        self._over = self.failed = False
-        self._process: subprocess.Popen[bytes] | None = None
+    def _start(self) -> "subprocess.Popen[bytes]":
         source = str(Path(isobit.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        try:
-            (run / TRACKING / name).mkdir(parents=True, exist_ok=True)
-            with (run / TRACKING / f"{name}.log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    module_command("isobit.monitor.trackers"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,  # Ctrl-C in the terminal is the run's
-                )
-        except OSError as error:
-            self._failed(f"cannot start its process: {error.strerror}")
-            return
-        os.set_blocking(self._out.fileno(), False)
-        self._tell(request)
-
-    @property
-    def id(self) -> int | None:
-        """The process id; None if it could not be started."""
-        return None if self._process is None else self._process.pid
+        with (self._run / TRACKING / LOG).open("ab") as log:
+            return subprocess.Popen(
+                module_command("isobit.monitor.trackers"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C in the terminal is the run's
+            )
 
     @property
     def _out(self) -> IO[bytes]:
@@ -129,8 +101,8 @@ class _TrackerProcess:
         return self._process.stdout
 
     def poll(self) -> None:
-        """Read what it has said so far."""
-        if self._process is None or self._over:
+        """Pass on what the follower has said so far. Returns at once."""
+        if self._process is None or not self._open:
             return
         ended = self._process.poll() is not None
         with suppress(BlockingIOError):
@@ -139,35 +111,31 @@ class _TrackerProcess:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             self._heard(json.loads(line))
-        if ended and not self._over:
-            self._failed(f"its process ended unexpectedly ({self._process.returncode})")
+        if ended:
+            self._fail_all(f"its process ended unexpectedly ({self._process.returncode})")
 
     def _heard(self, message: Mapping[str, Any]) -> None:
+        name = message["tracker"]
         if "note" in message:
-            self._say(f"{self.name}: {message['note']}")
+            self._say(f"{name}: {message['note']}")
         elif "failed" in message:
-            self._failed(message["failed"])
+            self._fail(name, message["failed"])
         else:
-            self._over = True
+            self._open.remove(name)
 
-    def end(self, exit_code: int) -> None:
-        """Tell it that the run is over."""
-        if self._process is not None:
-            self._tell({"exit_code": exit_code})
-
-    def wait(self, until: float) -> None:
-        """Give it until then to send what is left, and end it."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._process is None:
             return
-        while not self._over and time.monotonic() < until:
+        self._tell({"exit_code": self._exit_code() if kind is None else 1})
+        until = time.monotonic() + self._settings["close_s"]
+        while self._open and time.monotonic() < until:
             self.poll()
             time.sleep(0.01)
-        if not self._over:
-            self._failed("the time to send what is left (tracking.close_s) is over")
+        self._fail_all("the time to send what is left (tracking.close_s) is over")
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # also what the library has started
+            os.killpg(self._process.pid, signal.SIGKILL)  # also what libraries have started
             self._process.wait()
         self._out.close()
 
@@ -178,22 +146,28 @@ class _TrackerProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _failed(self, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
+        for name in list(self._open):
+            self._fail(name, reason)
+
+    def _fail(self, name: str, reason: str) -> None:
         """Said once, on stderr, also with --quiet; nothing more is sent to it."""
-        self._over = self.failed = True
+        self._open.remove(name)
+        self.failed = True
         last = -1
         with suppress(IsobitError):
-            last = read_state(self._run, self.name).get("last", -1)
+            last = State(self._run).of(name).get("last", -1)
         sent = "nothing was sent to it" if last < 0 else f"it has the run up to step {last}"
         print(
-            f"isobit: tracker {self.name}: {reason}; {sent}; `isobit track {self._run}` sends the rest",
+            f"isobit: tracker {name}: {reason}; {sent}; `isobit track {self._run}` sends the rest",
             file=sys.stderr,
             flush=True,
         )
 
 
 def send_run(run: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Bring the trackers of a run that is over up to date. Returns an exit code: 1 if one did not take everything.
+    """Bring the trackers of a run that is over up to date. Returns an exit code: 1 if one did not
+    take everything.
 
     Raises IsobitError as `check_trackers` does.
     """

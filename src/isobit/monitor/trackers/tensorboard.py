@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -21,20 +21,20 @@ class TensorBoard:
     def check(self, settings: Mapping[str, Any]) -> None:
         """Nothing can be wrong before it is opened."""
 
-    def open(self, place: Place) -> Opened:
+    def open(self, run: TrackedRun) -> Opened:
         """A new event file; see the module."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(place.directory))
-        if place.last >= 0:
+        self._writer = EventFileWriter(str(run.directory))
+        if run.last >= 0:
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=place.last + 1, session_log=start))
+            self._writer.add_event(Event(wall_time=time.time(), step=run.last + 1, session_log=start))
         else:
-            text = json.dumps(place.config, indent=1, ensure_ascii=False)
+            text = json.dumps(run.config, indent=1, ensure_ascii=False)
             self._add(0, _text("config", "\n".join(f"    {line}" for line in text.splitlines())))
         self._writer.flush()
-        return Opened(place.last, note=f"tensorboard --logdir {place.directory}")
+        return Opened(run.last, note=f"tensorboard --logdir {run.directory}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One event a row."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 
 
 class Trackio:
@@ -26,30 +26,30 @@ class Trackio:
         if get_token() is None:
             raise IsobitError("tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`")
 
-    def open(self, place: Place) -> Opened:
+    def open(self, run: TrackedRun) -> Opened:
         """Begin the run, or go on with the one of its name."""
-        directory = place.settings["dir"] or os.environ.get("TRACKIO_DIR") or str(place.directory)
+        directory = run.settings["dir"] or os.environ.get("TRACKIO_DIR") or str(run.directory)
         os.environ["TRACKIO_DIR"] = directory  # trackio reads it once, when it is imported
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
         self._run = trackio.init(
-            project=place.project,
-            name=place.name,
-            group=place.group,
-            space_id=place.settings["space_id"],
-            config=dict(place.config),
-            resume="must" if place.kept else "never",
+            project=run.project,
+            name=run.name,
+            group=run.group,
+            space_id=run.settings["space_id"],
+            config=dict(run.config),
+            resume="must" if run.kept else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        if place.kept and self._run.id != place.kept["id"]:
-            raise IsobitError(f"another run was named {place.name!r} since; give each its own tracking.name")
-        last: int | None = place.last
-        if place.settings["space_id"] is None and place.kept:
-            last = SQLiteStorage.get_max_step_for_run(place.project, place.name, run_id=self._run.id)
-        note = place.settings["space_id"] or f"TRACKIO_DIR={directory} trackio show --project {place.project}"
+        if run.kept and self._run.id != run.kept["id"]:
+            raise IsobitError(f"another run was named {run.name!r} since; give each its own tracking.name")
+        last: int | None = run.last
+        if run.settings["space_id"] is None and run.kept:
+            last = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=self._run.id)
+        note = run.settings["space_id"] or f"TRACKIO_DIR={directory} trackio show --project {run.project}"
         return Opened(-1 if last is None else last, {"id": self._run.id}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

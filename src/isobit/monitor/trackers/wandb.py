@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 from isobit.rewards.interpreter import module_command
 
 _NO_CREDENTIALS = (
@@ -40,30 +40,30 @@ class WeightsAndBiases:
         if not known:
             raise IsobitError(_NO_CREDENTIALS)
 
-    def open(self, place: Place) -> Opened:
+    def open(self, run: TrackedRun) -> Opened:
         """Begin the run, or go on with the one of the id that was kept."""
         import wandb
 
-        identity = place.kept.get("id") or uuid.uuid4().hex[:8]
-        directory = Path(os.environ.get("WANDB_DIR", place.directory))
+        identity = run.kept.get("id") or uuid.uuid4().hex[:8]
+        directory = Path(os.environ.get("WANDB_DIR", run.directory))
         earlier = sorted(directory.glob(f"wandb/offline-run-*-{identity}"))
         self._run = wandb.init(
-            project=place.project,
-            entity=place.settings["entity"],
-            name=place.name,
-            group=place.group,
-            tags=list(place.settings["tags"]),
-            mode=place.settings["mode"],
-            config=dict(place.config),
+            project=run.project,
+            entity=run.settings["entity"],
+            name=run.name,
+            group=run.group,
+            tags=list(run.settings["tags"]),
+            mode=run.settings["mode"],
+            config=dict(run.config),
             dir=str(directory),
             id=identity,
             resume="allow",
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=place.limit_s),
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=run.limit_s),
         )
         if self._run.resumed:
             last = self._run.starting_step - 1
         else:
-            last = max((_last_step(path) for path in earlier), default=place.last)
+            last = max((_last_step(path) for path in earlier), default=run.last)
         note = self._run.url or f"wandb sync {directory}/wandb/offline-run-*-{identity}"
         return Opened(last, {"id": identity}, note)
 

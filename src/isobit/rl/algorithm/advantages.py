@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group
 
 _EPS = 1e-6
@@ -33,7 +33,7 @@ class AdvantageInputs:
     rewards: Sequence[Sequence[float | None]]
     penalties: Sequence[Sequence[Sequence[float]]]
     groups: Sequence[Group]
-    settings: Objective
+    settings: ResolvedObjective
 
     def totals(self) -> list[list[float | None]]:
         """Rewards less the penalties of all tokens."""

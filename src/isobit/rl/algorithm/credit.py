@@ -7,7 +7,7 @@ from typing import Any
 
 from isobit.rl.algorithm.advantages import Advantage, AdvantageInputs, Advantages, has_spread, overlong_penalty
 from isobit.rl.algorithm.functions import advantage_function
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_to_json
 
 
@@ -19,7 +19,7 @@ class StepBatch:
     wanted: int
     dynamic: bool = False
     rounds_left: int = 1
-    objective: Objective = field(default_factory=Objective)
+    objective: ResolvedObjective = field(default_factory=ResolvedObjective)
     groups: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
     dropped: int = 0
@@ -30,6 +30,11 @@ class StepBatch:
     def missing(self) -> int:
         """How many more groups to roll out now."""
         return self.wanted - len(self.groups) if self.rounds_left > 0 else 0
+
+    @property
+    def learned_from(self) -> list[Group]:
+        """The groups that a step learns from, replayed ones at the end."""
+        return [*self.groups, *self.replayed]
 
     def carry_over(self, groups: Sequence[Group]) -> None:
         """Begin with what an earlier step left."""
@@ -58,7 +63,7 @@ class StepBatch:
         self.surplus += kept[room:]
 
 
-def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[Advantage]]:
+def assign_credit(groups: Sequence[Group], objective: ResolvedObjective) -> tuple[list[Sample], list[Advantage]]:
     """The samples that can be learned from and their advantages, each one number or one for each trained token;
     unscored samples are left out.
 
@@ -74,14 +79,14 @@ def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[S
     return samples, advantages
 
 
-def teaches(group: Group, objective: Objective) -> bool:
+def teaches(group: Group, objective: ResolvedObjective) -> bool:
     """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any function."""
     if not objective.decoupled_rewards:
         return has_spread([s.reward for s in group])
     return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
 
 
-def _advantages(groups: Sequence[Group], objective: Objective) -> Advantages:
+def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advantages:
     """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight (after GDPO, Liu et
     al. 2026, arXiv 2601.05242, without its normalization over the batch), with what shapes the reward as one more of
     weight 1.
@@ -124,12 +129,12 @@ def _plus(reward: float | None, extra: float) -> float | None:
     return None if reward is None else reward + extra
 
 
-def _overlong(sample: Sample, objective: Objective) -> float:
+def _overlong(sample: Sample, objective: ResolvedObjective) -> float:
     limit, buffer = objective.max_new_tokens, objective.overlong_buffer
     return overlong_penalty(sample.num_trained, limit, buffer, objective.overlong_penalty)
 
 
-def _charged(sample: Sample, objective: Objective) -> tuple[float, ...]:
+def _charged(sample: Sample, objective: ResolvedObjective) -> tuple[float, ...]:
     """What the KL to the reference takes from each trained token."""
     if not objective.kl_in_reward or sample.reward is None:
         return (0.0,) * sample.num_trained

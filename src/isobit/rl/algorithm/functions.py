@@ -29,7 +29,7 @@ from isobit.rl.algorithm.advantages import (
     rloo,
 )
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import Objective, ResolvedObjective
 from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_baseline
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -92,14 +92,14 @@ def digests(objective: Objective) -> dict[str, list[str]]:
     return found
 
 
-def check_functions(objective: Objective) -> None:
+def check_functions(objective: ResolvedObjective) -> None:
     """Raise IsobitError for a loss or an advantage that cannot be found, or a loss that cannot be split."""
     advantage_function(objective.advantage)
     if objective.loss not in LOSSES:
         check_split(loss_function(objective.loss), objective, f"{_LOSS} {objective.loss!r}")
 
 
-def check_split(loss: LossFunction, objective: Objective, what: str) -> None:
+def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
     """Raise IsobitError unless the gradient of a batch is that of its micro-batches together, and finite."""
     inputs = _probe(objective)
     whole = _gradient(loss, inputs, what)
@@ -119,7 +119,7 @@ def check_split(loss: LossFunction, objective: Objective, what: str) -> None:
             )
 
 
-def _probe(objective: Objective) -> LossInputs:
+def _probe(objective: ResolvedObjective) -> LossInputs:
     """Made-up tokens of a few sequences: a policy that has moved a little, advantages of both signs."""
     generator = torch.Generator().manual_seed(0)
     count = sum(_PROBED_LENGTHS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 
 _LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
 _SEQUENCE_LIMIT = 10.0  # verl's, of the mean log ratio of a sequence
@@ -46,7 +46,7 @@ class LossInputs:
     sequence: Tensor
     clip_low: float
     clip_high: float
-    settings: Objective
+    settings: ResolvedObjective
     reference_logprobs: Tensor | None = None
 
 
@@ -89,6 +89,11 @@ def cispo(inputs: LossInputs) -> LossOutputs:
 def reinforce(inputs: LossInputs) -> LossOutputs:
     """-A·log policy, no ratio and no clip (NeMo RL's `disable_ppo_ratio`)."""
     return LossOutputs(-inputs.advantages * inputs.policy_logprobs)
+
+
+def cross_entropy(inputs: LossInputs) -> LossOutputs:
+    """-log policy, of given tokens: supervised training's, which knows no advantage."""
+    return LossOutputs(-inputs.policy_logprobs)
 
 
 LOSSES: dict[str, LossFunction] = {"clip": clip, "cispo": cispo, "reinforce": reinforce}

@@ -1,11 +1,11 @@
 """An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
+from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 
@@ -37,7 +37,7 @@ def _is_function(text: str) -> bool:
     return ":" in text and bool(split_reference(text, "function"))
 
 
-Function = Annotated[str, Form("path/to/file.py:function", _is_function)]
+Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 
 
 @dataclass(frozen=True)
@@ -48,78 +48,101 @@ class Objective:
     clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 + clip_high. correction: weights and rejection where
     the policy that sampled differs from the learner's (`correction_rule.py`); recompute_old_logprobs: whether the
     learner computes the log-probabilities of the weights that sampled, before it changes them, or the rollout's own
-    serve. What `auto` becomes for these two depends on the model's precision: `for_precision` sets `rule` and
-    `recompute_old`.
+    serve. What `auto` becomes for these two depends on the model's precision (`for_precision`).
     """
 
-    preset: Annotated[str, OneOf(PRESETS)] = "grpo"
-    advantage: Annotated[Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "or your own: path/to/file.py:function"] = (
+    preset: Annotated[str, OneOf(PRESETS), "a published algorithm, which sets the keys below that are not given"] = (
         "grpo"
     )
-    discount: Annotated[float, above(0), at_most(1), "of later rewards in a token's return; reinforce_pp only"] = 1.0
+    advantage: Annotated[
+        Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "by name, or your own: path/to/file.py:function"
+    ] = "grpo"
+    discount: Annotated[
+        float, above(0), at_most(1), "weight of later rewards in the return of a token; reinforce_pp only"
+    ] = 1.0
     decoupled_rewards: Annotated[
         bool, "compute advantages for each reward function separately and add them by weight (GDPO)"
     ] = False
     loss: Annotated[
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
-        "reinforce: advantage times log-probability, no ratio; or your own: path/to/file.py:function",
+        "by name, or your own: path/to/file.py:function. reinforce: advantage times log-probability, without a ratio",
     ] = "clip"
     ratio: Annotated[
         str,
         OneOf(RATIOS),
-        "one per token; or per sequence, the geometric mean of its tokens' (GSPO) or their product (RLOO)",
+        "the importance ratio: of each token, or of a sequence, as the geometric mean of its tokens' ratios (GSPO) or "
+        "as their product (sequence_sum, RLOO)",
     ] = "token"
-    dual_clip: Annotated[float | None, above(1), "bound of the loss over |A| where A < 0; default: none"] = None
-    loss_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sequence_mean"
-    clip_low: Annotated[float, above(0), at_most(1)] = 0.2
-    clip_high: Annotated[float, above(0)] = 0.2
-    dynamic_sampling: Annotated[bool, "replace groups whose rewards are all equal"] = False
-    max_resamples: Annotated[int, at_least(1), "rollout rounds per step, at most, under dynamic sampling"] = 10
-    overlong_buffer: Annotated[int, at_least(0), "last tokens before the length limit, with a soft penalty; 0: off"] = 0
-    overlong_penalty: Annotated[float, at_least(0)] = 1.0
-    kl_coefficient: Annotated[float, at_least(0)] = 0.0
+    dual_clip: Annotated[
+        float | None, above(1), "largest loss of a token with a negative advantage A, over |A|; default: none"
+    ] = None
+    loss_aggregation: Annotated[
+        str,
+        OneOf(AGGREGATIONS),
+        "the mean over tokens, the mean over completions, or the sum over tokens divided by max_new_tokens (constant)",
+    ] = "sequence_mean"
+    clip_low: Annotated[float, above(0), at_most(1), "the ratio is clipped below 1 minus this"] = 0.2
+    clip_high: Annotated[float, above(0), "the ratio is clipped above 1 plus this"] = 0.2
+    dynamic_sampling: Annotated[
+        bool, "sample other prompts in place of those whose completions all have the same reward"
+    ] = False
+    max_resamples: Annotated[int, at_least(1), "the most rounds of rollouts in one step, under dynamic sampling"] = 10
+    overlong_buffer: Annotated[int, at_least(0), "tokens before the length limit in which the reward sinks; 0: off"] = 0
+    overlong_penalty: Annotated[float, at_least(0), "what the reward has lost at the length limit"] = 1.0
+    kl_coefficient: Annotated[float, at_least(0), "weight of the KL penalty against the reference; 0: none"] = 0.0
     kl_estimator: Annotated[
         Annotated[str, OneOf(KL_ESTIMATORS)] | None,
-        "default: k3 in the loss, k1 in the reward; k3-unbiased: times the ratio, TRL's; low_var_kl: k3, at most 10",
+        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 times the ratio, as in "
+        "TRL; low_var_kl: k3, at most 10",
     ] = None
-    kl_in_reward: Annotated[bool, "take the KL from the reward, token by token; not in the loss"] = False
+    kl_in_reward: Annotated[bool, "subtract the KL from the reward of each token, and leave it out of the loss"] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
-        "auto: the precision preset's; a name; or a custom rule",
+        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of the precision preset",
     ] = "auto"
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
-        "auto: never under a unified precision, whose rollout log-probabilities are the old ones",
+        "whether the learner computes the old log-probabilities; auto: not under a unified precision, where those of "
+        "the rollout are the same",
     ] = "auto"
     router_replay: Annotated[bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"] = (
         False
     )
     router_aux_coefficient: Annotated[
-        float, at_least(0), "mixture of experts: weight of the load-balancing loss of an optimizer batch"
+        float, at_least(0), "mixture of experts: weight of the loss that balances their load in an optimizer batch"
     ] = 0.0
-    shadow_every: Annotated[
-        int, at_least(0), "steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"
-    ] = 0
-    shadow_calibrates_clip: Annotated[bool, "widen the clip so that it clips what BF16 would clip"] = False
-    updates_per_batch: Annotated[int, at_least(1), "optimizer steps per pass over a rollout batch"] = 1
-    epochs: Annotated[int, at_least(1), "passes over a rollout batch"] = 1
-    rule: Internal[CorrectionRule] = CORRECTIONS["none"]
-    """The correction, resolved."""
-    recompute_old: Internal[bool] = False
-    """`recompute_old_logprobs`, resolved."""
-    stale_samples: Internal[bool] = False
-    """Some samples are of older weights, by replay or because rollouts run ahead."""
-    reward_weights: Internal[tuple[tuple[str, float], ...]] = ()
-    """(name, weight) of each reward function."""
-    max_new_tokens: Internal[int] = 128
-    temperature: Internal[float] = 1.0
-    truncation: Internal[tuple[int, float, float, float] | None] = None
-    """Of the sampling, all three; `truncation` is its top-k, top-p, min-p and repetition penalty, if any."""
+    updates_per_batch: Annotated[int, at_least(1), "optimizer steps in one pass over a batch of rollouts"] = 1
+    epochs: Annotated[int, at_least(1), "passes over a batch of rollouts"] = 1
 
     @property
     def estimator(self) -> str:
         """`kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+
+
+@dataclass(frozen=True)
+class ResolvedObjective(Objective):
+    """An objective with what `auto` has become for a model's precision, what the sampling decides, and the rewards that
+    a run has. A learner takes this one, and so do losses and advantages.
+
+    `rule`: the correction. `recompute_old`: whether the learner computes the old log-probabilities. `stale_samples`:
+    some samples are of older weights, by replay or because rollouts run ahead. `reward_weights`: (name, weight) of each
+    reward function. `max_new_tokens`, `temperature` and `filtering` are the sampling's, the last one its top-k, top-p,
+    min-p and repetition penalty, if any.
+    """
+
+    rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
+    recompute_old: NotAnOption[bool] = False
+    stale_samples: NotAnOption[bool] = False
+    reward_weights: NotAnOption[tuple[tuple[str, float], ...]] = ()
+    max_new_tokens: NotAnOption[int] = 128
+    temperature: NotAnOption[float] = 1.0
+    filtering: NotAnOption[tuple[int, float, float, float] | None] = None
+
+    @staticmethod
+    def of(objective: Objective, **values: Any) -> "ResolvedObjective":
+        """An objective with these values, and what is resolved of it already."""
+        return ResolvedObjective(**(vars(objective) | values))
 
 
 OBJECTIVES = {name: Objective(name, **parts) for name, parts in PRESETS.items()}
@@ -130,17 +153,26 @@ _PARTS = {key for parts in PRESETS.values() for key in parts}
 
 
 def with_preset(values: Any) -> Any:
-    """What is given for an objective, over the parts of its preset. A part that is null is not given, as in the
-    config.yaml of runs of isobit 0.1.0, which called the loss `surrogate`. Raises IsobitError for both names."""
+    """What is given for an objective, over the parts of its preset. A part that is null is not
+    given."""
     if not isinstance(values, Mapping):
         return values
-    if values.get("surrogate") is not None and values.get("loss", values["surrogate"]) != values["surrogate"]:
-        raise IsobitError("surrogate is the old name of loss: give one of them")
-    named = {"loss" if key == "surrogate" else key: value for key, value in values.items()}
-    given = {key: value for key, value in named.items() if value is not None or key not in _PARTS}
+    values = _without_shadow_passes(values)
+    given = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
     preset = given.get("preset", "grpo")
     parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return parts | given
+
+
+def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys of what left, where they do nothing. Raises IsobitError where they would."""
+    left = ("shadow_every", "shadow_calibrates_clip")
+    for key in left:
+        if values.get(key):
+            raise IsobitError(
+                f"algorithm.{key}: shadow passes have left isobit (docs/decisions/learning.md): leave the key out"
+            )
+    return {key: value for key, value in values.items() if key not in left}
 
 
 def without_preset(values: Any) -> Any:
@@ -162,8 +194,9 @@ def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurre
     return wanted and not recurrent and not of_all_rows
 
 
-def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:
-    """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
+def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> ResolvedObjective:
+    """What `auto` is under a precision: its default correction; no recomputation where rollout and learner share
+    a flow.
 
     `stale`: samples may be of older weights, so that even under one flow there is something to recompute and, by token
     TIS, to correct.
@@ -175,4 +208,4 @@ def for_precision(objective: Objective, precision: "Precision", *, stale: bool =
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
-    return replace(objective, rule=correction, recompute_old=recompute, stale_samples=stale)
+    return ResolvedObjective.of(objective, rule=correction, recompute_old=recompute, stale_samples=stale)

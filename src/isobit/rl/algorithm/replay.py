@@ -41,6 +41,10 @@ class ReplayBuffer:
         self.settings, self.seed = settings, seed
         self.groups: list[Group] = []
 
+    def restore(self, groups: Iterable[Group]) -> None:
+        """Those of a run that goes on."""
+        self.groups = list(groups)
+
     def add(self, groups: Iterable[Group]) -> None:
         """Keep groups that teach something; the oldest make room."""
         if self.settings.capacity:

@@ -70,7 +70,7 @@ class Sample:
             given["completion_mask"] = tuple(given["completion_mask"])
         if (distance := given.get("reference_kl")) is not None:
             if not isinstance(distance, list):
-                raise IsobitError("reference_kl is of a whole completion, as isobit 0.1.0 recorded it: begin a new run")
+                raise IsobitError(f"reference_kl: expected a list of numbers, got {distance!r:.80}")
             given["reference_kl"] = tuple(distance)
         return Sample(**given)
 

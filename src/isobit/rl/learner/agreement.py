@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.model import Model
 from isobit.rl.algorithm.correction_rule import CORRECTIONS
 from isobit.rl.algorithm.mismatch import differing_places
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 
 Compared = tuple[Sample, Tensor, Tensor]
@@ -61,7 +61,7 @@ def require_agreement(compared: Sequence[Compared], batch: Sequence[Sample]) -> 
         raise Disagreement(differing, sum(len(learner) for _, _, learner in compared), first, batch)
 
 
-def corrected(objective: Objective) -> Objective:
+def corrected(objective: ResolvedObjective) -> ResolvedObjective:
     """The objective for a batch that disagrees: old log-probabilities are recomputed, and tokens weighed by the given
     correction, or by token TIS, which is the default of flows with two engines."""
     rule = objective.rule if objective.rule.active else CORRECTIONS["token_tis"]

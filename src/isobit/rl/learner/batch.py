@@ -10,10 +10,12 @@ from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import correct, correction_metrics, step_metrics
 from isobit.rl.algorithm.loss import LossInputs, token_weights
 from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.agreement import Compared, require_agreement
-from isobit.rl.learner.zero_advantage import idle_samples
+from isobit.rl.learner.agreement import Compared
+from isobit.rl.learner.schedule import Update
+from isobit.rl.learner.totals import Totals
+from isobit.rl.learner.zero_advantage import zero_advantage_samples
 
 SampleKey = tuple[int, int]
 
@@ -23,77 +25,90 @@ class TrainingBatch:
     """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
 
     `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
-    `idle`: whether it teaches nothing. `known`: the samples whose `old` are the learner's, not the rollout's.
-    `kept`, bool: the tokens that are averaged over, if not all are.
+    `zero`: whether its advantage is 0, so that it teaches nothing. `known`: the samples whose `old` are the learner's,
+    not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are. `comparable_tokens`: trained
+    tokens of fresh samples.
     """
 
-    objective: Objective
+    objective: ResolvedObjective
     samples: Sequence[Sample]
     advantages: Sequence[Tensor]
     rollout: Sequence[Tensor]
     old: Sequence[Tensor]
     fresh: Sequence[bool]
-    idle: Sequence[bool]
+    zero: Sequence[bool]
+    comparable_tokens: int
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
     importance: Sequence[Tensor] | None = None
     kept: Sequence[Tensor] | None = None
 
-    def has_tokens(self, part: Sequence[int]) -> bool:
-        return any(len(self.rollout[i]) for i in part)
-
-    def rejected(self, part: Sequence[int]) -> bool:
-        """Whether the correction left nothing of these samples."""
-        return self.importance is not None and not any(bool(self.importance[i].any()) for i in part)
+    def given(
+        self, old: Mapping[int, Tensor] | None, reference: Sequence[Tensor] | None
+    ) -> "tuple[TrainingBatch, dict[str, float]]":
+        """The batch with the log-probabilities of the reference, and the `old` ones that the learner computed, by the
+        index of the sample, at least of all that teach; None: the rollout's own serve. A correction weighs the samples
+        that have them: its metrics."""
+        known = sorted(old or ())
+        rows = [(old or {}).get(i, row) for i, row in enumerate(self.rollout)]
+        batch = replace(self, old=rows, known=known, reference=reference)
+        rule, lengths = self.objective.rule, [len(self.rollout[i]) for i in known]
+        if not rule.active or not any(lengths):
+            return batch, {}
+        correction = correct(rule, _joined(rows, known), _joined(self.rollout, known), lengths)
+        importance = [torch.ones_like(row) for row in self.rollout]
+        kept = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
+        weights, own = correction.weights.split(lengths), correction.kept.split(lengths)
+        for place, i in enumerate(known):
+            importance[i], kept[i] = weights[place], own[place]
+        counts = kept if rule.denominator == "kept" else None
+        corrected = replace(batch, importance=importance, kept=counts)
+        everything = range(len(self.samples))
+        before, after = (each.weights_of(everything) for each in (batch, corrected))
+        sizes = [before[i] for i in known], [after[i] for i in known]
+        step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
+        return corrected, correction_metrics(correction) | step
 
     def weights_of(self, part: Sequence[int]) -> list[float]:
         """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
         counted = [len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part]
         return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
 
-    def loss_inputs(
-        self,
-        chosen: Sequence[int],
-        weights: Sequence[float],
-        logprobs: Tensor,
-        entropy: Tensor,
-        sequence: Tensor,
-        clip_bounds: tuple[float, float],
-    ) -> LossInputs:
-        """Of the samples `chosen`, whose tokens weigh `weights`, and the policy's forward over them."""
-        token_weight = torch.tensor(weights)[sequence]
-        if self.kept is not None:
-            token_weight = token_weight * _joined(self.kept, chosen)
-        return LossInputs(
-            policy_logprobs=logprobs,
-            old_logprobs=_joined(self.old, chosen),
-            rollout_logprobs=_joined(self.rollout, chosen),
+    def optimizer_batch(self, update: Update) -> "OptimizerBatch | None":
+        """The tensors of an update, micro-batch by micro-batch; None where the correction left nothing of it."""
+        part = update.part
+        if self.importance is not None and not any(bool(self.importance[i].any()) for i in part):
+            return None
+        weights = dict(zip(part, self.weights_of(part)))
+        inputs = [self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches]
+        return OptimizerBatch(self.objective, self.samples, update, inputs, self._sizes(update))
+
+    def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
+        """Of a micro-batch, whose samples' tokens have these weights in the loss."""
+        return TokenInputs(
+            self.objective,
+            torch.tensor(list(weights)),
             advantages=_joined(self.advantages, chosen),
-            importance_weights=torch.ones_like(entropy)
-            if self.importance is None
-            else _joined(self.importance, chosen),
-            token_weights=token_weight,
-            entropy=entropy,
-            sequence=sequence,
-            clip_low=clip_bounds[0],
-            clip_high=clip_bounds[1],
-            settings=self.objective,
-            reference_logprobs=None if self.reference is None else _joined(self.reference, chosen),
+            old=_joined(self.old, chosen),
+            rollout=_joined(self.rollout, chosen),
+            reference=None if self.reference is None else _joined(self.reference, chosen),
+            importance=None if self.importance is None else _joined(self.importance, chosen),
+            kept=None if self.kept is None else _joined(self.kept, chosen),
         )
 
-    def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
-        """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
-        `part`: all samples of the optimizer step."""
-        require_agreement(self.compared(found), [self.samples[i] for i in part])
+    def _sizes(self, update: Update) -> Totals:
+        """How many tokens there are, and how many of them are left out."""
+        samples, parts = self.samples, update.micro_batches
+        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in parts for i in part}
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in update.zero_advantage_samples),
+        )
 
-    def compared(self, found: Mapping[int, Tensor]) -> list[Compared]:
-        """Fresh samples with the rollout's log-probabilities and those that were `found`, by index."""
-        return [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
-
-    @property
-    def comparable_tokens(self) -> int:
-        """Trained tokens of fresh samples."""
-        return sum(len(row) for row, fresh in zip(self.rollout, self.fresh) if fresh)
+    def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
+        """Fresh samples, by index, with the rollout's log-probabilities and those that were `found`."""
+        return {i: (self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]}
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
@@ -102,40 +117,67 @@ class TrainingBatch:
         return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
 
 
+@dataclass(frozen=True, eq=False)
+class TokenInputs:
+    """What a loss is given of a micro-batch beside the policy's forward, [trained tokens]; `weights`: of the tokens of
+    each sample."""
+
+    objective: ResolvedObjective
+    weights: Tensor
+    advantages: Tensor
+    old: Tensor
+    rollout: Tensor
+    reference: Tensor | None
+    importance: Tensor | None
+    kept: Tensor | None
+
+    def with_policy(self, logprobs: Tensor, entropy: Tensor, sequence: Tensor) -> LossInputs:
+        """With the forward of the policy over them; `sequence`: of each token its sample's number."""
+        token_weights = self.weights[sequence]
+        if self.kept is not None:
+            token_weights = token_weights * self.kept
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=self.old,
+            rollout_logprobs=self.rollout,
+            advantages=self.advantages,
+            importance_weights=torch.ones_like(entropy) if self.importance is None else self.importance,
+            token_weights=token_weights,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=self.objective.clip_low,
+            clip_high=self.objective.clip_high,
+            settings=self.objective,
+            reference_logprobs=self.reference,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerBatch:
+    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its micro-batches, and
+    their `sizes`."""
+
+    objective: ResolvedObjective
+    samples: Sequence[Sample]
+    update: Update
+    inputs: Sequence[TokenInputs]
+    sizes: Totals
+
+
 def training_batch(
-    objective: Objective,
+    objective: ResolvedObjective,
     samples: Sequence[Sample],
     advantages: Sequence[Advantage],
     weights_version: int,
-    old: Mapping[int, Tensor] | None,
-    reference: Sequence[Tensor] | None,
-) -> tuple[TrainingBatch, dict[str, float]]:
-    """The batch, and the metrics of its correction. `old`: log-probabilities of the present weights, which are of
-    `weights_version`, by the index of the sample, at least of all that teach; None: the rollout's own serve. A
-    correction weighs the samples that have them."""
+) -> TrainingBatch:
+    """The batch, whose old log-probabilities are the rollout's own; the present weights are of `weights_version`."""
     rollout = rollout_logprobs(samples)
-    fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
-    credit = per_token(samples, advantages)
-    known, given = sorted(old or ()), [(old or {}).get(i, row) for i, row in enumerate(rollout)]
-    idle = idle_samples(objective, credit)
-    batch = TrainingBatch(objective, samples, credit, rollout, given, fresh, idle, known, reference)
-    rule, lengths, everything = objective.rule, [len(rollout[i]) for i in known], range(len(samples))
-    if not rule.active or not any(lengths):
-        return batch, {}
-    correction = correct(rule, _joined(given, known), _joined(rollout, known), lengths)
-    importance = [torch.ones_like(row) for row in rollout]
-    kept = [torch.ones_like(row, dtype=torch.bool) for row in rollout]
-    for i, weights, own in zip(known, correction.weights.split(lengths), correction.kept.split(lengths)):
-        importance[i], kept[i] = weights, own
-    corrected = replace(batch, importance=importance, kept=kept if rule.denominator == "kept" else None)
-    before, after = (each.weights_of(everything) for each in (batch, corrected))
-    sizes = (_joined(credit, known), lengths, [before[i] for i in known], [after[i] for i in known])
-    return corrected, correction_metrics(correction) | step_metrics(correction, *sizes)
-
-
-def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
-    """Of each sample, [trained tokens] float32."""
-    return [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    stale = objective.stale_samples
+    fresh = [not stale or sample.weights_version == weights_version for sample in samples]
+    credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    zero = zero_advantage_samples(objective, credit)
+    comparable = sum(len(row) for row, wanted in zip(rollout, fresh) if wanted)
+    return TrainingBatch(objective, samples, credit, rollout, rollout, fresh, zero, comparable)
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:

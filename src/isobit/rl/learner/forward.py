@@ -1,21 +1,32 @@
-"""The learner's forward over a packed batch: log-probability and entropy of every trained token."""
+"""The learner's forward: log-probability and entropy of every trained token, of a packed batch, of a micro-batch by the
+policy, and of many micro-batches by all ranks, without a gradient."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
 from torch import Tensor
 
+from isobit.distributed import Ranks
 from isobit.kernels import Copies
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
-from isobit.rl.learner.packing import PackedBatch
+from isobit.rl.algorithm.objective import ResolvedObjective
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.packing import PackedBatch, pack
+from isobit.rl.learner.routing import RoutingTotals, tape_of
+from isobit.rl.learner.schedule import MicroBatches
+from isobit.rl.learner.totals import Totals
 
 
 def forward(
     model: Model,
     packed: PackedBatch,
     temperature: float,
-    truncation: Truncation | None = None,
+    filtering: Filtering | None = None,
     tape: RouteTape | None = None,
     recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
@@ -29,7 +40,107 @@ def forward(
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
     rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
     targets, context = packed.targets.to(device), packed.context.to(device)
-    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, truncation=truncation, context=context)
+    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, filtering=filtering, context=context)
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32; the routers' tape of
+    a mixture of experts."""
+
+    packed: PackedBatch
+    logprobs: Tensor
+    entropy: Tensor
+    tape: RouteTape | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyForward:
+    """Forwards of a model over samples. `totals` takes into account what its routers do, which repeat the rollout's
+    choices under the objective's `router_replay`. `sampled`: the weights are those that sampled, so that the routers'
+    own choices are compared with the rollout's. `recompute`: keep only each layer's inputs for a backward. `plain`:
+    of a reference, or supervised: no top-k or top-p, and what routers do is not looked at."""
+
+    model: Model
+    objective: ResolvedObjective
+    totals: RoutingTotals = field(default_factory=RoutingTotals)
+    sampled: bool = True
+    recompute: Recompute = False
+    share_prompts: bool = False
+    plain: bool = False
+
+    def __call__(self, samples: Sequence[Sample]) -> Computed:
+        model, objective = self.model, self.objective
+        experts, packed = model.config.routed, pack(samples, self.share_prompts)
+        if self.plain:
+            found = forward(model, packed, objective.temperature, recompute=self.recompute)
+            return Computed(packed, *found)
+        distribution = objective.temperature, objective.filtering
+        if experts is None:
+            return Computed(packed, *forward(model, packed, *distribution, recompute=self.recompute))
+        tape, recorded = tape_of(model, samples, objective.router_replay)
+        recorded = None if recorded is None else recorded[packed.whole]
+        compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
+        found = forward(model, packed, *distribution, tape, self.recompute)
+        self.totals.see(tape, experts.count, recorded if compared else None)
+        return Computed(packed, *found, tape)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the policy's
+    log-probabilities [its trained tokens]."""
+
+    totals: Totals
+    routing: RoutingTotals
+    logprobs: Tensor
+
+
+@torch.no_grad()
+def logprobs_of(
+    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
+) -> tuple[dict[int, Tensor], Totals]:
+    """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums over all of them.
+    Every rank computes some."""
+    mine: dict[int, MicroBatch] = {}
+
+    def compute() -> None:
+        for index in range(ranks.rank, len(parts), ranks.size):
+            routing, totals = RoutingTotals(), Totals()
+            found = replace(policy, totals=routing)([samples[i] for i in parts[index]])
+            totals.see(found.entropy)
+            mine[index] = MicroBatch(totals, routing, found.logprobs)
+
+    ranks.run_on_all(compute)
+    results, sums = dict[int, Tensor](), Totals()
+    for index, micro in sorted(gather_micro_batches(ranks, mine).items()):
+        sums.merge(micro.totals)
+        policy.totals.merge(micro.routing)
+        lengths = [samples[i].num_trained for i in parts[index]]
+        results |= zip(parts[index], micro.logprobs.split(lengths))
+    return results, sums
+
+
+def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[int, MicroBatch]:
+    """Those of all ranks, by index."""
+    if ranks.size == 1:
+        return dict(mine)
+    said = ranks.all_gather_json(
+        [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
+    )
+    tensors = ranks.all_gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
+    found: dict[int, MicroBatch] = {}
+    for values, own in zip(said, tensors):
+        for index, totals, routing in values:
+            load, probabilities = own.get(f"{index}.load"), own[f"{index}.probabilities"]
+            routed = RoutingTotals.from_json(routing, load, probabilities)
+            found[index] = MicroBatch(Totals(**totals), routed, own[f"{index}.logprobs"])
+    return found
+
+
+def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
+    found = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
+    return found if micro.routing.load is None else found | {"load": micro.routing.load}

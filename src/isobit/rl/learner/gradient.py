@@ -2,8 +2,8 @@
 
 Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
 Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
-them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Micro-batches of idle samples alone
-(`zero_advantage.py`) have no backward, and of a dense model no forward either: their zeros are added at the end. Left
+them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Micro-batches of samples of
+zero advantage alone have no backward, and of a dense model no forward either: their zeros are added at the end. Left
 out: which samples are in the batch, and the update.
 """
 
@@ -23,11 +23,11 @@ from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.weights.checksums import checksums, first_difference
 from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import LossFunction, kl_in_loss
-from isobit.rl.learner.batch import TrainingBatch
-from isobit.rl.learner.packing import pack
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.batch import OptimizerBatch
+from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
 from isobit.rl.learner.routing import (
     BatchLoad,
-    PolicyForward,
     RoutingTotals,
     batch_load,
     load_of,
@@ -35,8 +35,7 @@ from isobit.rl.learner.routing import (
     summed,
 )
 from isobit.rl.learner.totals import Totals
-from isobit.rl.learner.zero_advantage import split, without_teaching
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,103 +52,61 @@ class Gradient:
         return all(map(math.isfinite, (self.norm, self.totals.loss, self.totals.kl)))
 
 
-@dataclass(frozen=True, eq=False)
-class OptimizerBatch:
-    """The samples `part` of a batch, in micro-batches of indices; `weights`: of each sample's tokens. Samples without a
-    trained token have no gradient, so they are in none. `idle`: the micro-batches whose gradient is 0. `share_prompts`:
-    compute the rows of a prompt once for its samples of a micro-batch."""
-
-    batch: TrainingBatch
-    micro: Sequence[Sequence[int]]
-    weights: Mapping[int, float]
-    clip_bounds: tuple[float, float]
-    idle: frozenset[int] = frozenset()
-    share_prompts: bool = False
-
-    @staticmethod
-    def of(
-        batch: TrainingBatch,
-        part: Sequence[int],
-        clip_bounds: tuple[float, float],
-        most_tokens: int,
-        idle_apart: bool = False,
-        share_prompts: bool = False,
-    ) -> "OptimizerBatch":
-        trained = [i for i in part if batch.samples[i].num_trained]
-        micro = split(batch.samples, trained, batch.idle, most_tokens, idle_apart, share_prompts)
-        weights = dict(zip(part, batch.weights_of(part)))
-        idle = without_teaching(micro, batch.idle)
-        return OptimizerBatch(batch, micro, weights, clip_bounds, idle, share_prompts)
-
-    @property
-    def idle_samples(self) -> list[int]:
-        """Those of the idle micro-batches."""
-        return [i for number in sorted(self.idle) for i in self.micro[number]]
-
-    def dealt(self, sum_group: int) -> list[int | None]:
-        """The micro-batches in the order in which ranks take them, without groups of `sum_group` that are idle. What is
-        idle in another group keeps its place, which says what is added first."""
-        numbers = range(len(self.micro))
-        groups = [numbers[first : first + sum_group] for first in range(0, len(numbers), sum_group)]
-        kept = [group for group in groups if not self.idle.issuperset(group)]
-        return [None if number in self.idle else number for group in kept for number in group]
-
-    def sizes(self) -> Totals:
-        """How many tokens there are, and how many of them are left out."""
-        samples = self.batch.samples
-        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in self.micro for i in part}
-        return Totals(
-            tokens=sum(samples[i].num_trained for i in rows),
-            rows=sum(rows.values()),
-            rows_left_out=sum(rows[i] for i in self.idle_samples),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the policy's
-    log-probabilities [its trained tokens]."""
-
-    totals: Totals
-    routing: RoutingTotals
-    logprobs: Tensor
-
-
 class Differentiation:
-    """Puts gradients of `loss` into the optimizer's parameters. With `sum_group` micro-batches are added in groups."""
+    """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group` micro-batches are added in
+    groups."""
 
-    def __init__(self, optimizer: Optimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
         self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
         self._ranks: Ranks = optimizer.shards.ranks
         group = optimizer.settings.sum_group
         self._sum = GradientSum(leaves, optimizer.holders, optimizer.shards, group)
 
-    def gradient(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> Gradient:
-        """Of one optimizer batch. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch
-        has other bits when it is computed twice."""
+    def gradient(
+        self,
+        one: OptimizerBatch,
+        policy: PolicyForward,
+        *,
+        checked: bool = False,
+        measures: bool = False,
+    ) -> Gradient:
+        """Of one update; if it `measures`, with the log-probabilities and the entropy of some of the samples that are
+        left out. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch has other bits
+        when it is computed twice."""
         found: dict[int, MicroBatch] = {}
+        mixture = policy.model.config.routed is not None
         self._sum.begin()
         try:
             found = self._backwards(one, policy, checked)
             self._sum.finish()
-            self._add_zeros(one, policy, found)
+            if one.update.zero_advantage:
+                self._add_zeros(self._served(one, policy, found) if mixture else ())
             norm = self._optimizer.gradient_norm()
         except _NotFinite as error:
             found, norm = error.before, math.inf
-        totals, logprobs = one.sizes(), dict[int, Tensor]()
+        totals, logprobs = Totals(), dict[int, Tensor]()
+        totals.merge(one.sizes)
         for index, micro in sorted(found.items()):
             totals.merge(micro.totals)
             policy.totals.merge(micro.routing)
-            lengths = [one.batch.samples[i].num_trained for i in one.micro[index]]
-            logprobs |= zip(one.micro[index], micro.logprobs.split(lengths))
+            chosen = one.update.micro_batches[index]
+            lengths = [one.samples[i].num_trained for i in chosen]
+            logprobs |= zip(chosen, micro.logprobs.split(lengths))
+        if measures and one.update.measured:
+            try:
+                more, sums = logprobs_of(policy, one.samples, one.update.measured, self._ranks)
+            except NonFiniteError:
+                return Gradient(math.inf, totals, logprobs)
+            logprobs |= more
+            totals.merge(sums)
         return Gradient(norm, totals, logprobs)
 
     def _backwards(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> dict[int, MicroBatch]:
         """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or infinity."""
         rank, size = self._ranks.rank, self._ranks.size
-        dealt: Sequence[int | None] = range(len(one.micro))
+        dealt: Sequence[int | None] = range(len(one.update.micro_batches))
         if policy.model.config.routed is None:
-            dealt = one.dealt(self._optimizer.settings.sum_group)
+            dealt = one.update.dealt(self._optimizer.settings.sum_group)
         mine: dict[int, MicroBatch] = {}
         failed: IsobitError | None = None
         done = 0
@@ -159,7 +116,7 @@ class Differentiation:
             raise _NotFinite({}) from None
         for first in range(0, len(dealt), size):
             index = dealt[first + rank] if first + rank < len(dealt) else None
-            taught = failed is None and index is not None and index not in one.idle
+            taught = failed is None and index is not None and index not in one.update.zero_advantage
             now, checked = checked and taught, checked and not taught
             try:
                 before = self._try(one, index, policy, load) if now and index is not None else None
@@ -193,50 +150,47 @@ class Differentiation:
             failed = failed or error
         # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
         broken = isinstance(failed, NonFiniteError)
-        self._ranks.agree(None if broken else failed)
+        self._ranks.raise_on_all(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
-        ends = self._ranks.gather([done, broken])
+        ends = self._ranks.all_gather_json([done, broken])
         if any(bad for _, bad in ends):
             first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(ends) if bad)
             before = dealt[:first]
             raise _NotFinite({index: micro for index, micro in found.items() if index in before})
         return found
 
-    def _add_zeros(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> None:
-        """What the idle micro-batches would have added: 0 to all masters, but of experts only to those that served them
-        (AdamW leaves a master without a gradient alone)."""
-        if not one.idle:
-            return
-        served: Collection[str] = ()
-        if policy.model.config.routed is not None:
-            samples = [one.batch.samples[i] for i in one.idle_samples]
-            served = served_experts(policy, samples, [found[index].routing for index in sorted(one.idle)])
+    def _add_zeros(self, served: Collection[str]) -> None:
+        """What the micro-batches of zero advantage would have added: 0 to all masters, but of experts only to those
+        that `served` them (AdamW leaves a master without a gradient alone)."""
         for name, holder in self._optimizer.holders.items():
             if holder.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
                 holder.grad = holder.new_zeros(holder.shape) if holder.grad is None else holder.grad.add_(0.0)
 
+    def _served(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> Collection[str]:
+        """The experts that the micro-batches of zero advantage went to."""
+        samples = [one.samples[i] for i in one.update.zero_advantage_samples]
+        seen = [found[number].routing for number in sorted(one.update.zero_advantage)]
+        return served_experts(policy.model, samples, policy.objective.router_replay, seen)
+
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """The load of the experts over the whole batch, where a loss balances it."""
-        objective, samples = one.batch.objective, one.batch.samples
+        objective = one.objective
         if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
-        parts = [[samples[i] for i in indices] for indices in one.micro]
+        parts = [_samples(one, number) for number in range(len(one.update.micro_batches))]
         return batch_load(policy.model, parts, objective.router_replay, self._ranks)
 
     def _backward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
-        batch, chosen = one.batch, one.micro[index]
-        objective, samples = batch.objective, [batch.samples[i] for i in chosen]
-        routing, totals, packed = RoutingTotals(), Totals(), pack(samples, one.share_prompts)
-        totals.rows_shared = packed.rows_shared
-        logprobs, entropy, tape = replace(policy, totals=routing)(packed, samples)
-        weights = [one.weights[i] for i in chosen]
-        inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, one.clip_bounds)
+        objective, routing, totals = one.objective, RoutingTotals(), Totals()
+        found = replace(policy, totals=routing)(_samples(one, index))
+        totals.rows_shared = found.packed.rows_shared
+        inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
         outputs = self.loss(inputs)
         loss = total = weighted_sum(outputs, inputs)
-        if tape is not None and objective.router_aux_coefficient > 0:
-            probabilities = summed(tape)
-            load = load or load_of(tape, len(probabilities))
+        if found.tape is not None and objective.router_aux_coefficient > 0:
+            probabilities = summed(found.tape)
+            load = load or load_of(found.tape, len(probabilities))
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
         kl = None
         if inputs.reference_logprobs is not None:
@@ -244,18 +198,18 @@ class Differentiation:
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         with adding_in_place(() if self._sum.hooked else self._leaves.values()):
             total.backward()
-        totals.count(loss, outputs, entropy, kl)
-        return MicroBatch(totals, routing, logprobs.detach())
+        totals.count(loss, outputs, found.entropy, kl)
+        return MicroBatch(totals, routing, found.logprobs.detach())
 
     @torch.no_grad()
     def _forward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
-        """Of an idle micro-batch of a mixture of experts: whom its tokens went to, and what is measured."""
-        routing, totals, samples = RoutingTotals(), Totals(), [one.batch.samples[i] for i in one.micro[index]]
-        packed = pack(samples, one.share_prompts)
-        totals.rows_shared = packed.rows_shared
-        logprobs, entropy, _ = replace(policy, totals=routing)(packed, samples)
-        totals.see(entropy)
-        return MicroBatch(totals, routing, logprobs)
+        """Of a micro-batch of zero advantage, of a mixture of experts: whom its tokens went to, and what is
+        measured."""
+        routing, totals = RoutingTotals(), Totals()
+        found = replace(policy, totals=routing)(_samples(one, index))
+        totals.rows_shared = found.packed.rows_shared
+        totals.see(found.entropy)
+        return MicroBatch(totals, routing, found.logprobs)
 
     def _try(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> dict[str, Tensor]:
         """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
@@ -286,32 +240,17 @@ class Differentiation:
                 each.remove()
 
 
+def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
+    """Those of a micro-batch."""
+    return [one.samples[i] for i in one.update.micro_batches[number]]
+
+
 class _NotFinite(Exception):
     """`before`: the micro-batches before the first that was not finite."""
 
     def __init__(self, before: dict[int, MicroBatch]) -> None:
         super().__init__()
         self.before = before
-
-
-def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[int, MicroBatch]:
-    """Those of all ranks, by index."""
-    if ranks.size == 1:
-        return dict(mine)
-    said = ranks.gather([[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()])
-    tensors = ranks.gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
-    found: dict[int, MicroBatch] = {}
-    for values, own in zip(said, tensors):
-        for index, totals, routing in values:
-            load, probabilities = own.get(f"{index}.load"), own[f"{index}.probabilities"]
-            routed = RoutingTotals.from_json(routing, load, probabilities)
-            found[index] = MicroBatch(Totals(**totals), routed, own[f"{index}.logprobs"])
-    return found
-
-
-def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
-    found = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
-    return found if micro.routing.load is None else found | {"load": micro.routing.load}
 
 
 def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

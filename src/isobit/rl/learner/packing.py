@@ -6,10 +6,11 @@ predicted from row `rows[i]`; given tokens are context and no targets. Determini
 Completions of one prompt may share its rows: these are computed once, for the first of them, and the others' own rows
 follow them (Liu et al. 2025, arXiv 2506.05433; verl's `use_prefix_grouper`). A row's bits depend on what is before it
 and on nothing else, so log-probabilities are the same bits; of the gradient, the sums over the copies of a row are
-rounded elsewhere (tests/rl/test_shared_prompts.py). Left out: completions that begin alike.
+rounded elsewhere (tests/rl/test_shared_prompts.py). Left out: completions that begin alike, and which samples
+are packed together (`schedule.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isobit.kernels import Copies, Keys, Layout
-from isobit.kernels.truncation import Context
+from isobit.kernels.sampling.filtering import Context
 
 MOST_KEYS = 4
 """Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for each as a key."""
@@ -124,34 +125,3 @@ def _layout(first: _Ints, row: _Ints, starts: _Ints, prompts: _Ints, lengths: _I
     start = torch.from_numpy(np.cumsum([0, *map(len, keys)]))
     copies = Copies.of(torch.from_numpy(np.concatenate(keys)), layout.num_rows)
     return replace(layout, keys=Keys(start, copies))
-
-
-def micro_batches(samples: Sequence[Trainable], budget: int, share_prompts: bool = False) -> Iterator[range]:
-    """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt counted once; a longer
-    sample stands alone."""
-    start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
-    for index, sample in enumerate(samples):
-        length = len(sample.prompt_ids) + len(sample.completion_ids)
-        own = len(sample.completion_ids) if sample.prompt_ids in prompts else length
-        if index > start and (rows + own > budget or keys + length > MOST_KEYS * budget):
-            yield range(start, index)
-            start, rows, keys, own = index, 0, 0, length
-            prompts.clear()
-        rows, keys = rows + own, keys + length
-        if share_prompts:
-            prompts.add(sample.prompt_ids)
-    if start < len(samples):
-        yield range(start, len(samples))
-
-
-def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Split `count` samples into `updates` parts of nearly equal size.
-
-    One part keeps the order; several are shuffled by (seed, step, epoch), so that a resumed run repeats them. The
-    order is that of raw Philox numbers, which numpy keeps over its versions, unlike its `permutation`.
-    """
-    if updates == 1:
-        return [list(range(count))]
-    key = np.random.SeedSequence([seed, step, epoch]).generate_state(2, np.uint64)
-    order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-    return [part.tolist() for part in np.array_split(order, updates) if part.size > 0]

@@ -1,5 +1,5 @@
-"""The routers of a mixture of experts in a learner's step: forwards that follow them, the load-balancing loss of an
-optimizer batch, their load, and choices that differ from the rollout's.
+"""The routers of a mixture of experts in a learner's step: the load-balancing loss of an optimizer batch, their load,
+and choices that differ from the rollout's.
 
 The loss is E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token), f_e the choices of
 expert e per row and P_e its mean probability, both over all layers and all rows of the batch: transformers'
@@ -16,11 +16,8 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.model import Model
 from isobit.model.forward.moe import RouteTape, decode_routes
-from isobit.model.forward.recompute import Recompute
-from isobit.rl.algorithm.objective import Objective
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.forward import forward
-from isobit.rl.learner.packing import PackedBatch, pack
+from isobit.rl.learner.packing import pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,40 +104,14 @@ class RoutingTotals:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class PolicyForward:
-    """Forwards of the policy over samples. `totals` takes into account what its routers do, which repeat the rollout's
-    choices under the objective's `router_replay`. `sampled`: the weights are those that sampled, so that the routers'
-    own choices are compared with the rollout's. `recompute`: keep only each layer's inputs for a backward."""
-
-    model: Model
-    objective: Objective
-    totals: RoutingTotals
-    sampled: bool = True
-    recompute: Recompute = False
-
-    def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
-        """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""
-        model, experts = self.model, self.model.config.routed
-        distribution = self.objective.temperature, self.objective.truncation
-        if experts is None:
-            return *forward(model, packed, *distribution, recompute=self.recompute), None
-        tape, recorded = _tape(model, samples, self.objective.router_replay)
-        recorded = None if recorded is None else recorded[packed.whole]
-        compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
-        found = forward(model, packed, *distribution, tape, self.recompute)
-        self.totals.see(tape, experts.count, recorded if compared else None)
-        return *found, tape
-
-
-def served_experts(policy: PolicyForward, samples: Sequence[Sample], seen: Sequence[RoutingTotals]) -> set[str]:
+def served_experts(model: Model, samples: Sequence[Sample], replay: bool, seen: Sequence[RoutingTotals]) -> set[str]:
     """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for the samples, where
     they are repeated, else those `seen` in the forwards."""
-    config = policy.model.config
+    config = model.config
     assert config.routed is not None
     layers = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
-    if policy.objective.router_replay:
-        chosen = _tape(policy.model, samples, replay=True)[0].given
+    if replay:
+        chosen = tape_of(model, samples, replay=True)[0].given
         assert chosen is not None
         loads = [torch.bincount(rows.flatten(), minlength=config.routed.count) for rows in chosen.cpu().unbind(1)]
     else:
@@ -167,18 +138,18 @@ def batch_load(
     def compute() -> BatchLoad:
         mine = load
         for samples in micro_batches[ranks.rank :: ranks.size]:
-            tape, packed = _tape(model, samples, replay)[0], pack(samples)
+            tape, packed = tape_of(model, samples, replay)[0], pack(samples)
             model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
             mine = mine + load_of(tape, experts.count)
         return mine
 
-    mine = ranks.together(compute)
-    for choices, rows in ranks.gather([mine.choices.tolist(), mine.rows]):
+    mine = ranks.run_on_all(compute)
+    for choices, rows in ranks.all_gather_json([mine.choices.tolist(), mine.rows]):
         load = load + BatchLoad(torch.tensor(choices), rows)
     return load
 
 
-def _tape(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
+def tape_of(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
     """(a tape for a forward over the samples, the choices that the rollout recorded for all of its rows or None)."""
     config, recorded = model.config, None
     assert config.routed is not None

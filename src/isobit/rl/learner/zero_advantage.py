@@ -1,5 +1,5 @@
-"""Idle samples: their advantage is exactly 0, so no term of the loss has a gradient, and no micro-batch of them alone
-needs a backward.
+"""Samples whose advantage is exactly 0: no term of the loss has a gradient, and no micro-batch of them alone needs a
+backward.
 
 Only whole micro-batches are left out. Samples that share one with others stay: their rows decide with others the scales
 by which FP8 WGrad quantizes 128 tokens, and a library may choose the order of a sum by its length. What remains is
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.rl.algorithm.objective import Objective
-from isobit.rl.learner.packing import Trainable, micro_batches
 
 
-def idle_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[bool]:
+def zero_advantage_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[bool]:
     """Which samples teach nothing, given the advantages [trained tokens] of each. None where another term of the loss
     needs them: a KL penalty, a load-balancing loss, or what a user's own loss may add."""
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
@@ -26,29 +25,9 @@ def idle_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[boo
     return [not bool(advantage.any()) for advantage in advantages]
 
 
-def split(
-    samples: Sequence[Trainable],
-    chosen: Sequence[int],
-    idle: Sequence[bool],
-    most_tokens: int,
-    apart: bool,
-    share_prompts: bool = False,
-) -> list[list[int]]:
-    """The micro-batches of the samples `chosen`, by index, in their order; with `apart` idle ones follow the others, in
-    micro-batches of their own."""
-    runs = [chosen]
-    if apart:
-        runs = [[i for i in chosen if not idle[i]], [i for i in chosen if idle[i]]]
-    return [
-        [run[i] for i in span]
-        for run in runs
-        for span in micro_batches([samples[i] for i in run], most_tokens, share_prompts)
-    ]
-
-
-def without_teaching(micro: Sequence[Sequence[int]], idle: Sequence[bool]) -> frozenset[int]:
-    """Which of the micro-batches have idle samples alone."""
-    return frozenset(number for number, indices in enumerate(micro) if all(idle[i] for i in indices))
+def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:
+    """Which of the micro-batches have samples of zero advantage alone."""
+    return frozenset(number for number, indices in enumerate(micro) if all(zero[i] for i in indices))
 
 
 def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[int]:

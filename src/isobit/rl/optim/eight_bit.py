@@ -24,16 +24,18 @@ not see each other, so the bits are the same at any number of ranks. Left out: 4
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from isobit.distributed.shards import MOMENT_BLOCK
-from isobit.rl.optim.masters import AT_ONCE, UpdatedMasters
+from isobit.rl.optim.base import STEP, Form
+from isobit.rl.optim.masters import UpdatedMasters, parts_of
 from isobit.rl.optim.schedule import OptimizerSettings
 
 _BLOCK, _LEAST = MOMENT_BLOCK, 4096
@@ -45,14 +47,9 @@ Draw = Callable[[Tensor], Tensor]
 
 
 def quantizable(name: str, shape: Sequence[int]) -> bool:
-    """Whether the moments of a parameter of this name and shape are kept in 8 bits."""
-    return name not in _IN_32_BITS and in_blocks(shape)
-
-
-def in_blocks(shape: Sequence[int]) -> bool:
-    """Whether a parameter is large enough and consists of whole blocks."""
+    """Whether the moments of a parameter of this name and shape can be kept in 8 bits."""
     count = math.prod(shape)
-    return count >= _LEAST and count % _BLOCK == 0
+    return name not in _IN_32_BITS and count >= _LEAST and count % _BLOCK == 0
 
 
 def code_book(signed: bool) -> list[Fraction]:
@@ -120,62 +117,73 @@ class Moment:
         return self.scale[part.start // _BLOCK : part.stop // _BLOCK]
 
 
-class EightBitState:
-    """First and second moments of some parameters, and their steps."""
+class AdamW8bit:
+    """`isobit.rl.optim.base.Optimizer` for large matrices in whole blocks."""
+
+    label: ClassVar[str] = "adamw, state 8bit"
+    whole_matrices: ClassVar[bool] = False
 
     def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
-        self.parameters = {name: masters.parameters[name] for name in names}
-        self._masters, self.settings = masters, settings
+        self._masters, self._settings = masters, settings
         self._moments: dict[str, dict[str, Moment]] = {}
-        self.steps: dict[str, int] = {}
+        self._steps: dict[str, int] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.parameters
+    @staticmethod
+    def takes(name: str, shape: Sequence[int], settings: OptimizerSettings) -> bool:
+        eight_bit = settings.name == "adamw" and settings.state == "8bit"
+        return eight_bit and quantizable(name, shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both moments of all parameters: codes and scales."""
-        return sum(2 * (p.numel() + 4 * (p.numel() // _BLOCK)) for p in self.parameters.values())
+    @staticmethod
+    def forms(shape: tuple[int, ...]) -> Mapping[str, Form]:
+        codes = Form(torch.uint8, shape)
+        scale = Form(torch.float32, (math.prod(shape) // _BLOCK,), _BLOCK)
+        moments = {f"{key}.codes": codes for key in _MOMENTS} | {f"{key}.scale": scale for key in _MOMENTS}
+        return {"step": STEP} | moments
 
-    def update(self, names: Sequence[str], rate: float, weight_decay: float) -> None:
-        """One AdamW step of these parameters from their gradients, each of which is freed when it was applied."""
-        beta1, beta2 = self.settings.betas
-        for name in names:
-            parameter = self.parameters[name]
-            moments = self._moments.setdefault(name, self._fresh(parameter))
-            step = self.steps[name] = self.steps.get(name, 0) + 1
-            for part in _parts(parameter.numel()):
-                gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
-                first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
-                second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
-                second.clamp_min_(smallest_second(first, self.settings.betas, step))
-                for key, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                    moments[key].write(part, values, partial(self._masters.draw, f"{key} {name}", name, part, step))
-                master.mul_(1 - rate * weight_decay)
-                denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
-                master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
-                self._masters.put(name, part, master, step)
-            self._masters.free_gradients([name])
+    def update(self, names: Sequence[str], rate: float) -> None:
+        for weight_decay, some in self._masters.by_decay(names, self._settings.weight_decay):
+            for name in some:
+                self._update(name, rate, weight_decay)
+                self._masters.free_gradients([name])
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter: `exp_avg.codes` uint8, `exp_avg.scale` float32, and the same of exp_avg_sq."""
+    def _update(self, name: str, rate: float, weight_decay: float) -> None:
+        beta1, beta2 = self._settings.betas
+        parameter = self._masters.parameters[name]
+        moments = self._moments.setdefault(name, _fresh(parameter))
+        step = self._steps[name] = self._steps.get(name, 0) + 1
+        for part in parts_of(parameter.numel()):
+            gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
+            first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
+            second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
+            second.clamp_min_(smallest_second(first, self._settings.betas, step))
+            for key, values in (("exp_avg", first), ("exp_avg_sq", second)):
+                draw = partial(self._masters.draw, f"{key} {name}", name, part, step)
+                moments[key].write(part, values, draw)
+            master.mul_(1 - rate * weight_decay)
+            denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self._settings.eps)
+            master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
+            self._masters.put(name, part, master, step)
+
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {
-            name: {f"{key}.{part}": getattr(m, part) for key, m in moments.items() for part in ("codes", "scale")}
+            name: {"step": torch.tensor(float(self._steps[name]))}
+            | {f"{key}.codes": moment.codes for key, moment in moments.items()}
+            | {f"{key}.scale": moment.scale for key, moment in moments.items()}
             for name, moments in self._moments.items()
         }
 
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load `tensors`, and `step` with them; other parameters begin again."""
-        self._moments, self.steps = {}, {}
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._moments, self._steps = {}, {}
         for name, given in state.items():
-            self._moments[name] = self._fresh(self.parameters[name])
-            self.steps[name] = int(given["step"])
+            self._moments[name] = _fresh(self._masters.parameters[name])
+            self._steps[name] = int(given["step"])
             for key, moment in self._moments[name].items():
                 moment.codes.copy_(given[f"{key}.codes"])
                 moment.scale.copy_(given[f"{key}.scale"])
 
-    def _fresh(self, parameter: Tensor) -> dict[str, Moment]:
-        return {key: Moment.zeros(parameter, signed) for key, signed in _MOMENTS.items()}
+
+def _fresh(parameter: Tensor) -> dict[str, Moment]:
+    return {key: Moment.zeros(parameter, signed) for key, signed in _MOMENTS.items()}
 
 
 def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
@@ -184,18 +192,3 @@ def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
     low = values[below]
     way = given.sub_(low).div_(values[1:][below].sub_(low))
     return way.clamp_(0, 1 - 2**-16)  # a book has no -1, and 1 as its last
-
-
-def widened(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state with its moments in float32, of one as `EightBitState.load_state` takes it."""
-    found = {"step": state["step"]}
-    for key, signed in _MOMENTS.items():
-        codes = state[f"{key}.codes"]
-        moment = Moment(codes, state[f"{key}.scale"], signed)
-        found[key] = moment.read(slice(0, codes.numel())).view(codes.shape)
-    return found
-
-
-def _parts(count: int) -> Iterator[slice]:
-    """Elements in parts of whole blocks."""
-    return (slice(first, min(first + AT_ONCE, count)) for first in range(0, count, AT_ONCE))

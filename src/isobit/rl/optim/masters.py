@@ -2,7 +2,7 @@
 
 Masters in BF16 (2 bytes a parameter) would lose updates smaller than half of their last place, and near 1 that is
 2^-9, far above what a step of RL moves. So an update is computed in float32 and its result rounded stochastically
-(`kernels/reference/stochastic.py`): the mean over the random bits is the float32 result. The bits are those of (the
+(`kernels/optim/definition.py`): the mean over the random bits is the float32 result. The bits are those of (the
 run's seed, the parameter's name, its number of updates, the element's number in the whole parameter), so the same
 update gives the same masters at any number of ranks and threads, however it is cut into parts, and after a resume.
 (Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.) Left out: Kahan summation, whose third
@@ -30,13 +30,21 @@ Piece = tuple[str, slice]
 
 @dataclass(frozen=True, eq=False)
 class UpdatedMasters:
-    """The rows that a rank keeps of the masters, and the `holders` of their gradients; `seed` is the run's."""
+    """The rows that a rank keeps of the masters, and the `holders` of their gradients; `seed` is the run's.
+    `matrices`: the rows of each matrix that a master is made of; one that is not in it is one matrix."""
 
     parameters: Mapping[str, Tensor]
     holders: Mapping[str, Tensor]
     shards: Shards
     ops: Ops
     seed: int
+    matrices: Mapping[str, Sequence[int]]
+
+    def by_decay(self, names: Sequence[str], weight_decay: float) -> list[tuple[float, list[str]]]:
+        """Masters by their weight decay: matrices have it, norms and biases none."""
+        matrices = [name for name in names if self.parameters[name].ndim > 1]
+        others = [name for name in names if self.parameters[name].ndim <= 1]
+        return [(weight_decay, matrices), (0.0, others)]
 
     def gradient(self, name: str, part: slice) -> Tensor:
         """Some elements [n] of that of a parameter that has one."""
@@ -77,11 +85,15 @@ def _key(what: str) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def pieces(names: Sequence[str], parameters: Mapping[str, Tensor], at_once: int) -> Iterator[list[Piece]]:
-    """The parameters in their order, as pieces of at most `at_once` elements together."""
-    counts = ((name, parameters[name].numel()) for name in names)
-    parts = ((name, slice(i, min(i + at_once, count))) for name, count in counts for i in range(0, count, at_once))
-    return grouped(((piece, piece[1].stop - piece[1].start) for piece in parts), at_once)
+def pieces(names: Sequence[str], parameters: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
+    """The parameters in their order, as pieces of at most `AT_ONCE` elements together."""
+    parts = ((name, part) for name in names for part in parts_of(parameters[name].numel()))
+    return grouped(((piece, piece[1].stop - piece[1].start) for piece in parts), AT_ONCE)
+
+
+def parts_of(count: int) -> Iterator[slice]:
+    """Elements 0 to `count` in parts of `AT_ONCE`, the last of which may have fewer."""
+    return (slice(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE))
 
 
 def grouped(items: Iterable[tuple[T, int]], at_once: int) -> Iterator[list[T]]:

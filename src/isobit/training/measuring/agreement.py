@@ -10,14 +10,12 @@ from isobit.options.consistency import level
 from isobit.options.declare import options_of
 from isobit.rl.learner.agreement import Disagreement
 from isobit.rl.learner.learner import Learner
-from isobit.rl.learner.packing import micro_batches
+from isobit.rl.learner.schedule import micro_batches
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 
 
-def failure(
-    found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool, unlearned: bool = True
-) -> RunFailed:
+def failure(learner: Learner, run: Path, recorded: bool, found: Disagreement, step: int, unlearned: bool) -> RunFailed:
     """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts;
     `unlearned`: this step has not learned yet, so that the one before is saved."""
     first, sample = found.first, found.first.sample
@@ -37,7 +35,7 @@ def warning_of(learned: Mapping[str, float], learner: Learner, step: int) -> str
     """The line of a step that learned from tokens that differ, if it did."""
     differing = learned.get("mismatch/differing_tokens", 0.0)
     corrected = learned.get("mismatch/corrected", 0.0) > 0
-    if not (learner.promised and (differing or corrected)):
+    if not (learner.expects_equal_bits and (differing or corrected)):
         return None
     what = "weighed by token TIS" if corrected else "learned from nonetheless"
     of = f"{differing:.0f} of {learned['mismatch/compared_tokens']:.0f} tokens"
@@ -62,7 +60,7 @@ def _where(found: Disagreement, learner: Learner) -> str:
     target = first.sample.completion_ids[first.position]
     try:
         objective, place = learner.objective, index - span.start
-        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.truncation)
+        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.filtering)
     except NonFiniteError as error:
         return f"computed anew, the sequence fails: {error}"
     if located.found is not None:

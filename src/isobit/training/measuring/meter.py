@@ -1,62 +1,44 @@
-"""Times, counts and peak memory of one step, which gather while it goes on and become part of its metrics."""
+"""Seconds, counts and peak memory of a step's phases, as metrics that each verb returns."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 
-class PeakMemory:
-    """The most memory of a GPU that was allocated during each of a step's phases. On a CPU there is nothing to ask:
-    `memory/peak_rss_mib` is the process's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._peaks = device, dict[str, float]()
-
-    @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """Measure a phase; of one that comes several times the largest counts."""
-        if self._device.type != "cuda":
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
-        self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
-
-    def metrics(self) -> dict[str, float]:
-        """`memory/peak_PHASE_mib` of the phases since the last call."""
-        found = {f"memory/peak_{phase}_mib": peak for phase, peak in self._peaks.items()}
-        self._peaks.clear()
-        return found
-
-
 class Meter:
-    """`metrics` of the present step. `phase` is called with the name of whatever is timed, to show it."""
+    """Times phases, into metrics that the caller gives. `phase` is called with the name of each, to show it. The most
+    memory of a GPU is measured too; on a CPU there is nothing to ask: `memory/peak_rss_mib` is the process's."""
 
     def __init__(self, phase: Callable[[str], None], device: torch.device) -> None:
-        self.metrics: dict[str, float] = {}
-        self.peaks = PeakMemory(device)
-        self.phase, self._began = phase, 0.0
-
-    def begin(self) -> None:
-        """A new step."""
-        self.metrics, self._began = {}, time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Since the step began."""
-        return time.perf_counter() - self._began
-
-    def count(self, name: str, value: float) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.phase, self._device = phase, device
 
     @contextmanager
-    def timed(self, name: str, peak: bool = False) -> Iterator[None]:
-        """Add the seconds of what follows to `time/NAME`; with `peak`, measure the most memory that it takes too."""
+    def timed(self, into: dict[str, float], name: str, peak: bool = False) -> Iterator[None]:
+        """Add the seconds of what follows to `time/NAME`; with `peak`, the most memory that it takes is
+        `memory/peak_NAME_mib`, of a phase that comes several times the largest."""
         began = time.perf_counter()
         self.phase(name)
-        with self.peaks.of(name) if peak else nullcontext():
-            yield
-        self.count(f"time/{name}", time.perf_counter() - began)
+        on_gpu = peak and self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        if on_gpu:
+            most = torch.cuda.max_memory_allocated(self._device) / 2**20
+            into[f"memory/peak_{name}_mib"] = max(most, into.get(f"memory/peak_{name}_mib", 0.0))
+        into[f"time/{name}"] = into.get(f"time/{name}", 0.0) + time.perf_counter() - began
+
+
+def added(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of the parts of one step, together: seconds and counts add up, of memory the largest figure counts, and
+    of quantization, which are fractions, the last."""
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            before = found.get(name)
+            if before is None or name.startswith("quant/"):
+                found[name] = value
+            else:
+                found[name] = max(before, value) if name.startswith("memory/") else before + value
+    return found

@@ -52,6 +52,17 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
     }
 
 
+def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
+    """What a step's sampling comes to; empty where nothing was sampled."""
+    if "time/rollout" not in took:
+        return {}
+    prompt_tokens, seconds = max(took["rollout/prompt_tokens"], 1), max(took["time/rollout"], 1e-9)
+    return {
+        "rollout/prefix_hit_fraction": took["rollout/cached_tokens"] / prompt_tokens,
+        "throughput/rollout_tokens_per_s": took["rollout/tokens"] / seconds,
+    }
+
+
 class WeightTotals:
     """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
     layer together. Empty where the weights are not quantized, or frozen: these have no masters."""
@@ -104,7 +115,7 @@ def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[
     if ranks.size == 1:
         return dict(mine)
     found: dict[tuple[int, str], QuantTotals] = {}
-    for parts in ranks.gather([[*key, totals.to_json()] for key, totals in mine.items()]):
+    for parts in ranks.all_gather_json([[*key, totals.to_json()] for key, totals in mine.items()]):
         for layer, role, values in parts:
             found.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
     return found

@@ -92,7 +92,7 @@ class Forecast:
         model, adapter = job.model, config.adapter
         size, count = shapes.weights(model, job.precision, adapter=adapter), shapes.num_parameters(model, adapter)
         rows = shapes.largest_share(model, job.ranks, adapter)
-        moments = shapes.moment_bytes(model, config.optimizer.state, adapter) * rows / count
+        moments = shapes.moment_bytes(model, config.optimizer, adapter) * rows / count
         packs = shapes.packed_bytes(model, job.precision, adapter) if self.packs else 0
         held = Holding(
             config,
@@ -155,7 +155,7 @@ class Forecast:
             for level in ("mlp", True):
                 key = f"optimizer.activation_checkpointing={str(level).lower()}"
                 changed.append((key, replace(optimizer, activation_checkpointing=level)))
-        if optimizer.state == "fp32":
+        if optimizer.state == "fp32" and optimizer.name == "adamw":
             changed.append(("optimizer.state=8bit", replace(optimizer, state="8bit")))
         if optimizer.masters == "fp32":
             changed.append(("optimizer.masters=bf16", replace(optimizer, masters="bf16")))

@@ -18,11 +18,12 @@ import torch
 from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
-from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
+from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model, ModelConfig
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
 from isobit.rl.learner.packing import MOST_KEYS
+from isobit.rl.optim import muon
 from isobit.rl.optim.eight_bit import quantizable
 from isobit.rl.optim.masters import AT_ONCE
 from isobit.rl.optim.schedule import OptimizerSettings
@@ -243,7 +244,7 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     trained = f"{config.optimizer.masters.upper()} masters"
     held = [
         (trained if config.adapter is None else f"{trained}, of the adapter", run.masters),
-        ("AdamW moments", run.moments),
+        (config.optimizer.what_is_kept, run.moments),
         ("working weights, rollout", run.rollout),
         ("working weights, learner", run.learner),
         ("working weights, packed by the backend", run.packs),
@@ -255,7 +256,7 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     batch = config.prompts_per_step * config.sampling.group_size * longest
     rows = min(max(tokens, longest), max(batch, longest))
     taken = learning.at(rows)
-    if config.sampling.truncated:
+    if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * run.model.vocab_size, LOGITS_AT_ONCE)
     several = tokens < batch or config.algorithm.updates_per_batch > 1
     if run.shares and config.sampling.group_size > 1:  # keys, values and their gradients, for each that sees them
@@ -268,9 +269,6 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     ]
     if run.host:  # on a GPU checkpoints are copied to the host
         during.append(("saving: a copy of masters or moments", max(run.masters, run.moments)))
-    if config.algorithm.shadow_every:
-        working = run.rollout + run.learner + run.packs
-        during.append(("shadow pass: masters in BF16, and working weights again", gradients // 2 + working))
     return MemoryPlan(tuple(held), tuple(during))
 
 
@@ -281,13 +279,15 @@ def longest_sequence(parts: Parts) -> int:
 
 def update_bytes(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerSettings) -> int:
     """Of parameters of these names and shapes: sums of the gradients' rows in float64, or moments of a part of a
-    parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and as they are rounded."""
+    parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and as they are rounded; whole
+    matrices that Muon orthogonalizes."""
     each = 0 if settings.masters == "fp32" else 6
     low = [shape for name, shape in shapes.items() if settings.state == "8bit" and quantizable(name, shape)]
     if low:
         return max((32 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
     masters = each * min(sum(map(math.prod, shapes.values())), AT_ONCE)
-    return max(masters, sum(8 * shape[0] for shape in shapes.values()))
+    whole = muon.working_bytes([math.prod(s) for name, s in shapes.items() if muon.Muon.takes(name, s, settings)])
+    return max(masters + whole, sum(8 * shape[0] for shape in shapes.values()))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -318,7 +318,7 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
         again = measure_parts(parts, recompute=level)
         key = f"optimizer.activation_checkpointing={str(level).lower()}"
         found.append((key, plan(parts, again, process, tokens).total))
-    if config.optimizer.state == "fp32":
+    if config.optimizer.state == "fp32" and config.optimizer.name == "adamw":
         low = [p.numel() for name, p in model.named_parameters().items() if quantizable(name, p.shape)]
         saved = sum(8 * count - 2 * (count + count // 64) for count in low)
         found.append(("optimizer.state=8bit", now.total - saved))

@@ -7,20 +7,22 @@ all of it, and the others what the report's figures need. Left out: the file (`r
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isobit.config import Config
+from isobit.data.dataset import Dataset
 from isobit.errors import IsobitError
+from isobit.model import Tokenizer
 from isobit.monitor.report.selection import best_worst_and_between
 from isobit.rl import Group, Sample
-from isobit.rl.learner.learner import Learned
+from isobit.rl.learner.batch import SampleKey, sample_key
 from isobit.run import completions
 from isobit.run.completions import COMPLETIONS, SAME
 from isobit.run.directory import METRICS, read_jsonl
-from isobit.training.parts import Parts
 
 SAMPLED = 8
 """Whole rows of a step under `run.completions: sample`."""
@@ -28,39 +30,53 @@ LONGEST_COLUMN = 2000
 """Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is recorded."""
 
 
-def rows_of(step: int, groups: Sequence[Group], learned: Learned, parts: Parts) -> Iterator[dict[str, Any]]:
-    """The rows of a step, as `run.completions` wants them."""
-    kind = parts.config.run.completions
-    if kind == "none":
-        return
-    samples = [sample for group in groups for sample in group]
-    rewards = [float("nan") if s.reward is None else s.reward for s in samples]
-    whole = set(range(len(samples))) if kind == "all" else set(best_worst_and_between(rewards, SAMPLED))
-    number = 0
-    for group in groups:
-        prompt = _prompt(group[0], parts) if group else {}
-        for sample in group:
-            yield {"step": step, **_row(sample, prompt, learned, number in whole)}
-            number += 1
+@dataclass(frozen=True, eq=False)
+class CompletionRows:
+    """Makes the rows of a step, as `run.completions` wants them (`kind`), of prompts of `train`."""
+
+    kind: str
+    tokenizer: Tokenizer
+    train: Dataset
+
+    def of(
+        self, step: int, groups: Sequence[Group], compared: Mapping[SampleKey, Sequence[float]]
+    ) -> Iterator[dict[str, Any]]:
+        """`compared`: the learner's log-probabilities of some samples, one for each completion token."""
+        if self.kind == "none":
+            return
+        samples = [sample for group in groups for sample in group]
+        rewards = [float("nan") if s.reward is None else s.reward for s in samples]
+        every = range(len(samples))
+        whole = set(every if self.kind == "all" else best_worst_and_between(rewards, SAMPLED))
+        number = 0
+        for group in groups:
+            prompt = self._prompt(group[0]) if group else {}
+            for sample in group:
+                yield {"step": step, **_row(sample, prompt, compared, number in whole)}
+                number += 1
+
+    def _prompt(self, sample: Sample) -> dict[str, Any]:
+        """What the rows of a group have in common."""
+        example = self.train.at(sample.prompt_index)
+        return {
+            "row": example.index,
+            "prompt": self.tokenizer.decode(sample.prompt_ids),
+            "prompt_rendered": self.tokenizer.decode(sample.prompt_ids, special=True),
+            "columns": {name: _shortened(value) for name, value in example.columns.items()},
+        }
 
 
-def _prompt(sample: Sample, parts: Parts) -> dict[str, Any]:
-    """What the rows of a group have in common."""
-    tokenizer, example = parts.model.tokenizer, parts.task.train.at(sample.prompt_index)
-    return {
-        "row": example.index,
-        "prompt": tokenizer.decode(sample.prompt_ids),
-        "prompt_rendered": tokenizer.decode(sample.prompt_ids, special=True),
-        "columns": {name: _shortened(value) for name, value in example.columns.items()},
-    }
-
-
-def _row(sample: Sample, prompt: Mapping[str, Any], learned: Learned, whole: bool) -> dict[str, Any]:
+def _row(
+    sample: Sample,
+    prompt: Mapping[str, Any],
+    compared: Mapping[SampleKey, Sequence[float]],
+    whole: bool,
+) -> dict[str, Any]:
     if not whole:
         kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
         return {"row": prompt["row"], "prompt": prompt["prompt"]} | {name: getattr(sample, name) for name in kept}
     rollout = list(sample.rollout_logprobs)
-    policy = learned.compared.get((sample.prompt_index, sample.sample_index))
+    policy = compared.get(sample_key(sample))
     return {
         **prompt,
         **sample.to_json(),
@@ -99,12 +115,7 @@ def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
     if not path.is_file():
         raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")
     rows = [row for row in read_jsonl(run / METRICS) if row["step"] > 0]
-    return _groups(path, {int(row["step"]) for row in rows if _learned_from_some(row)})
-
-
-def _learned_from_some(row: Mapping[str, Any]) -> bool:
-    """Whether the step had samples; rows of runs of isobit 0.1.0 tell it by what was compared."""
-    return row.get("advantage/nonzero_fraction", row.get("mismatch/compared_tokens") or None) is not None
+    return _groups(path, {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None})
 
 
 def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:

@@ -1,8 +1,8 @@
-"""Batches that a fleet of engines samples beside the learner: those of `sources.Ahead`, bit for bit.
+"""Batches that a fleet of engines samples beside the learner: those of `sources.PrefetchedRollouts`, bit for bit.
 
-`Ahead` is the definition: before the learner learns batch t with the weights of version t, batch t + k is sampled with
-them. Here that sampling begins before the learner learns, in a thread, and has ended when it has learned: a step ends
-when both have, so a checkpoint, the metrics and the state of a step are those of one process
+`PrefetchedRollouts` is the definition: before the learner learns batch t with the weights of version t, batch t + k is
+sampled with them. Here that sampling begins before the learner learns, in a thread, and has ended when it has learned:
+a step ends when both have, so a checkpoint, the metrics and the state of a step are those of one process
 (tests/fleet/test_training.py). Reward functions run beside the learner too; what the learner's own process computes of
 rewards, by models that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
 that needs the policy's log-probabilities needs the weights before they are learned, so such a batch is waited for; and
@@ -11,56 +11,81 @@ the others get its batches. Left out: who samples what (`isobit.fleet`).
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any
 
-import torch
-
-from isobit.distributed import ALONE
-from isobit.engine.engine import OnGroup
+from isobit.config import Config
+from isobit.distributed import Ranks
+from isobit.engine.engine import Engine, OnGroup
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, Sampling
 from isobit.fleet.fleet import Fleet
-from isobit.rl import Group
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json, groups_to_json
-from isobit.training.context import Context
-from isobit.training.measuring.meter import Meter
-from isobit.training.parts import Parts
-from isobit.training.rollouts.sources import Sampled
+from isobit.training.loop import Rollout, Rollouts
+from isobit.training.measuring.meter import Meter, added
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
 
 
-def open_fleet(parts: Parts) -> Fleet | None:
-    """The engines that a config asks for, starting; None if it asks for none, and on ranks that are not the first.
-    Raises IsobitError where Ray is not installed, cannot be reached, or has no room for them."""
-    config = parts.config
-    if not config.fleet.engines or not parts.ranks.first:
+def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks) -> Fleet | None:
+    """The engines that a config asks for, starting, each like `engine`; None if it asks for none, and on ranks that are
+    not the first. Raises IsobitError where Ray is not installed, cannot be reached, or has no room for them."""
+    if not config.fleet.engines or not ranks.first:
         return None
-    sequences, most = config.prompts_per_step * parts.sampling.n, config.sampling.max_new_tokens
-    return Fleet(config.fleet, parts.engine, sequences, most, config.engine, config.run.check_memory)
+    sequences, most = config.prompts_per_step * sampling.n, config.sampling.max_new_tokens
+    return Fleet(config.fleet, engine, sequences, most, config.engine, config.run.check_memory)
 
 
-class Beside:
-    """Batches ahead of the learner by `steps`, sampled by the first rank's fleet. A context manager, which ends it."""
+@dataclass(frozen=True, eq=False)
+class FleetGroups:
+    """A `sources.Sampler` that asks a fleet's engines."""
 
-    def __init__(self, context: Context, fleet: Fleet | None, steps: int) -> None:
-        self._context, self._fleet, self._steps = context, fleet, steps
-        self._ranks = context.parts.ranks
-        self._meter = Meter(lambda phase: None, torch.device("cpu"))  # the thread's own, until its batch is there
-        self._learned = Event()
+    fleet: Fleet
+    sampling: Sampling
+
+    @property
+    def n(self) -> int:
+        return self.sampling.n
+
+    def __call__(
+        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+    ) -> tuple[dict[int, list[Completion]], Stats]:
+        groups = self.fleet.generate(prompts, self.sampling, ids, on_group=on_group)
+        return dict(enumerate(groups)), self.fleet.stats
+
+
+class AsyncRollouts:
+    """Batches ahead of the learner by `steps`, which the first rank's `fleet` samples: its `source` is called in a
+    thread, and may wait for `learned`, which is set when the learner has learned. `needs_weights`: what a batch is
+    charged needs the weights that sampled it. A context manager, which ends the fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet | None,
+        source: Rollouts | None,
+        learned: Event,
+        state: State,
+        ranks: Ranks,
+        meter: Meter,
+        saver: Saver,
+        *,
+        steps: int,
+        prompts_per_step: int,
+        needs_weights: bool,
+    ) -> None:
+        self._fleet, self._source, self._learned = fleet, source, learned
+        self._state, self._ranks, self._meter, self._saver = state, ranks, meter, saver
+        self._steps, self._prompts_per_step = steps, prompts_per_step
+        self._needs_weights = needs_weights
         self._thread: Thread | None = None
         self._under_way = False  # on every rank
-        self._found: StepBatch | BaseException
-        if fleet is not None:
-            alone = replace(context, parts=replace(context.parts, ranks=ALONE), meter=self._meter)
-            self._source = _OnFleet(alone, fleet, self._learned)
-            fleet.note = context.display.note
+        self._found: Rollout | BaseException
 
-    def __enter__(self) -> "Beside":
-        self._context.parts.engine.sleep()  # evaluation has an engine of its own
+    def __enter__(self) -> "AsyncRollouts":
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -72,39 +97,33 @@ class Beside:
             self._thread.join()
         self._fleet.close()
 
-    def next(self) -> StepBatch:
+    def next(self) -> Rollout:
         """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
-        queue, meter = self._context.state.queue, self._context.meter
-        with meter.timed("send"), self._context.saver.broken_weights_end_the_run():
-            self._ranks.together(self._send)
+        queue, took = self._state.queue, dict[str, float]()
+        with self._meter.timed(took, "send"), self._saver.broken_weights_end_the_run():
+            self._ranks.run_on_all(self._send)
         while len(queue) < max(self._steps, 1):  # at the beginning there is nothing to learn from meanwhile
             self._begin()
-            self.settle()
+            took = added(took, self.settle())
         if self._steps:
             self._begin()
-        objective = self._context.parts.objective
-        if objective.kl_in_reward and objective.recompute_old:  # several updates of a batch change the policy
-            self.settle()
-        return queue.pop(0)
+        if self._needs_weights:
+            took = added(took, self.settle())
+        return Rollout(queue.pop(0), took)
 
-    def settle(self) -> None:
-        """The learner has learned: wait for the batch that is sampled beside it, and put it into the queue. Raises what
-        sampling or scoring has raised."""
+    def settle(self) -> dict[str, float]:
+        """The learner has learned: wait for the batch that is sampled beside it, and put it into the queue. Returns
+        what that took; raises what sampling or scoring has raised."""
         if not self._under_way:
-            return
-        meter, began = self._context.meter, time.perf_counter()
-        meter.phase("rollout")
+            return {}
+        began = time.perf_counter()
+        self._meter.phase("rollout")
         self._under_way = False
-        batch, metrics = self._arrived(self._ranks.on_first(self._joined))
-        meter.count("time/rollout_waited", time.perf_counter() - began)
-        for name, value in metrics.items():
-            if name.startswith("quant/"):  # a fraction: of the last batch, as in one process
-                meter.metrics[name] = value
-            else:
-                meter.count(name, value)
-        self._context.state.queue.append(batch)
+        arrived = self._arrived(self._ranks.on_first(self._joined))
+        self._state.queue.append(arrived.batch)
+        return {**arrived.metrics, "time/rollout_waited": time.perf_counter() - began}
 
-    def _joined(self) -> StepBatch:
+    def _joined(self) -> Rollout:
         """What the thread has found, at its end."""
         assert self._thread is not None
         self._learned.set()
@@ -114,23 +133,24 @@ class Beside:
             raise self._found
         return self._found
 
-    def _arrived(self, found: StepBatch | None) -> tuple[StepBatch, dict[str, float]]:
-        """The batch that the first rank `found`, with its metrics, on every rank, and what it changed in the state."""
-        state, wanted = self._context.state, self._context.parts.config.prompts_per_step
+    def _arrived(self, found: Rollout | None) -> Rollout:
+        """What the first rank `found`, on every rank, and what it changed in the state."""
+        state = self._state
         mine: dict[str, Any] | None = None
         if found is not None and self._ranks.size > 1:
             mine = {
-                "batch": found.to_json(),
+                "batch": found.batch.to_json(),
                 "pending": groups_to_json(state.pending),
                 "cursor": state.cursor,
-                "metrics": self._meter.metrics,
+                "metrics": dict(found.metrics),
             }
-        given = self._ranks.gather(mine)[0]
+        given: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
         if found is not None:
-            return found, self._meter.metrics
+            return found
         state.cursor = given["cursor"]
         state.pending = groups_from_json(given["pending"])
-        return StepBatch.from_json(given["batch"], wanted), given["metrics"]
+        batch = StepBatch.from_json(given["batch"], self._prompts_per_step)
+        return Rollout(batch, given["metrics"])
 
     def _send(self) -> None:
         if self._fleet is not None:
@@ -141,33 +161,12 @@ class Beside:
         if self._fleet is None:
             return
         self._learned.clear()
-        self._meter.begin()
         self._thread = Thread(target=self._sample, name="isobit-fleet", daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
+        assert self._source is not None
         try:
             self._found = self._source.next()
         except BaseException as error:  # raised again by `settle`
             self._found = error
-
-
-class _OnFleet(Sampled):
-    """`Sampled`, on the fleet's engines and in a thread: what this process computes waits for the learner."""
-
-    def __init__(self, context: Context, fleet: Fleet, learned: Event) -> None:
-        super().__init__(context)
-        parts = context.parts
-        self._computes = bool(parts.scorer.models or parts.objective.kl_in_reward)
-        self._fleet, self._until = fleet, learned
-
-    def _groups(
-        self, prompts: Sequence[Prompt], ids: Sequence[int], add: OnGroup
-    ) -> tuple[dict[int, list[Completion]], Stats]:
-        groups = self._fleet.generate(prompts, self._context.parts.sampling, ids, on_group=add)
-        return dict(enumerate(groups)), self._fleet.stats
-
-    def score(self, groups: Sequence[Group]) -> list[Group]:
-        if self._computes:
-            self._until.wait()
-        return super().score(groups)

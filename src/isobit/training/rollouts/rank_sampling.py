@@ -5,7 +5,7 @@ Placement cannot move a bit: what a group's completions are depends on the seed 
 are token ids and log-probabilities as tensors, the rest as JSON. Left out: what a step needs (`sources.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from isobit.distributed import Ranks
-from isobit.engine.engine import Engine
+from isobit.engine.engine import Engine, OnGroup
+from isobit.engine.groups import OpenGroups
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion, Sampling, Ticket
+from isobit.engine.types import Completion, Sampling
 from isobit.rl import Group, Sample
 
 _LONG: dict[str, torch.dtype] = {
@@ -26,58 +27,52 @@ _LONG: dict[str, torch.dtype] = {
 }
 
 
-def sample_claimed(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    ids: Sequence[int],
-    ranks: Ranks,
-    name: str,
-    on_group: Callable[[int, list[Completion]], None],
-) -> tuple[dict[int, list[Completion]], Stats]:
-    """The completions of the groups that this rank claims under `name`, by index, and what the engine did.
+class ClaimedGroups:
+    """A `sources.Sampler`: the groups that this rank claims of each call's, sampled by its `engine`."""
 
-    A rank begins with three quarters of an equal share and claims one more whenever a group is done, so that the last
-    ones go to those that are ahead. `on_group(index, completions)` is called as soon as a group is done.
-    """
-    if ranks.size == 1:  # who is alone has claimed them all
-        groups = engine.generate(prompts, sampling, ids, on_group=on_group)
-        return dict(enumerate(groups)), _done(engine)
-    hold = max(1, 3 * len(prompts) // (4 * ranks.size))
-    places: dict[Ticket, int] = {}
-    found: dict[int, list[Completion]] = {}
-    done, left = Stats(), True
-    try:
-        while True:
-            while left and len(places) < hold:
-                index = ranks.claim(name)
-                left = index < len(prompts)
-                if left:
-                    places[engine.submit(prompts[index], sampling, ids[index])] = index
-                    found[index] = []
-            if not places:
-                return found, done
-            finished = engine.step()
-            for ticket, completion in finished:
-                found[places[ticket]].append(completion)
-            for ticket in dict.fromkeys(ticket for ticket, _ in finished):
-                group = found[places[ticket]]
-                if len(group) == sampling.n:
-                    group.sort(key=lambda completion: completion.sample_index)
-                    on_group(places.pop(ticket), group)
-            if not engine.num_open:  # the engine counts anew from the next request on
-                done = _sum(done, _done(engine))
-    finally:
-        for ticket in places:
-            engine.cancel(ticket)
+    def __init__(self, engine: Engine, sampling: Sampling, ranks: Ranks) -> None:
+        self._engine, self._sampling, self._ranks = engine, sampling, ranks
+        self._name, self._calls = ranks.fresh_name(), 0
+
+    @property
+    def n(self) -> int:
+        return self._sampling.n
+
+    def __call__(
+        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+    ) -> tuple[dict[int, list[Completion]], Stats]:
+        """A rank begins with three quarters of an equal share and claims one more whenever a group is done, so that
+        the last ones go to those that are ahead."""
+        engine, ranks, sampling = self._engine, self._ranks, self._sampling
+        self._calls += 1
+        if ranks.size == 1:  # who is alone has claimed them all
+            groups = engine.generate(prompts, sampling, ids, on_group=on_group)
+            return dict(enumerate(groups)), _done(engine)
+        hold = max(1, 3 * len(prompts) // (4 * ranks.size))
+        found: dict[int, list[Completion]] = {}
+        done, left = Stats(), True
+        with OpenGroups(engine) as gathering:
+            while True:
+                while left and len(gathering) < hold:
+                    index = ranks.claim(f"{self._name} {self._calls}")
+                    left = index < len(prompts)
+                    if left:
+                        gathering.add(index, engine.submit(prompts[index], sampling, ids[index]))
+                if not gathering:
+                    return found, done
+                for index, group in gathering.step():
+                    found[index] = group
+                    on_group(index, group)
+                if not engine.num_open:  # the engine counts anew from the next request on
+                    done = _sum(done, _done(engine))
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
     """The groups of all ranks, in order."""
     if ranks.size == 1:
         return [group for _, group in sorted(mine.items())]
-    said = ranks.gather([[index, [_short(sample) for sample in group]] for index, group in mine.items()])
-    long = ranks.gather_tensors(
+    said = ranks.all_gather_json([[index, [_short(sample) for sample in group]] for index, group in mine.items()])
+    long = ranks.all_gather_tensors(
         {f"{i}.{n}.{k}": t for i, g in mine.items() for n, s in enumerate(g) for k, t in _tensors(s)}
     )
     found: dict[int, Group] = {}
@@ -93,7 +88,7 @@ def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
 def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
     """What all engines did."""
     total = Stats()
-    for values in ranks.gather(vars(mine)):
+    for values in ranks.all_gather_json(vars(mine)):
         total = _sum(total, Stats(**values))
     return total
 

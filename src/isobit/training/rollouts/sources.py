@@ -5,111 +5,150 @@ steps is in the run's `State`, which a checkpoint holds. Left out: how completio
 (`scoring.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
+from isobit.data.dataset import Dataset
+from isobit.distributed import Ranks
 from isobit.engine.engine import OnGroup, clamped_fraction
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
-from isobit.rl import Group, Sample
+from isobit.rl import Group, ResolvedObjective, Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
-from isobit.training.context import Context
-from isobit.training.loop import Rollouts, roll_out
-from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats, sample_claimed
+from isobit.training.loop import Rollout, Rollouts, Sampled, Scored, roll_out
+from isobit.training.measuring.meter import Meter, added
+from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
+from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
-from isobit.training.scoring import RolloutScoring
+from isobit.training.scoring import RewardScorer
+
+ReferenceKL = Callable[[Sequence[Sample]], Sequence[tuple[float, ...]]]
 
 
-class Sampled:
-    """Batches of completions of the next prompts, sampled by the weights of now. Groups that one step has left over
-    begin the next one's batch."""
+class Sampler(Protocol):
+    """Who samples: this rank's engine (`rank_sampling.ClaimedGroups`), or a fleet's (`asynchronous.FleetGroups`)."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._scoring: RolloutScoring
-        self._indices: list[int] = []  # of the groups that this rank sampled last
-        self._name, self._calls = context.parts.ranks.fresh_name(), 0
+    @property
+    def n(self) -> int:
+        """Completions of a prompt."""
 
-    def next(self) -> StepBatch:
-        config, objective, state = self._context.parts.config, self._context.parts.objective, self._context.state
+    def __call__(
+        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+    ) -> tuple[dict[int, list[Completion]], Stats]:
+        """The groups that this rank samples, by the place of their prompt, and what its engines did; `on_group` is
+        called with each as soon as it is done."""
+
+
+class LiveRollouts:
+    """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the weights of now. Groups
+    that one step has left over begin the next one's batch.
+
+    `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where the reward pays for
+    its distance to the reference. `before_scoring` is called before rewards are collected.
+    """
+
+    def __init__(
+        self,
+        train: Dataset,
+        sampler: Sampler,
+        scorer: RewardScorer,
+        objective: ResolvedObjective,
+        state: State,
+        ranks: Ranks,
+        meter: Meter,
+        saver: Saver,
+        note: Callable[[str], None],
+        *,
+        prompts_per_step: int,
+        steps: int,
+        reference_kl: ReferenceKL | None,
+        before_scoring: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._train, self._sampler, self._scorer = train, sampler, scorer
+        self._objective, self._state, self._ranks = objective, state, ranks
+        self._meter, self._saver, self._note = meter, saver, note
+        self._prompts_per_step, self._steps = prompts_per_step, steps
+        self._reference_kl, self._before_scoring = reference_kl, before_scoring
+
+    def next(self) -> Rollout:
+        objective, state = self._objective, self._state
         rounds = objective.max_resamples if objective.dynamic_sampling else 1
-        batch = StepBatch(config.prompts_per_step, objective.dynamic_sampling, rounds, objective)
+        batch = StepBatch(self._prompts_per_step, objective.dynamic_sampling, rounds, objective)
         batch.carry_over(state.pending)
-        roll_out(batch, self)
+        took = roll_out(batch, self)
         state.pending = batch.surplus
-        return batch
+        return Rollout(batch, took)
 
-    def sample(self, count: int) -> list[Group]:
+    def sample(self, count: int) -> Sampled:
         """A group of completions for each of the next `count` prompts that this rank claims; reward functions begin on
         those that are finished while others are still sampled."""
-        parts, meter, state = self._context.parts, self._context.meter, self._context.state
+        state, took = self._state, dict[str, float]()
         ids = list(range(state.cursor, state.cursor + count))
-        examples = [parts.task.train.at(cursor) for cursor in ids]
-        self._scoring = parts.scorer.begin(examples, parts.sampling.n)
-        self._calls += 1
-        with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
-            prompts = [example.prompt for example in examples]
-            found, stats = parts.ranks.together(lambda: self._groups(prompts, ids, self._scoring.add))
-        stats = gather_stats(parts.ranks, stats)
-        meter.count("rollout/preemptions", stats.preemptions)
-        meter.count("rollout/prompt_tokens", stats.prompt_tokens)
-        meter.count("rollout/cached_tokens", stats.cached_tokens)
-        meter.metrics |= clamped_fraction(stats.kv_clamped, stats.kv_written)
+        examples = [self._train.at(cursor) for cursor in ids]
+        progress = state.progress(self._steps, len(self._train))
+        scoring = self._scorer.begin(examples, self._sampler.n, progress)
+        prompts = [example.prompt for example in examples]
+        with (
+            self._meter.timed(took, "rollout", peak=True),
+            self._saver.broken_weights_end_the_run(),
+        ):
+            found, stats = self._ranks.run_on_all(lambda: self._sampler(prompts, ids, scoring.add))
+        stats = gather_stats(self._ranks, stats)
+        took["rollout/preemptions"] = stats.preemptions
+        took["rollout/prompt_tokens"] = stats.prompt_tokens
+        took["rollout/cached_tokens"] = stats.cached_tokens
+        took |= clamped_fraction(stats.kv_clamped, stats.kv_written)
         state.cursor += count
-        self._indices = sorted(found)
-        return [[sample_of(completion, state.step) for completion in found[index]] for index in self._indices]
+        groups = {i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())}
+        return Sampled(groups, scoring, took)
 
-    def _groups(
-        self, prompts: Sequence[Prompt], ids: Sequence[int], add: OnGroup
-    ) -> tuple[dict[int, list[Completion]], Stats]:
-        """The groups that this rank claims, by index."""
-        parts, name = self._context.parts, f"{self._name} {self._calls}"
-        return sample_claimed(parts.engine, prompts, parts.sampling, ids, parts.ranks, name, add)
-
-    def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups that the ranks sampled last, with rewards, and where the reward pays for it their distance to the
-        reference."""
-        parts, meter, ranks = self._context.parts, self._context.meter, self._context.parts.ranks
-        with meter.timed("score"):
-            rewards = ranks.together(self._scoring.collect)
-        meter.count("time/score_overlapped", self._scoring.overlapped_s)
+    def score(self, sampled: Sampled) -> Scored:
+        """The groups with rewards, and where the reward pays for it their distance to the reference."""
+        took, ranks = dict(sampled.metrics), self._ranks
+        self._before_scoring()
+        with self._meter.timed(took, "score"):
+            rewards = ranks.run_on_all(sampled.scoring.collect)
+        took["time/score_overlapped"] = sampled.scoring.overlapped_s
         rewarded = iter(rewards)
         mine = {
             index: [
-                replace(s, reward=r.total, rewards=r.by_function) for s, r in zip(group, islice(rewarded, len(group)))
+                replace(sample, reward=reward.total, rewards=reward.by_function)
+                for sample, reward in zip(group, islice(rewarded, len(group)))
             ]
-            for index, group in zip(self._indices, groups)
+            for index, group in sampled.groups.items()
         }
         unscored = [f"unscored: {reward.error}" for reward in rewards if reward.error is not None]
-        for notes in ranks.gather([*self._scoring.notes, *unscored]):
+        for notes in ranks.all_gather_json([*sampled.scoring.notes, *unscored]):
             for note in notes:
-                self._context.display.note(note)
+                self._note(note)
         scored = gather_groups(ranks, mine)
         samples = [sample for group in scored for sample in group]
-        meter.count("rollout/tokens", sum(len(s.completion_ids) for s in samples))
-        if not parts.objective.kl_in_reward:
-            return scored
-        with meter.timed("score"), self._context.saver.broken_weights_end_the_run():
-            distances = iter(parts.learner.reference_kl(samples))
-        return [[replace(sample, reference_kl=next(distances)) for sample in group] for group in scored]
+        took["rollout/tokens"] = sum(len(sample.completion_ids) for sample in samples)
+        if self._reference_kl is None:
+            return Scored(scored, took)
+        with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
+            distances = iter(self._reference_kl(samples))
+        charged = [[replace(s, reference_kl=next(distances)) for s in group] for group in scored]
+        return Scored(charged, took)
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedRollouts:
     """The batches that another run learned from, in its order."""
 
     groups: Iterator[list[Group]]
 
-    def next(self) -> StepBatch:
+    def next(self) -> Rollout:
         groups = next(self.groups, [])
-        return StepBatch(len(groups), groups=groups, scored=groups, rounds_left=0)
+        return Rollout(StepBatch(len(groups), groups=groups, scored=groups, rounds_left=0), {})
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
+class PrefetchedRollouts:
     """Batches of a source, each sampled `steps` steps before it is learned from.
 
     At the end of a run too, where nothing will learn from the last ones yet: a run that is extended is then the run
@@ -120,27 +159,31 @@ class Ahead:
     state: State
     steps: int
 
-    def next(self) -> StepBatch:
+    def next(self) -> Rollout:
+        took: dict[str, float] = {}
         while len(self.state.queue) <= self.steps:
-            self.state.queue.append(self.source.next())
-        return self.state.queue.pop(0)
+            sampled = self.source.next()
+            self.state.queue.append(sampled.batch)
+            took = added(took, sampled.metrics)
+        return Rollout(self.state.queue.pop(0), took)
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, float]:
         """Nothing is sampled beside the learner."""
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
-class Replayed:
+class ReplayedRollouts:
     """Batches of a source, and with each of them past groups to learn from again."""
 
     source: Rollouts
     state: State
     buffer: ReplayBuffer
 
-    def next(self) -> StepBatch:
-        batch = self.source.next()
-        batch.replayed = self.buffer.draw(self.state.step)
-        return batch
+    def next(self) -> Rollout:
+        rollout = self.source.next()
+        batch = replace(rollout.batch, replayed=self.buffer.draw(self.state.step))
+        return replace(rollout, batch=batch)
 
 
 def sample_of(completion: Completion, step: int = 0) -> Sample:

@@ -52,7 +52,7 @@ def of_weights(model: Model) -> str:
     sums = [_sum(rows, shards.own(name)[0] * shards.width(name) // _BLOCK) for name, rows in named.items()]
     mine = dict(zip(named, torch.stack(sums).tolist())) if sums else {}
     totals = dict.fromkeys(shards.shapes, 0)
-    for each in model.ranks.gather(mine):
+    for each in model.ranks.all_gather_json(mine):
         for name, value in each.items():
             totals[name] += value
     words = {name: value % (1 << 64) for name, value in totals.items()}

@@ -16,23 +16,32 @@ from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_to_json
 from isobit.run.certificate import GENESIS
 from isobit.run.metrics import of_the_machine
-from isobit.training.parts import MASTERS, Parts
+from isobit.training.saving.checkpoint import Trained
 
 
 @dataclass
 class State:
     """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
     `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
-    if its evaluation failed and they are not in their file; `synced`: whether the working weights are those of the
-    masters now, which no checkpoint holds; `head`: the hash of the certificate's newest row."""
+    if its evaluation failed and they are not in their file; `synced_step`: the steps whose masters the working weights
+    are made of, which no checkpoint holds; `head`: the hash of the certificate's newest row."""
 
     step: int = 0
     cursor: int = 0
     pending: list[Group] = field(default_factory=list)
     queue: list[StepBatch] = field(default_factory=list)
     unrecorded: dict[str, float] | None = None
-    synced: bool = False
+    synced_step: int | None = None
     head: str = GENESIS
+
+    @property
+    def synced(self) -> bool:
+        """Whether the working weights are those of the masters now."""
+        return self.synced_step == self.step
+
+    def progress(self, steps: int, prompts: int) -> dict[str, float]:
+        """What reward functions get as `trainer_state`, in a run of so many steps on so many prompts."""
+        return {"global_step": self.step, "max_steps": steps, "epoch": self.cursor / prompts}
 
 
 @dataclass(frozen=True)
@@ -45,20 +54,18 @@ class Snapshot:
     rest: Mapping[str, Any]
 
     @staticmethod
-    def take(state: State, parts: Parts, written: Mapping[str, Any], best: Any) -> "Snapshot":
+    def take(state: State, trained: Trained, written: Mapping[str, Any], best: Any) -> "Snapshot":
         """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
         copied = replace(state, pending=list(state.pending), queue=list(state.queue))
         rest = {
-            "bad_steps_in_a_row": parts.learner.state.bad_steps_in_a_row,
-            "clip_bounds": parts.learner.state.clip_bounds,
+            "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
             # of the weights learned with last: a resumed run makes the next ones, and counts them
-            "weights_version": parts.model.weights_version - state.synced,
+            "weights_version": trained.model.weights_version - state.synced,
+            "masters": trained.optimizer.settings.masters,
             "best": best,
             **written,
         }
-        if parts.config.optimizer.masters != MASTERS:
-            rest["masters"] = parts.config.optimizer.masters
-        return Snapshot(copied, tuple(parts.replay.groups), parts.calibrator.state(), rest)
+        return Snapshot(copied, tuple(trained.replay.groups), trained.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, `scales` left out; the same on every machine and at any number of ranks, so without times."""

@@ -21,29 +21,31 @@ from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
-from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
-from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
+from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
-from isobit.model import Model, RewardModel
+from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.plan.job import architecture
-from isobit.precision import Precision
 from isobit.rewards.pool import RewardPool
-from isobit.rl import Objective, for_precision
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
+from isobit.training.measuring.agreement import unlike
 from isobit.training.memory.forecast import forecast
 from isobit.training.memory.plan import fitting_tokens
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
+from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import fit_prompts
-from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.saving.checkpoint import Trained
+from isobit.training.scoring import RewardScorer, WeightedModel
+from isobit.training.session.machine import machine_facts
 from isobit.training.sft.supervised import cached_model
 
 
@@ -56,11 +58,14 @@ def open_parts(
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
     before_weights: Callable[[Task, Path], None] | None = None,
+    recorded: Path | None = None,
 ) -> Parts:
-    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run that goes on, or
-    is replayed; `before_weights` is called with the task and the model's directory before a weight is read, instead of
-    a warning where the run cannot fit. Raises IsobitError for whatever does not fit. Several `ranks` share the policy's
-    masters; a reference and reward models are whole on each, once they are read."""
+    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
+    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from;
+    `before_weights` is called with the task and the model's directory before a weight is read,
+    instead of a warning where the run cannot fit. Raises IsobitError for whatever does not fit.
+    Several `ranks` share the policy's masters; a reference and reward models are whole on each,
+    once they are read."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -85,7 +90,7 @@ def open_parts(
             before_weights(task, base)
         elif checkpoint is None and not quiet and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
-        return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks)
+        return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks, recorded)
     except BaseException:
         rewards.close()
         raise
@@ -106,67 +111,90 @@ def _open_models(
     quiet: bool,
     checkpoint: Path | None,
     ranks: Ranks,
+    recorded: Path | None,
 ) -> Parts:
     model = _trained(config, base, began, checkpoint, ranks)
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
-    objective = replace(objective_of(config, model.precision), reward_weights=scorer.weights)
+    scorer = RewardScorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
+    other = () if recorded is None else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
+    resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
+    objective = resolved.objective
     if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
     check_functions(objective)
     reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
-    shards = model.transformer.masters.shards
-    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops, holders)
-    given = config.optimizer.micro_batch_tokens
-    tokens = 1 if given == "auto" else given  # until it is known what fits
-    learner = Learner(
+    optimizer = optimizer_of(config, model)
+    coming = optimizer.nbytes + optimizer.gradient_bytes
+    sampling = rollout_sampling(config)
+    sequences = config.prompts_per_step * sampling.n
+    engine = sized_engine(config, model, [fitted.longest.prompt], sequences, coming, resolved.record_routes)
+    held_out = _held_out(config, model, task, scorer, coming) if config.evaluation.every else None
+
+    def parts_with(config: Config, resolved: Resolved) -> Parts:
+        learner = _learner(config, model, optimizer, resolved, reference)
+        frozen = [weighted.model.transformer for weighted in scorer.models]
+        frozen += [] if reference is None else [reference.transformer]
+        calibrator = Calibrator(model, resolved.micro_batch_tokens)
+        replay = ReplayBuffer(config.replay, config.seed)
+        trained = Trained(model, optimizer, learner, calibrator, replay, frozen)
+        return Parts(
+            config,
+            resolved,
+            ranks,
+            trained,
+            reference,
+            task,
+            held_out,
+            rewards,
+            scorer,
+            engine,
+            sampling,
+            other,
+        )
+
+    if config.optimizer.micro_batch_tokens != "auto":
+        return parts_with(config, resolved)
+    # as a number, in the config too: how a batch is split decides how gradients are rounded, so a run that goes on
+    # repeats the number, wherever it does
+    fitting = min(ranks.all_gather_json(fitting_tokens(parts_with(config, resolved))))
+    fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
+    return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
+
+
+def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
+    """That of a run, for the model's masters."""
+    return ShardedOptimizer.of(model, replace(config.optimizer, total_steps=config.steps, seed=config.seed))
+
+
+def _learner(
+    config: Config,
+    model: Model,
+    optimizer: ShardedOptimizer,
+    resolved: Resolved,
+    reference: Model | None,
+) -> Learner:
+    return Learner(
         model,
         optimizer,
-        objective,
+        resolved.objective,
         reference=reference,
-        micro_batch_tokens=tokens,
+        micro_batch_tokens=resolved.micro_batch_tokens,
         recompute=config.optimizer.activation_checkpointing,
         seed=config.seed,
         on_mismatch=config.on_mismatch,
+        expects_equal_bits=resolved.expects_equal_bits,
         check_gradients_every=config.run.check_gradients_every,
-        measured_idle=config.mismatch.samples_of_idle_groups,
+        measured_zero_advantage=config.mismatch.samples_of_idle_groups,
     )
-    sampling = rollout_sampling(config)
-    coming = optimizer.nbytes + optimizer.gradient_bytes
-    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
-    engine.record_routes = model.config.routed is not None and (objective.recompute_old or objective.router_replay)
-    parts = Parts(
-        config,
-        ranks,
-        model,
-        reference,
-        task,
-        _held_out(config, model, task, scorer, coming) if config.evaluation.every else None,
-        rewards,
-        scorer,
-        engine,
-        Calibrator(model, tokens),
-        ReplayBuffer(config.replay, config.seed),
-        sampling,
-        objective,
-        optimizer,
-        learner,
-    )
-    return _with_fitting_tokens(parts) if given == "auto" else parts
 
 
 def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
     """The model that is trained, whose tokenizer reads prompts as the run does."""
-    model = load_trained(config, base, checkpoint, ranks)
+    now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
+    model = load_trained(config, base, checkpoint, ranks, now)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
-    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.now = datetime.fromisoformat(ranks.from_first(lambda: date_of(began).isoformat()))
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     return model
 
 
@@ -199,21 +227,12 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     return reference
 
 
-def _with_fitting_tokens(parts: Parts) -> Parts:
-    """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
-    rounded, so a run that goes on repeats the number, wherever it does."""
-    fitting = min(parts.ranks.gather(fitting_tokens(parts)))
-    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting
-    optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
-    return replace(parts, config=replace(parts.config, optimizer=optimizer))
-
-
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer, reserved: int) -> HeldOut:
+def _held_out(config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int) -> PeriodicEvaluation:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
     engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
+    held_out = PeriodicEvaluation(engine, examples, held_out_scorer(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 
@@ -231,7 +250,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
     )
 
 
-def held_out_judge(scorer: Scorer) -> Judge:
+def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions to say, and for reward models where there are none."""
     return scorer.pool if scorer.pool.specs else scorer
 
@@ -240,8 +259,8 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
     """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
     found = []
     for given in config.rewards.models:
-        model = RewardModel.load(given.path, given.precision, config.backend, config.consistency, ranks)
-        model.tokenizer.now = now
+        flow = given.precision, config.backend, config.consistency
+        model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
         found.append(WeightedModel(model, given.weight, given.name))
     return found
 
@@ -255,19 +274,15 @@ def date_of(began: Mapping[str, Any]) -> datetime:
         return datetime.now()
 
 
-def objective_of(config: Config, precision: Precision) -> Objective:
-    """The config's algorithm, with `auto` resolved and what the sampling decides."""
-    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
-    given = replace(
-        config.algorithm,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        truncation=sampling.truncation,
-    )
-    return for_precision(given, precision, stale=stale)
-
-
-def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int, reserved: int = 0) -> Engine:
+def sized_engine(
+    config: Config,
+    model: Model,
+    prompts: Sequence[Prompt],
+    sequences: int,
+    reserved: int = 0,
+    record_routes: bool = False,
+) -> Engine:
     """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds; `reserved`:
-    bytes that the first update will take."""
-    return Engine.sized_for(model, prompts, sequences, config.sampling.max_new_tokens, config.engine, reserved)
+    bytes that the first update will take; `record_routes`: of a mixture of experts, for its learner."""
+    most = config.sampling.max_new_tokens
+    return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)

@@ -3,8 +3,13 @@ last. Left out: how it is opened (`opening.py`)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from threading import Event
 from typing import Any
 
+import torch
+
+from isobit.distributed import ALONE, Ranks
 from isobit.evaluation.best import Best
 from isobit.monitor.report import write_report
 from isobit.monitor.screen import Display
@@ -15,25 +20,37 @@ from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.training.adapting import rank_warning
-from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
+from isobit.training.measuring.agreement import failure
 from isobit.training.measuring.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
-from isobit.training.recording.recorder import Recorder, evaluated_only_as_the_last
-from isobit.training.rollouts.asynchronous import Beside
+from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
+from isobit.training.recording.recorder import Recorder
+from isobit.training.recording.rows import CompletionRows
+from isobit.training.resolved import keep
+from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
-from isobit.training.rollouts.sources import Ahead, Recorded, Replayed, Sampled
+from isobit.training.rollouts.rank_sampling import ClaimedGroups
+from isobit.training.rollouts.sources import (
+    LiveRollouts,
+    PrefetchedRollouts,
+    RecordedRollouts,
+    ReplayedRollouts,
+    Sampler,
+)
 from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.session.cautions import cautions
+from isobit.training.session.machine import machine_facts
 
 
 class Session:
-    """Use as a context manager. Its `policy`, `rollouts`, `learning` and `recorder` are the verbs of the loop."""
+    """Use as a context manager. Its `policy`, `rollouts`, `learning` and `recorder` are the verbs of the loop. With
+    `recorded` groups it samples none. `saved_step`: of the checkpoint that it goes on from."""
 
     def __init__(
         self,
@@ -44,11 +61,14 @@ class Session:
         quiet: bool,
         recorded: Iterator[list[Group]] | None = None,
         objects: Objects = NO_OBJECTS,
+        saved_step: int | None = None,
     ) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
-        self.model, self.objective = parts.model, parts.objective
+        self.model, self.objective = parts.model, parts.resolved.objective
         self.ranks = parts.ranks
-        self._changed = self.ranks.together(lambda: run.record_machine(parts.machine()))
+        facts = machine_facts(self.model, self.objective)
+        self._changed = self.ranks.run_on_all(lambda: run.record_machine(facts))
+        self.ranks.run_on_all(lambda: keep(parts.resolved, run))
         self.interruption = Interruption()
         quiet = quiet or not self.ranks.first
         details = f"{self.model.precision.name}, {self.config.consistency}"
@@ -62,24 +82,124 @@ class Session:
         )
         self._heartbeat = Heartbeat(run.directory, self.ranks.rank, self.ranks.size, lambda: state.step)
         self.ranks.print_to(log_path(run.directory, self.ranks.rank))
-        meter = Meter(self._phase, self.model.ops.device)
-        evaluation = self.config.evaluation
+        self._meter = Meter(self._phase, self.model.ops.device)
+        evaluation, keep_last = self.config.evaluation, self.config.run.keep_last
         best_by = evaluation.best_by if evaluation.every and evaluation.keep_best else None
-        self.best = Best(run.directory, best_by, parts.save_model, parts.ranks)
-        self.saver = Saver(parts, run, state, self.best, meter)
-        context = Context(parts, run, state, meter, self.display, self.saver)
-        self.policy = Policy(context)
-        measures, callbacks = (objects.measures, objects.callbacks) if self.ranks.first else ((), ())
-        source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
+        self.best = Best(run.directory, best_by, parts.trained.save_model, self.ranks)
+        self.saver = Saver(parts.trained, run, state, self.best, self._meter, keep_last, saved_step)
+        self._on_fleet = bool(self.config.fleet.engines) and recorded is None
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
-        on_fleet = self.config.fleet.engines and recorded is None
-        self._beside = Beside(context, parts.fleet, ahead) if on_fleet else None
-        batches = self._beside or Ahead(source, state, ahead)
-        self.rollouts: Rollouts = Replayed(batches, state, parts.replay)
-        early = SampledAhead(context, ahead, late=bool(on_fleet))
-        self.learning = Learning(context, measures, recorded is not None, batches.settle, early)
-        self.recorder = Recorder(context, self.policy, self.learning, self.trackers, callbacks)
+        batches = self._batches(recorded, ahead)
+        self._beside = batches if isinstance(batches, AsyncRollouts) else None
+        self.policy = Policy(self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver)
+        self.rollouts: Rollouts = ReplayedRollouts(batches, state, parts.trained.replay)
+        self.learning = self._learning(batches, ahead, objects, recorded is not None)
+        self.recorder = self._recorder(objects)
         self._stack = ExitStack()
+
+    def _batches(self, recorded: Iterator[list[Group]] | None, ahead: int) -> PrefetchedRollouts | AsyncRollouts:
+        """Where groups come from: another run, this process, or a fleet beside it."""
+        parts, state = self.parts, self.state
+        if recorded is not None:
+            return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
+        if not self._on_fleet:
+            sampler = ClaimedGroups(parts.engine, parts.sampling, self.ranks)
+            return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
+        learned, source = Event(), None
+        if parts.fleet is not None:
+            computes = parts.scorer.models or self.objective.kl_in_reward  # which waits for the learner
+            source = self._live(
+                FleetGroups(parts.fleet, parts.sampling),
+                ALONE,
+                Meter(lambda phase: None, torch.device("cpu")),
+                learned if computes else None,
+            )
+        return AsyncRollouts(
+            parts.fleet,
+            source,
+            learned,
+            state,
+            self.ranks,
+            self._meter,
+            self.saver,
+            steps=ahead,
+            prompts_per_step=self.config.prompts_per_step,
+            # several updates of a batch change the policy
+            needs_weights=self.objective.kl_in_reward and self.objective.recompute_old,
+        )
+
+    def _live(self, sampler: Sampler, ranks: Ranks, meter: Meter, learned: Event | None = None) -> LiveRollouts:
+        """Groups that are sampled; scored once `learned` is set, if one is given."""
+        parts = self.parts
+        return LiveRollouts(
+            parts.task.train,
+            sampler,
+            parts.scorer,
+            self.objective,
+            self.state,
+            ranks,
+            meter,
+            self.saver,
+            self.display.note,
+            prompts_per_step=self.config.prompts_per_step,
+            steps=self.config.steps,
+            reference_kl=parts.learner.reference_kl if self.objective.kl_in_reward else None,
+            before_scoring=(lambda: None) if learned is None else learned.wait,
+        )
+
+    def _learning(
+        self,
+        batches: PrefetchedRollouts | AsyncRollouts,
+        ahead: int,
+        objects: Objects,
+        recorded: bool,
+    ) -> Learning:
+        parts, state, meter, saver = self.parts, self.state, self._meter, self.saver
+        learner, config = parts.learner, self.config
+        early = SampledAhead(learner, config, state, meter, saver, ahead=ahead, late=self._on_fleet)
+        return Learning(
+            learner,
+            parts.calibrator,
+            parts.engines,
+            early,
+            state,
+            meter,
+            saver,
+            config,
+            objects.measures if self.ranks.first else (),
+            settle=batches.settle,
+            failure_of=partial(failure, learner, self.run.directory, recorded),
+            note=self.display.note,
+        )
+
+    def _recorder(self, objects: Objects) -> Recorder:
+        parts, state, saver, note = self.parts, self.state, self.saver, self.display.note
+        train = parts.task.train
+        evaluating = Evaluating(
+            parts.held_out,
+            self.config,
+            len(train),
+            self.policy,
+            parts.learner,
+            state,
+            self._meter,
+            saver,
+            self.best,
+            note,
+        )
+        return Recorder(
+            self.config,
+            self.run,
+            state,
+            parts.trained,
+            saver,
+            CompletionRows(self.config.run.completions, self.model.tokenizer, train),
+            evaluating,
+            parts.memory_metrics,
+            self.display,
+            self.trackers,
+            objects.callbacks if self.ranks.first else (),
+        )
 
     def __enter__(self) -> "Session":
         with ExitStack() as stack:
@@ -87,6 +207,7 @@ class Session:
                 stack.enter_context(resource_)
             if self._beside is not None:
                 stack.enter_context(self._beside)
+                self.parts.engine.sleep()  # evaluation has an engine of its own
             self._begin()
             self._stack = stack.pop_all()
         return self
@@ -94,13 +215,14 @@ class Session:
     def _begin(self) -> None:
         """Say what computes, know what was done before, and record what is due before the first step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
-        self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
+        computes, rule = self.model.ops.why, self.objective.rule
+        self.display.note(f"{computes}; consistency: {self.config.consistency}; correction: {rule}")
         told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model)
         for warning in (*self._changed, *told, *cautions(self.config, self.parts.task, self.model)):
             if warning is not None:
                 self.display.note(warning)
         if self.config.run.check_memory:
-            self.parts.keep_checksums()
+            self.parts.trained.keep_checksums()
         if self.ranks.first:
             for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
                 self.display.history.add(row)
@@ -128,7 +250,7 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        signals = [found for found in self.ranks.gather(self.interruption.signal) if found is not None]
+        signals = [found for found in self.ranks.all_gather_json(self.interruption.signal) if found is not None]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
         return self.state.step < self.config.steps and not signals

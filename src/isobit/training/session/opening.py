@@ -27,12 +27,12 @@ from isobit.run import ends as files
 from isobit.run.directory import FollowedDirectory, RunDirectory
 from isobit.run.rows import warn
 from isobit.run.source import source_digest
-from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import Given, Objects
-from isobit.training.parts import Parts, head_of, load_state, problem_of
-from isobit.training.recording.recorder import evaluated_only_as_the_last
+from isobit.training.parts import Parts
+from isobit.training.recording.evaluating import evaluated_only_as_the_last
 from isobit.training.recording.rows import recorded_groups
 from isobit.training.rollouts.asynchronous import open_fleet
+from isobit.training.saving.checkpoint import head_of, problem_of
 from isobit.training.saving.snapshot import State
 from isobit.training.session.assembly import open_parts
 from isobit.training.session.inputs import Inputs, check_inputs, inputs_of, record_inputs
@@ -58,14 +58,24 @@ def _open_all(
     ranks: Ranks,
     began: Mapping[str, Any] = MappingProxyType({}),
     checkpoint: Path | None = None,
-    samples: bool = True,
+    recorded: Path | None = None,
 ) -> Parts:
-    """All parts, and the engines of a fleet where there is one and the run samples."""
-    parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks, began=began)
-    if not samples:
+    """All parts, and the engines of a fleet where there is one and the run samples, as one does that learns from no
+    `recorded` rollouts."""
+    parts = open_parts(
+        config,
+        quiet=quiet,
+        checkpoint=checkpoint,
+        objects=objects,
+        ranks=ranks,
+        began=began,
+        recorded=recorded,
+    )
+    if recorded is not None:
         return parts
     try:
-        return replace(parts, fleet=ranks.together(lambda: open_fleet(parts)))
+        opened = ranks.run_on_all(lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks))
+        return replace(parts, fleet=opened)
     except BaseException:
         parts.rewards.close()
         raise
@@ -96,27 +106,28 @@ def _resumed(
     source = runs.rollouts_from(run_dir)
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     changed = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
-    samples, began = source is None, runs.began_by(run_dir if source is None else source)
+    began = runs.began_by(run_dir if source is None else source)
+    if source is not None:
+        _require_recorded(run_dir, source, config)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         ranks.on_first(lambda: _refuse_lost(run_dir))
-        parts = _open_all(config, quiet, objects, ranks, began, samples=samples)
-        recorded = None if samples else _recorded(run_dir, config, parts, 0)
+        parts = _open_all(config, quiet, objects, ranks, began, recorded=source)
+        recorded = None if source is None else _recorded(source, 0)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
         ranks.on_first(lambda: _go_on_with(run, inputs, changed))
         return Session(parts, run, State(), quiet=quiet, objects=objects, recorded=recorded)
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, ranks), ranks)
-    parts = _open_all(config, quiet, objects, ranks, began, path, samples)
-    counted = load_state(path, parts)
+    parts = _open_all(config, quiet, objects, ranks, began, path, source)
+    counted = parts.trained.restore(path)
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
-    parts.replay.groups = groups_from_json(counted["replay"])
-    head = ranks.from_first(lambda: head_of(path))
+    head = ranks.broadcast_result(lambda: head_of(path))
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"), head=head)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.on_first(lambda: checkpoints.go_on_from(path))
-    ends, lost = ranks.from_first(lambda: files.ends(run_dir, counted))
-    if (done := ranks.from_first(lambda: files.last_step(run_dir))) > state.step:
+    ends, lost = ranks.broadcast_result(lambda: files.ends(run_dir, counted))
+    if (done := ranks.broadcast_result(lambda: files.last_step(run_dir))) > state.step:
         lost = [
             *lost,
             f"{run_dir} goes on after step {state.step}: steps up to {done}, which it had recorded, are done again",
@@ -125,9 +136,8 @@ def _resumed(
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
     ranks.on_first(lambda: _go_on_with(run, inputs, changed))
-    recorded = None if samples else _recorded(run_dir, config, parts, state.step)
-    session = Session(parts, run, state, quiet=quiet, objects=objects, recorded=recorded)
-    session.saver.saved_step = state.step
+    recorded = None if source is None else _recorded(source, state.step)
+    session = Session(parts, run, state, quiet=quiet, objects=objects, recorded=recorded, saved_step=state.step)
     if finished:
         session.best.stay()
     else:
@@ -157,7 +167,7 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
     everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
-    found = ranks.from_first(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
+    found = ranks.broadcast_result(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
     if found is None or found[0].get("step") != state.step:
         return False
     row, end = found
@@ -198,7 +208,7 @@ def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]
             )
         return FollowedDirectory(directory)
 
-    return ranks.together(followed)
+    return ranks.run_on_all(followed)
 
 
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE) -> Session:
@@ -212,29 +222,28 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     _refuse_more_steps(config, recorded)
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
-    parts = open_parts(config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded))
-    other = _unlike(recorded, config, parts)
+    parts = open_parts(config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded), recorded=recorded)
     run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded))
     ranks.on_first(lambda: record_inputs(run, inputs_of(config)))
     session = Session(parts, run, State(), quiet=quiet, recorded=groups)
-    if other:
-        session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
+    if other := ", ".join(parts.unlike):
+        session.display.note(f"tokens may differ from those of {recorded}: it had another {other}")
     return session
 
 
-def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterator[list[Group]]:
-    """What a run that learns from the rollouts of another has still to learn after a step. Raises IsobitError where the
-    other run is not there any more."""
-    found, other = run_dir / runs.ROLLOUTS_FROM, runs.rollouts_from(run_dir)
-    assert other is not None, "it samples its own"
-    if not (other / runs.CONFIG).is_file():
+def _require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
+    """Raise IsobitError where the other run is not there any more, or has too few steps."""
+    if not (recorded / runs.CONFIG).is_file():
         raise IsobitError(
-            f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "
-            f"was moved, write its new path into {found}"
+            f"{run_dir} learns from the rollouts of {recorded}, which is no run directory any more; if it "
+            f"was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
         )
-    _refuse_more_steps(config, other)
-    _unlike(other, config, parts)
-    return islice(recorded_groups(other, load_run_config(other)), step, None)
+    _refuse_more_steps(config, recorded)
+
+
+def _recorded(recorded: Path, step: int) -> Iterator[list[Group]]:
+    """What a run that learns from the rollouts of another has still to learn after a step."""
+    return islice(recorded_groups(recorded, load_run_config(recorded)), step, None)
 
 
 def _recorded_steps(run_dir: Path) -> int:
@@ -247,10 +256,3 @@ def _refuse_more_steps(config: Config, recorded: Path) -> None:
             f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned from its rollouts; give at "
             f"most steps={steps}"
         )
-
-
-def _unlike(recorded: Path, config: Config, parts: Parts) -> list[str]:
-    """What makes a run from recorded rollouts compute other bits, if anything; nothing is promised then."""
-    other = unlike(recorded, config, parts.machine())
-    parts.learner.promised &= not other
-    return other

@@ -30,16 +30,16 @@ from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.monitor.report.intervals import Estimate, proportion
 from isobit.monitor.screen import Display
-from isobit.options.consistency import TDP32, order, resolved
+from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import durable
 from isobit.run.directory import Interruption, occupied
 from isobit.tasks import Task, load_task
-from isobit.training.adapting import load_trained, rank_warning
+from isobit.training.adapting import load_trained, rank_warning, text_rules
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.sft.taught import SupervisedSample, Teacher
 
@@ -55,21 +55,18 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
         )
     task = load_task(replace(config.task, seed=config.seed))
     model = _initial_model(config, task)
-    if config.model.chat_template is not None:
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     task, taught = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
     interruption = interruption or Interruption()  # which nothing sets
-    with _Exam(model, task, config) as exam:
-        done = _train(model, config, _batches(config, task.train, taught), exam, quiet, interruption)
+    with Evaluation(model, task, config) as evaluation:
+        done = _train(model, config, _batches(config, task.train, taught), evaluation, quiet, interruption)
         if done:
             _save(model, out)
         if interruption.signal is not None and done < config.steps:
             _say_unfinished(config, out, done)
         elif not quiet:
-            _say(config, out, exam)
+            _say(config, out, evaluation)
     return out
 
 
@@ -81,11 +78,11 @@ def _say_unfinished(config: SftConfig, out: Path, done: int) -> None:
     print(text, file=sys.stderr)
 
 
-def _say(config: SftConfig, out: Path, exam: "_Exam") -> None:
+def _say(config: SftConfig, out: Path, evaluation: "Evaluation") -> None:
     what = "base model" if config.adapter is None else "adapter"
     print(f"{what} in {out}", file=sys.stderr)
-    if exam.possible:
-        print(f"held-out greedy accuracy  {exam.accuracy()}", file=sys.stderr)
+    if evaluation.possible:
+        print(f"held-out greedy accuracy  {evaluation.accuracy()}", file=sys.stderr)
 
 
 def _save(model: Model, out: Path) -> None:
@@ -128,15 +125,10 @@ def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
     starts from, isobit's version."""
     settings = dump_config(replace(config, out=""))
-    for later in ("adapter: null\n", "  every: 0\n", "  stop_at: null\n"):  # named as before there were these
-        settings = settings.replace(later, "")
-    consistency = resolved(config.consistency)
-    named = "bitwise" if order(consistency) == TDP32 else consistency  # as before there were two orders
-    settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
+    given, found = (f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency)))
+    settings = settings.replace(given, found)
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
-    if config.model.path is not None or config.model.chat_template is not None:  # of characters they are as before
-        digest.update(b"tokens of prompt and answer as of one text")
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
         if example.answer is not None:
@@ -161,7 +153,7 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
         raise IsobitError(f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the characters")
-    tokenizer = Tokenizer.characters(alphabet)
+    tokenizer = Tokenizer.characters(alphabet, text_rules(config))
     architecture = _architecture(config.model.init, tokenizer)
     given = architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency
     return Model.init(*given, masters=config.optimizer.masters)
@@ -181,7 +173,7 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         head_dim=head_dim,
         rope=Rope.of(init.rope_theta, family.partial_rotary),
         qkv_bias=family.qkv_bias or family.biased,
-        o_bias=family.biased,
+        o_bias=family.biased and family.output_bias,
         qk_norm=family.qk_norm,
         linear=linear,
         unrotated=() if family.unrotated is None else family.unrotated({}, "model.init", init.num_layers),
@@ -198,13 +190,13 @@ def _train(
     model: Model,
     config: SftConfig,
     batches: Iterator[list[SupervisedSample]],
-    exam: "_Exam",
+    evaluation: "Evaluation",
     quiet: bool,
     interruption: Interruption,
 ) -> int:
     """How many steps were done."""
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
-    if every and not exam.possible:
+    if every and not evaluation.possible:
         raise IsobitError(
             f"evaluation.every: task {config.task.name!r} has nothing held out, or no reward, to evaluate with"
         )
@@ -212,8 +204,7 @@ def _train(
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
+    optimizer = ShardedOptimizer.of(model, settings)
     recompute = config.optimizer.activation_checkpointing
     bad_steps, done = 0, 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
@@ -227,7 +218,7 @@ def _train(
             display.step(metrics)
             done += 1
             if every and done % every == 0 and interruption.signal is None:
-                found = exam.accuracy()
+                found = evaluation.accuracy()
                 display.note(f"step {done}: held-out greedy accuracy {found}")
                 if stop_at is not None and found.value >= stop_at:
                     break
@@ -274,7 +265,7 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task
     return replace(task, train=train, held_out=held_out), samples
 
 
-class _Exam:
+class Evaluation:
     """Greedy accuracy on held-out prompts; the engine and the rewards' processes are opened once, where they are
     needed."""
 
@@ -283,7 +274,7 @@ class _Exam:
         self._examples = task.held_out.examples[: config.evaluation.samples]
         self._open = ExitStack()
 
-    def __enter__(self) -> "_Exam":
+    def __enter__(self) -> "Evaluation":
         return self
 
     def __exit__(self, *_: object) -> None:

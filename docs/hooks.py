@@ -1,0 +1,84 @@
+"""What mkdocs does besides: every key of docs/config.md gets an anchor, and an entry in the search.
+
+The tables of keys and metrics are marked, so that a narrow window shows the cells of a row one
+below the other. A page with wide output has no list of contents beside it.
+Without this a search for *learning rate* would lead to a long table. The words by which people look
+for a key, such as *batch size* for `prompts_per_step`, are those of docs/quick-reference.md.
+"""
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+QUICK = re.compile(r"^\| ([^|`]+) \| \[`([\w.]+)`\][^|]*\|[^|]*\| (.+) \|$", re.M)
+"""A row of docs/quick-reference.md: what it is called, the key, and what it does."""
+ROW = re.compile(r"<tr>\n<td><code>([\w.]+)</code></td>\n(.+?)</tr>", re.S)
+BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
+CODE_COLUMNS = 90
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
+NAME = re.compile(r"(?<=<code>)[^<]{12,}(?=</code>)")
+STACKED = ("config.md", "metrics.md", "quick-reference.md")
+QUICK_BOOST = 4.0
+"""A key that many people set comes before others that match equally well."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
+    """Leave the room of the contents to the text, where a block of output is wider than code may be."""
+    output = "".join(text for language, text in BLOCK.findall(markdown) if language in ("", "text"))
+    if any(len(line) > CODE_COLUMNS for line in output.splitlines()):
+        page.meta["hide"] = ["toc"]
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Add an id to each row of a key; of a key that is there twice (`steps`) the second gets `steps-2`."""
+    if page.file.src_uri in STACKED:
+        content = content.replace("<table>", "<table data-keys>")
+    if page.file.src_uri != "config.md":
+        return content
+    seen: dict[str, int] = {}
+
+    def with_anchor(row: re.Match[str]) -> str:
+        seen[row[1]] = seen.get(row[1], 0) + 1
+        anchor = row[1] if seen[row[1]] == 1 else f"{row[1]}-{seen[row[1]]}"
+        if "<td>section</td>" in row[0]:
+            return row[0].replace("<td>section</td>", _link(row[1], seen[row[1]], content))
+        page.present_anchor_ids.add(anchor)
+        return row[0].replace("<tr>", f'<tr id="{anchor}">', 1)
+
+    content = content.replace("<td>required</td>", "<td data-required>required</td>")
+    return ROW.sub(with_anchor, content)
+
+
+def _link(key: str, occurrence: int, content: str) -> str:
+    """A link from the row of a section to its heading; the second `model` has one too, not the second `task`."""
+    heading = key.replace(".", "")
+    again = f"{heading}_{occurrence - 1}"
+    target = again if f' id="{again}"' in content else heading
+    return f'<td><a href="#{target}">section</a></td>'
+
+
+def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
+    """Add the entries, behind the page's own, which the search plugin has made by now."""
+    if page.file.src_uri != "config.md":
+        return
+    quick = (Path(config["docs_dir"]) / "quick-reference.md").read_text(encoding="utf-8")
+    words = {key: (name, text.replace("`", "")) for name, key, text in QUICK.findall(quick)}
+    entries = config.plugins["material/search"].search_index.entries
+    row = re.compile(ROW.pattern.replace("<tr>", '<tr id="([^"]+)">', 1), re.S)
+    for anchor, key, cells in row.findall(page.content):
+        text = " ".join(html.unescape(re.sub("<[^>]+>", " ", cells)).split())
+        entry = {"location": f"{page.url}#{anchor}", "title": key, "text": text}
+        if anchor in words:
+            name, meaning = words[anchor]
+            entry |= {"title": f"{name}: {key}", "text": f"{meaning} {text}", "boost": QUICK_BOOST}
+        entries.append(entry)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Let long names in tables break after a slash, a dot or an underscore; site.css says where they may."""
+
+    def broken(cell: re.Match[str]) -> str:
+        return NAME.sub(lambda name: re.sub(r"([/._])(?=[A-Za-z])", r"\1<wbr>", name[0]), cell[0])
+
+    return CELL.sub(broken, output)

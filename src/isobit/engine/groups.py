@@ -1,0 +1,60 @@
+"""Completions of open requests, gathered into the groups of their prompts: what `Engine.generate`, a rank that claims
+prompts, and an engine of a fleet have in common."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from isobit.engine.types import Completion, Request
+
+if TYPE_CHECKING:
+    from isobit.engine.engine import Engine
+
+
+class OpenGroups:
+    """Requests of an engine by the place of their prompt. As a context manager it cancels those that are open at its
+    end."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._places: dict[Request, int] = {}
+        self._groups: dict[int, list[Completion]] = {}
+        self.completed = 0  # completions
+
+    def __enter__(self) -> "OpenGroups":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop(list(self._groups))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def places(self) -> Collection[int]:
+        return self._groups.keys()
+
+    def add(self, place: int, request: Request) -> None:
+        """A request that was submitted."""
+        self._places[request], self._groups[place] = place, []
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """One step of the engine: (place, completions in their order) of the groups that it finishes, by place."""
+        finished, whole = self._engine.step(), list[int]()
+        self.completed += len(finished)
+        for request, completion in finished:
+            place = self._places[request]
+            self._groups[place].append(completion)
+            if len(self._groups[place]) == request.sampling.n:
+                del self._places[request]
+                whole.append(place)
+        found = [(place, self._groups.pop(place)) for place in sorted(whole)]
+        for _, group in found:
+            group.sort(key=lambda completion: completion.sample_index)
+        return found
+
+    def drop(self, places: Collection[int]) -> None:
+        """Cancel what is open of these."""
+        for request, place in list(self._places.items()):
+            if place in places:
+                self._engine.cancel(request)
+                del self._places[request], self._groups[place]

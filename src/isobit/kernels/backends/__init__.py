@@ -1,0 +1,1 @@
+"""The backends: which function computes which operator, in PyTorch, in C++ and in Triton."""

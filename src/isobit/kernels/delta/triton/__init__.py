@@ -1,0 +1,1 @@
+"""Linear attention on an NVIDIA GPU."""

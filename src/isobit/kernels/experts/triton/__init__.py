@@ -1,0 +1,1 @@
+"""A mixture of experts on an NVIDIA GPU."""

@@ -1,0 +1,1 @@
+"""The output head: log-probabilities and sampled tokens of hidden states."""

@@ -1,0 +1,61 @@
+"""The two matrices over the vocabulary: the gradient of the embedding, and the output head, whose
+logits are a product and are held. Left out: log-probabilities and samples of logits
+(`sampling/definition.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.matrices import Prepared, values
+from isobit.kernels.ops import Ops, Temperature
+
+
+def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """As `Ops.embedding_backward`."""
+    return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
+
+
+def head_logprobs(
+    ops: Ops, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.head_logprobs`."""
+    return ops.token_logprobs(ops.product(hidden, weight, None, torch.float32), tokens, temperature)
+
+
+def head_sample(
+    ops: Ops, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.head_sample`."""
+    logits = ops.product(hidden, weight, None, torch.float32)
+    logits = logits if source is None else logits.index_select(0, source)
+    tokens = ops.sample(logits, keys, temperature)
+    return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
+
+
+def head_backward(
+    ops: Ops, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.head_backward`."""
+    logits = ops.product(hidden, weight, None, torch.float32)
+    return head_gradients(ops, dlogprobs, logits, hidden, weight, tokens, temperature)
+
+
+def head_gradients(
+    ops: Ops,
+    dlogprobs: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
+    slope: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient. `slope` [T, V]: their
+    derivatives by those of the head."""
+    # d log p(token) / d logits = (onehot - softmax) / temperature
+    dlogits = torch.softmax(logits / temperature, -1).neg_()
+    dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
+    dlogits *= (dlogprobs / temperature).unsqueeze(-1)
+    dlogits = (dlogits if slope is None else dlogits * slope).to(hidden.dtype)
+    dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
+    return dhidden, ops.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)

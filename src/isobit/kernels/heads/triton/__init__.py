@@ -1,0 +1,1 @@
+"""Queries, keys and values on an NVIDIA GPU."""

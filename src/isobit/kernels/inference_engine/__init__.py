@@ -1,0 +1,1 @@
+"""The operators of a second engine, which rounds as inference engines do."""

@@ -1,0 +1,1 @@
+"""Norms and gates on an NVIDIA GPU."""

@@ -1,0 +1,166 @@
+"""Gates on a GPU, alone or with its result quantized at once, and its backward.
+
+activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020), where k is
+the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and an up as `pointwise.bounded` gives them; for
+the sigmoid up / (1 + exp(-gate)).
+Elementwise but for the scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place,
+and a relative error of |k| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is the memory's speed:
+an element of the BF16 result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.kernels.norms.definition import CLAMPED, FAR, GELU
+from isobit.kernels.ops import Activation
+from isobit.kernels.quantize.triton import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
+from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.numbers import cast
+from isobit.precision import BLOCK, QTensor, QuantSpec
+
+_HIGH = 8
+_WARPS = 4
+"""Rows of a program's tile, whose columns are a block of the quantizer, and its warps: 8 elements a thread."""
+
+
+_FAR = tl.constexpr(FAR)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(value) for value in GELU)
+_SLOPE, _LIMIT = (tl.constexpr(value) for value in CLAMPED)
+
+
+@triton.jit
+def _inner(gate, ACTIVATION: tl.constexpr):
+    """(k, gate · k') of a gate."""
+    if ACTIVATION == "silu" or ACTIVATION == "sigmoid":
+        return gate, gate
+    elif ACTIVATION == "swiglu_clamped":
+        return gate * _SLOPE, gate * _SLOPE
+    else:
+        x = tl.where(gate > _FAR, _FAR, tl.where(gate < -_FAR, -_FAR, gate))
+        square = x * x
+        return x * tl.fma(square, _SECOND, _FIRST), x * tl.fma(square, _THIRD, _FIRST)
+
+
+@triton.jit
+def _bounded(gate, up, ACTIVATION: tl.constexpr):
+    """Gate and up as they are multiplied, `pointwise.bounded`."""
+    if ACTIVATION == "swiglu_clamped":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_mul(
+    gate_up_ptr, h_ptr, scale_ptr, flag_ptr, rows,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, QUANTIZED: tl.constexpr, UE8M0: tl.constexpr,
+    BESIDE: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
+    STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    tile = tl.program_id(0)
+    across = tile % STEPS
+    first = (tile // STEPS * HIGH).to(tl.int64)
+    i = tl.arange(0, HIGH)
+    column = across * WIDE + tl.arange(0, WIDE)
+    row = tile // STEPS * HIGH + i
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
+    gate, up = _bounded(gate, up, ACTIVATION)
+    k, _ = _inner(gate, ACTIVATION)
+    below = 1.0 + tl.exp(-k)
+    product = tl.div_rn(up, below) if ACTIVATION == "sigmoid" else tl.div_rn(gate, below) * up
+    h = cast(product, gate_up_ptr.dtype.element_ty)
+    out = h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
+    if QUANTIZED:
+        h = h.to(tl.float32)
+        scale = scale_or_flag(largest(h, 1), flag_ptr, UE8M0)
+        if BESIDE:
+            tl.store(scale_ptr + tl.cast(rows, tl.int64) * across + row, scale, mask=row < rows)
+        else:
+            tl.store(scale_ptr + first * STEPS + i * STEPS + across, scale, mask=row < rows)
+        h = codes(h, scale[:, None], UE8M0)
+    tl.store(out, h, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    dh_ptr, gate_up_ptr, gradient_ptr, rows,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A tile [HIGH, WIDE] of both halves of the gradient."""
+    STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    tile = tl.program_id(0)
+    first = (tile // STEPS * HIGH).to(tl.int64)
+    i = tl.arange(0, HIGH)
+    column = tile % STEPS * WIDE + tl.arange(0, WIDE)
+    row = tile // STEPS * HIGH + i
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
+    dh = tl.load(dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0).to(tl.float32)
+    bounded, multiplied = _bounded(gate, up, ACTIVATION)
+    k, slope = _inner(bounded, ACTIVATION)
+    sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
+    if ACTIVATION == "sigmoid":
+        dgate = dh * multiplied * (sigma * (1.0 - sigma))
+        dup = dh * sigma
+    else:
+        dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
+        dup = dh * (bounded * sigma)
+    if ACTIVATION == "swiglu_clamped":
+        dgate = tl.where(gate > _LIMIT, 0.0, dgate)
+        dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
+    tl.store(gradient_ptr + at, cast(dgate, gradient_ptr.dtype.element_ty), mask=inside)
+    tl.store(gradient_ptr + COLUMNS + at, cast(dup, gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
+    """activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
+    gate_up = gate_up.contiguous()
+    h = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    how = {"QUANTIZED": False, "UE8M0": False, "BESIDE": False}
+    _launch(_gate_mul, activation, h.shape, gate_up, h, None, None, **how)
+    return h
+
+
+def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
+    """`gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never written.
+
+    `flag` [1] int32 becomes 1 where the result holds NaN or an infinity.
+    """
+    if spec.granularity != "1x128":
+        return quantize(gate_mul(activation, gate_up), spec, flag)
+    assert supported(spec), f"no kernel quantizes to {spec}"
+    gate_up = gate_up.contiguous()
+    made = empty(gate_up.shape[0], gate_up.shape[1] // 2, spec, gate_up.device)
+    how = {"QUANTIZED": True, "UE8M0": spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
+    _launch(_gate_mul, activation, made.shape, gate_up, made.data.view(torch.uint8), made.scale, flag, **how)
+    return made
+
+
+def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
+
+    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ; of the sigmoid dh·up·σ·(1 - σ)
+    and dh·σ.
+    """
+    dh, gate_up = dh.contiguous(), gate_up.contiguous()
+    gradient = torch.empty_like(gate_up)
+    _launch(_backward, activation, dh.shape, dh, gate_up, gradient)
+    return gradient
+
+
+def _launch(
+    kernel: object, activation: Activation, shape: tuple[int, ...], *tensors: Tensor | None, **constants: bool
+) -> None:
+    """A program for every tile of a result [rows, columns]."""
+    rows, columns = shape
+    grid = (-(-rows // _HIGH) * -(-columns // BLOCK),)
+    sizes = {"COLUMNS": columns, "HIGH": _HIGH, "WIDE": BLOCK}
+    launch(kernel, grid, *tensors, rows, ACTIVATION=activation, num_warps=_WARPS, **sizes, **constants)

@@ -1,0 +1,1 @@
+"""Matrix products of plain and quantized operands."""

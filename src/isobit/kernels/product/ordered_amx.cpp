@@ -1,0 +1,112 @@
+// `tdp32-v1` with AMX: TDPBF16PS is its definition. Written after a prototype that ran on a Xeon; this version has run on
+// none yet, and the self-test decides whether it is used.
+#include "product/ordered.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
+#include "product/ordered_avx512.h"
+#include "product/ordered_kernel.h"
+
+namespace {
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+    TileConfig() {
+        for (int i = 0; i < 8; i++) row_bytes[i] = 64, rows[i] = 16;
+    }
+};
+
+// One tile row of 16 rows of A, and one or two panels of B, over all K; out[r][32].
+template <int NP>
+void tiles(const Product& g, const uint16_t* a, int64_t depth, const uint16_t* b, const float* row_scale,
+           const float* column_scale, int64_t scale_stride, float* out) {
+    alignas(64) float sums[2][256];
+    const bool blocks = g.scaled & BLOCKS;
+    _tile_zero(0);
+    if (NP == 2) _tile_zero(1);
+    for (int64_t k = 0; k < depth; k += DEPTH) {
+        _tile_loadd(4, a + k, depth * 2);
+        _tile_loadd(6, b + k * PANEL, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (NP == 2) {
+            _tile_loadd(7, b + (depth + k) * PANEL, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (k + DEPTH < depth && !(blocks && (k + DEPTH) % STEP == 0)) continue;
+        _tile_stored(0, sums[0], 64);
+        _tile_zero(0);
+        if (NP == 2) {
+            _tile_stored(1, sums[1], 64);
+            _tile_zero(1);
+        }
+        const float* columns = column_scale + k / STEP * 2 * PANEL;
+        for (int r = 0; r < 16; r++)
+            for (int p = 0; p < NP; p++) {
+                float* target = out + r * 32 + p * 16;
+                Vec sum = vload(sums[p] + r * 16);
+                if (blocks)
+                    sum = fma(sum, mul(vsplat(row_scale[r + k / STEP * scale_stride]), vload(columns + p * 16)),
+                              vload(target));
+                vstore(target, sum);
+            }
+    }
+}
+
+void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
+    static thread_local Scratch wide, narrow;
+    const int64_t depth = padded(g.k, DEPTH), blocks = (depth + STEP - 1) / STEP;
+    int64_t chunk = (1 << 18) / depth / 16 * 16;
+    chunk = chunk < 32 ? 32 : chunk > 512 ? 512 : chunk;
+    if (chunk > row1 - row0) chunk = padded(row1 - row0, 16);
+    uint16_t* a = (uint16_t*)narrow.get((chunk + 2 * PANEL) * depth / 4);
+    uint16_t* b = a + chunk * depth;
+    float* line = (float*)wide.get((depth + chunk * blocks + 2 * PANEL * blocks + STEP * PANEL + 512) / 2 + 8);
+    float *values = line + depth, *out = values + STEP * PANEL, *column_scale = out + 512;
+    float* row_scale = column_scale + 2 * PANEL * blocks;
+    TileConfig config;
+    _tile_loadconfig(&config);
+    for (int64_t row = row0; row < row1; row += chunk) {
+        const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
+        std::memset(a, 0, padded(rows, 16) * depth * sizeof(uint16_t));
+        for (int64_t r = 0; r < rows; r++) {
+            decode_a(g, row + r, 1, line, depth);
+            for (int64_t k = 0; k < depth; k += 32)
+                _mm512_storeu_si512(a + r * depth + k, upper_halves(vload(line + k), vload(line + k + 16)));
+        }
+        for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
+            g.scale_a.fill(row, padded(rows, 16), g.m, s * STEP, row_scale + s * chunk);
+        for (int64_t panel = panel0; panel < panel1; panel += 2) {
+            const int64_t panels = panel1 - panel < 2 ? 1 : 2, column = panel * PANEL;
+            for (int64_t p = 0; p < panels; p++)
+                for (int64_t k = 0; k < depth; k += STEP) {
+                    const int64_t count = depth - k < STEP ? depth - k : STEP;
+                    decode_b(g, panel + p, k, count, values);
+                    for (int64_t i = 0; i < count; i += 2)
+                        _mm512_storeu_si512(b + (p * depth + k + i) * PANEL,
+                                            pair_up(vload(values + i * 16), vload(values + i * 16 + 16)));
+                }
+            for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
+                g.scale_b.fill(column, panels * PANEL, g.n, s * STEP, column_scale + s * 2 * PANEL);
+            const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
+            for (int64_t r = 0; r < rows; r += 16) {
+                std::memset(out, 0, 512 * sizeof(float));
+                if (panels == 2)
+                    tiles<2>(g, a + r * depth, depth, b, row_scale + r, column_scale, chunk, out);
+                else
+                    tiles<1>(g, a + r * depth, depth, b, row_scale + r, column_scale, chunk, out);
+                for (int64_t i = 0; i < 16 && r + i < rows; i++) finish(g, row + r + i, column, columns, out + i * 32);
+            }
+        }
+    }
+    _tile_release();
+}
+
+bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
+
+}  // namespace
+
+const OrderedPart ordered_amx = amx_part;
+#else
+const OrderedPart ordered_amx = nullptr;
+#endif

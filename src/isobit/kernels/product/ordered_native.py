@@ -1,0 +1,132 @@
+"""Products in the orders of `kernels/product/ordered.py`, in C++ (`ordered.h`): packs, arguments, the instruction set.
+
+The instruction set is the best that processor and build have for the order, or $ISOBIT_ISA; all give the same bits. The
+chosen one is first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, rows_of, values, weight_of
+from isobit.kernels.native.build import differing, library
+from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
+from isobit.kernels.product.ordered import has_block_scales
+from isobit.options.consistency import TDP32, VDP32
+from isobit.precision import PackedFP4, QTensor
+
+ISAS = ("portable", "neon", "avx2", "avx512", "amx", "avx512_bf16")
+ORDERS = (TDP32, VDP32)
+"""`enum Order` of ordered.h."""
+_ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
+_FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
+_DEPTH, _PANEL = 32, 16
+
+
+def instruction_set(order: str) -> str:
+    """The one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none that can, or the self-test
+    fails."""
+    return ISAS[_chosen(order, os.environ.get("ISOBIT_ISA", ""))]
+
+
+@cache
+def _chosen(order: str, wanted: str) -> int:
+    if wanted and wanted not in ISAS:
+        raise IsobitError(f"ISOBIT_ISA={wanted}: choose from {', '.join(ISAS)}, or leave it unset")
+    if _ONE_ORDER.get(wanted, order) != order:
+        raise IsobitError(
+            f"ISOBIT_ISA={wanted}: it adds in the order {_ONE_ORDER[wanted]} and not in {order}; "
+            f"set consistency: bitwise-{_ONE_ORDER[wanted]}, or leave ISOBIT_ISA unset"
+        )
+    lib, number = library(), ORDERS.index(order)
+    isa: int = lib.isobit_ordered_isa(ISAS.index(wanted) if wanted else -1, number)
+    if isa < 0:
+        raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
+    test = f"{order}.{ISAS[isa]}"
+    if different := differing(lib, test, lambda: int(lib.isobit_ordered_self_test(isa, number))):
+        raise IsobitError(
+            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
+            "ISOBIT_ISA=portable, or consistency: exact"
+        )
+    return isa
+
+
+class OrderedProducts:
+    """The products of `consistency: bitwise` in one order, where `reference.ordered.computes` them."""
+
+    def __init__(self, order: str) -> None:
+        self._order, self._isa = ORDERS.index(order), ISAS.index(instruction_set(order))
+        self._lib = library()
+
+    def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
+        data = weight.data if isinstance(weight, QTensor) else weight
+        panels = self._pack(data, None if kept is None else kept.panels)
+        return kept or Packed(weight, panels)
+
+    def product(self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        """As `Ops.product`."""
+        result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        arguments, _kept = self._arguments(a, b, bias, result)
+        self._lib.isobit_ordered_product(ctypes.byref(arguments))
+        return result
+
+    def grouped_product(self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype) -> Tensor:
+        """As `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
+        result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
+        given = [
+            self._arguments(rows_of(a, start, stop), weight, bias, result[start:stop])
+            for weight, bias, (start, stop) in zip(*weights.each, pairwise(bounds))
+            if stop > start
+        ]
+        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
+        self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
+        return result
+
+    def _arguments(
+        self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
+    ) -> tuple[ProductArguments, tuple[object, ...]]:
+        """What C++ takes, and what must live as long."""
+        assert not isinstance(b, PackedFP4)  # their scales are no powers of two
+        panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
+        blocks = has_block_scales(a, b)
+        a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
+        left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
+        panels = self._pack(right) if panels is None else panels
+        bias = bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
+        arguments = product_arguments(left, right, panels, bias, result)
+        arguments.isa, arguments.order = self._isa, self._order
+        if isinstance(a, QTensor):
+            arguments.scale_a[:] = grid(a)
+            arguments.scaled |= _BLOCKS if blocks else _FOLD_A
+        if isinstance(b, QTensor):
+            arguments.scale_b[:] = grid(b)
+            arguments.scaled |= _BLOCKS if blocks else _FOLD_B
+        return arguments, (a, b, panels, bias)
+
+    def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
+        """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""
+        columns, inner = b.shape
+        size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
+        panels = torch.empty(size, dtype=b.dtype) if into is None else into
+        self._lib.isobit_ordered_pack(
+            KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
+        )
+        return panels
+
+
+def is_packed(weight: Operand) -> bool:
+    """Whether a prepared weight has the packs of these products."""
+    if isinstance(weight, QTensor):
+        return _in_steps(weight) and (weight.spec.scale == "ue8m0" or has_block_scales(weight, weight))
+    return weight.dtype == torch.bfloat16
+
+
+def _in_steps(x: Operand) -> bool:
+    """Whether C++ reads an operand as it is: scales change at multiples of 16 columns."""
+    return isinstance(x, Tensor) or x.block[1] % 16 == 0 or x.block[1] == x.shape[1]

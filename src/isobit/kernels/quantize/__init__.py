@@ -1,0 +1,1 @@
+"""Quantization; `isobit.precision.quantize` defines it."""

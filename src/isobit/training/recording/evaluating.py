@@ -1,0 +1,53 @@
+"""An evaluation of the held-out prompts, when one is due."""
+
+from collections.abc import Callable
+
+from isobit.config import Config
+from isobit.evaluation.best import Best
+from isobit.evaluation.periodic import PeriodicEvaluation
+from isobit.rl.learner.learner import Learner
+from isobit.training.measuring.meter import Meter
+from isobit.training.policy import Policy
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
+
+
+def evaluated_only_as_the_last(config: Config, step: int) -> bool:
+    """Whether a step is evaluated because it is the last, where a run of more steps would not."""
+    every = config.evaluation.every
+    return bool(every and step == config.steps and step % every)
+
+
+class Evaluating:
+    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on."""
+
+    def __init__(
+        self,
+        held_out: PeriodicEvaluation | None,
+        config: Config,
+        prompts: int,
+        policy: Policy,
+        learner: Learner,
+        state: State,
+        meter: Meter,
+        saver: Saver,
+        best: Best,
+        note: Callable[[str], None],
+    ) -> None:
+        self._held_out, self._every, self._steps = held_out, config.evaluation.every, config.steps
+        self._prompts, self._policy, self._learner, self._state = prompts, policy, learner, state
+        self._meter, self._saver, self._best, self._note = meter, saver, best, note
+
+    def metrics(self, last: bool) -> dict[str, float]:
+        """Of the present step, if it is due or the `last`; else none."""
+        step = self._state.step
+        if self._held_out is None or not (step % self._every == 0 or last):
+            return {}
+        self._policy.refresh()
+        self._meter.phase("evaluate")
+        with self._saver.broken_weights_end_the_run():
+            found, line = self._held_out.evaluate(self._state.progress(self._steps, self._prompts))
+        self._learner.check_memory()
+        self._note(f"step {step}: {line}")
+        self._best.consider(step, found)
+        return found

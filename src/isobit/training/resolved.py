@@ -1,0 +1,111 @@
+"""What a run computes with where its config leaves it open: what `auto`, the precision and the model decide, and the
+memory of the machine for `optimizer.micro_batch_tokens: auto`.
+
+It is computed once, when a run is opened, and whoever needs a part of it is given it. `resolved.json` keeps it in the
+run directory, and a run that goes on must come to the same (`keep`). Left out: what computes
+(`session/machine.py`), and what the config says itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isobit.config import Config
+from isobit.engine.engine import tokens_of_a_page
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.precision import Precision
+from isobit.rl import ResolvedObjective, for_precision
+from isobit.rl.algorithm.objective import shares_prompts
+from isobit.rl.learner.agreement import promises_bits
+from isobit.run.directory import RESOLVED, RunDirectory, object_in
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`page_size`: tokens. `record_routes`: the engine records the experts that it chose. `share_prompts`: the learner
+    computes the rows of a prompt once. `order`: of sums. `expects_equal_bits`: of rollout and learner."""
+
+    objective: ResolvedObjective
+    micro_batch_tokens: int
+    share_prompts: bool
+    record_routes: bool
+    page_size: int
+    order: str
+    expects_equal_bits: bool
+
+    def plain(self) -> dict[str, Any]:
+        """As `resolved.json` has it."""
+        objective = self.objective
+        return {
+            "correction": str(objective.rule),
+            "recompute_old_logprobs": objective.recompute_old,
+            "stale_samples": objective.stale_samples,
+            "advantage": objective.advantage,
+            "loss": objective.loss,
+            "ratio": objective.ratio,
+            "loss_aggregation": objective.loss_aggregation,
+            "clip_low": objective.clip_low,
+            "clip_high": objective.clip_high,
+            "kl_estimator": objective.estimator if objective.kl_coefficient else None,
+            "router_replay": objective.router_replay,
+            "record_routes": self.record_routes,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "share_prompts": self.share_prompts,
+            "page_size": self.page_size,
+            "order": self.order,
+            "expects_equal_bits": self.expects_equal_bits,
+        }
+
+
+def keep(resolved: Resolved, run: RunDirectory) -> None:
+    """Write it into the run that begins. Raises IsobitError where one that goes on began with something else; whether
+    bits are promised may change with the machine."""
+    values, before = resolved.plain(), object_in(run.directory / RESOLVED)
+    if not before:
+        run.write_object(RESOLVED, values)
+        return
+    for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
+        if before[name] != values[name]:
+            raise IsobitError(
+                f"run {run.directory} began with {name} {before[name]} ({RESOLVED}), and here it would go on with "
+                f"{values[name]}; resume it with the version of isobit that began it"
+            )
+
+
+def resolve(
+    config: Config,
+    model: Model,
+    reward_weights: Sequence[tuple[str, float]] = (),
+    *,
+    learns_like_recorded: bool = True,
+) -> Resolved:
+    """What a config means for a model. `learns_like_recorded`: nothing differs from the run whose rollouts this one
+    learns from, if it samples none. `optimizer.micro_batch_tokens: auto` is 1 until it is known what fits."""
+    objective = objective_of(config, model.precision, reward_weights)
+    mixture, recurrent = model.config.routed is not None, model.config.linear is not None
+    wanted, tokens = config.optimizer.share_prompts, config.optimizer.micro_batch_tokens
+    return Resolved(
+        objective,
+        micro_batch_tokens=1 if tokens == "auto" else tokens,
+        share_prompts=shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent),
+        record_routes=mixture and (objective.recompute_old or objective.router_replay),
+        page_size=tokens_of_a_page(model.config, config.engine.page_size),
+        order=model.ops.order,
+        expects_equal_bits=promises_bits(model) and learns_like_recorded,
+    )
+
+
+def objective_of(
+    config: Config, precision: Precision, reward_weights: Sequence[tuple[str, float]] = ()
+) -> ResolvedObjective:
+    """The config's algorithm, with `auto` resolved and what sampling and rewards decide."""
+    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
+    found = for_precision(config.algorithm, precision, stale=stale)
+    return replace(
+        found,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        filtering=sampling.filtering,
+        reward_weights=tuple(reward_weights),
+    )

@@ -1,0 +1,214 @@
+"""What a checkpoint holds beside the counters of a run (`snapshot.py`): written, read, and checked.
+
+A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer, the state, a
+calibrated cache's scales and the hash of the certificate's newest row. Left out: when one is written (`saver.py`), and
+that it is whole (`run/checkpoints.py`).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.files import Part, file_tensors, write_file
+from isobit.engine.calibration import Calibrator
+from isobit.errors import IsobitError, brief
+from isobit.evaluation.best import is_description
+from isobit.model import Model
+from isobit.model.transformer import Transformer
+from isobit.model.weights.checksums import Checksums
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.replay import ReplayBuffer
+from isobit.rl.algorithm.samples import groups_from_json
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.run import checkpoints
+from isobit.run.certificate import GENESIS
+from isobit.run.directory import METRICS, NOTHING_WRITTEN
+
+_COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
+_MOST_HEAD_BYTES = 4096
+_HASH = re.compile("[0-9a-f]{64}")
+_TRAINER = "trainer"
+_OPTIMIZER, _KV, _HEAD = "optimizer.safetensors", "kv_scales.safetensors", "certificate.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What training changes and a checkpoint holds. `frozen`: the models that it is learned with,
+    a reference and reward models."""
+
+    model: Model
+    optimizer: ShardedOptimizer
+    learner: Learner
+    calibrator: Calibrator
+    replay: ReplayBuffer
+    frozen: Sequence[Transformer] = ()
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.model.ranks
+
+    def keep_checksums(self) -> None:
+        """From now on notice a bit that changes in the masters, the optimizer's moments and all working weights."""
+        for kept in (self.model.transformer.checksums, *self._saved_with()):
+            kept.begin()
+
+    def check_saved(self) -> None:
+        """Raise Corruption, on every rank, if on one what a checkpoint holds has changed in memory, or a frozen model
+        that it was learned with. Not the policy's working weights, which the learner compares before it learns
+        (`Learner.check_memory`)."""
+
+        def compare() -> None:
+            for kept in self._saved_with():
+                kept.compare()
+
+        self.ranks.run_on_all(compare)
+
+    def _saved_with(self) -> list[Checksums]:
+        return [self.optimizer.checksums, *(transformer.checksums for transformer in self.frozen)]
+
+    def save_model(self, folder: Path) -> None:
+        """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in BF16, which loses
+        nothing. Of an adapter a PEFT folder."""
+        masters = self.model.named_parameters().values()
+        narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
+        all_narrow = all(self.ranks.all_gather_json(narrow))
+        self.model.save(folder, torch.bfloat16 if all_narrow else torch.float32)
+        self.check_saved()  # after it was written: what changed while it was is noticed too
+
+    def save(
+        self,
+        directory: Path,
+        state: Mapping[str, Any],
+        scales: Mapping[str, torch.Tensor],
+        head: str,
+        keep_last: int,
+    ) -> Path:
+        """A checkpoint of now, whose counters are `state`, in plain values; `head`: the hash of the certificate's
+        newest row. Every rank writes what it keeps, the first one what all have."""
+
+        def write_rest(trainer: Path) -> None:
+            trainer.mkdir()
+            if self.calibrator.active:
+                write_file(trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()})
+            text = json.dumps(state) + "\n"
+            (trainer / "state.json").write_text(text, encoding="utf-8")
+            text = json.dumps({"step": state["step"], "hash": head}) + "\n"
+            (trainer / _HEAD).write_text(text, encoding="utf-8")
+
+        def write(folder: Path) -> None:
+            trainer = folder / _TRAINER
+            self.ranks.on_first(lambda: write_rest(trainer))
+            write_file(trainer / _OPTIMIZER, self.optimizer.parts(), self.ranks)
+            self.save_model(folder)
+
+        return checkpoints.save(directory, state["step"], write, keep_last, self.ranks)
+
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Bring back the optimizer, the version of the weights, which the model has read already, and what the others
+        keep; returns the counters. Each rank reads what it keeps. Raises IsobitError for a state that is none."""
+        return self.ranks.run_on_all(lambda: self._restore(checkpoint))
+
+    def _restore(self, checkpoint: Path) -> dict[str, Any]:
+        trainer, state = checkpoint / _TRAINER, _state(checkpoint)
+        try:
+            with safe_open(trainer / _OPTIMIZER, framework="pt") as file:
+                self.optimizer.load_state(file_tensors(file))
+            scales = load_file(trainer / _KV) if self.calibrator.active else {}
+            self.calibrator.load_state(scales)
+        except (OSError, SafetensorError) as error:
+            raise IsobitError(f"{trainer}: cannot be read: {error}") from None
+        saved, wanted = state["masters"], self.optimizer.settings.masters
+        if saved != wanted:
+            raise IsobitError(
+                f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a run goes on with its own "
+                f"masters. Set it back, or begin a new run from these weights with model.path={checkpoint}"
+            )
+        self.learner.restore(state["bad_steps_in_a_row"])
+        self.replay.restore(groups_from_json(state["replay"]))
+        self.model.transformer.count_from(state["weights_version"])
+        return state
+
+
+def not_finite(model: Model) -> str | None:
+    """The first master that holds NaN or infinity, on any rank, or None."""
+    mine = [name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())]
+    found = {name for names in model.ranks.all_gather_json(mine) for name in names}
+    return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
+
+
+def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
+    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or its state is not one.
+    The ranks share the weights, and all return the same."""
+    found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
+    found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _broken_state(checkpoint: Path) -> str | None:
+    try:
+        _state(checkpoint)
+    except IsobitError as error:
+        return str(error)
+    return None
+
+
+def _broken_weight(checkpoint: Path, ranks: Ranks) -> str | None:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in list(file_tensors(file).items())[ranks.rank :: ranks.size]:
+                if not bool(tensor[...].isfinite().all()):
+                    return f"{name} in {path.name} is not finite"
+    return None
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / _TRAINER / "state.json"
+    try:
+        check_readable(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        counts = [*(found[name] for name in _COUNTS), found["rows"], *found["offsets"].values()]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise TypeError
+        if not set(found["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
+            raise TypeError  # a run cuts files of its own, and no others; metrics.jsonl by its rows
+        if not isinstance(found["masters"], str):
+            raise TypeError
+        for name in ("pending", "replay"):
+            groups_from_json(found[name])
+        for batch in found["queue"]:
+            StepBatch.from_json(batch, 1)
+        if not isinstance(found.get("unrecorded"), (dict, type(None))):
+            raise TypeError
+        if found.get("best") is not None and not is_description(found["best"]):
+            raise TypeError
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
+        raise IsobitError(f"{path}: not the state of a run") from None
+    state: dict[str, Any] = found
+    return state
+
+
+def head_of(checkpoint: Path) -> str:
+    """The hash of the certificate's newest row when a checkpoint was saved; GENESIS of one that was
+    saved before the first, or has lost it. Raises IsobitError for what is no hash."""
+    path = checkpoint / _TRAINER / _HEAD
+    if not exists(path):
+        return GENESIS
+    try:
+        head = parse_json(read_bytes(path, _MOST_HEAD_BYTES).decode("utf-8"))["hash"]
+    except (OSError, ValueError, KeyError, TypeError, BadJson) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    if not isinstance(head, str) or not _HASH.fullmatch(head):
+        raise IsobitError(f"{path}: {brief(repr(head))} is no hash of a certificate's row")
+    return head

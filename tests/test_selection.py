@@ -1,0 +1,223 @@
+"""What `make test` leaves out is what it says, and nothing that a change can reach is left out in CI."""
+
+import ast
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests import reach, selection
+from tests.pairwise import covering
+from tests.reach import ROOT
+
+SHAPES = [(2, 2), (4, 3), (2, 2, 2), (4, 4, 4), (6, 6, 2), (2, 3, 4, 5), (3, 3, 3, 3, 3)]
+
+
+def missing(rows: list[tuple[int, ...]], shape: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+    """Pairs of values (column, value, column, value) that no row has."""
+    columns = itertools.combinations(range(len(shape)), 2)
+    pairs = {(i, a, j, b) for i, j in columns for a in range(shape[i]) for b in range(shape[j])}
+    return {(i, a, j, b) for i, a, j, b in pairs if not any(row[i] == a and row[j] == b for row in rows)}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_pair_of_values_meets_and_no_row_is_for_nothing(shape: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*map(range, shape)))
+    chosen = [rows[place] for place in covering(rows)]
+    assert not missing(chosen, shape)
+    assert all(missing([row for row in chosen if row != gone], shape) for gone in chosen), "the control"
+    assert len(chosen) <= 1.6 * max(a * b for a, b in itertools.combinations(shape, 2))
+    assert covering(rows) == covering(list(rows))
+
+
+def test_pairs_that_no_row_has_are_not_asked_for() -> None:
+    assert covering([]) == []
+    assert covering([(0, 0, 0), (1, 1, 1)]) == [0, 1]
+    assert covering([(0, 0, 0)] * 3) == [0]
+
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("a", [0, 1])
+@pytest.mark.parametrize(("b", "c"), [(0, 1), (2, 3), (4, 5)])
+@pytest.mark.parametrize("d", [0, 1])
+def test_three(a, b, c, d): ...
+
+@pytest.mark.parametrize("a", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("b", [0, 1])
+def test_two(a, b): ...
+
+@pytest.mark.slow
+def test_slow(): ...
+"""
+
+
+def collected(folder: Path, *options: str) -> set[str]:
+    """The cases that run of a file with CASES, by pytest with this suite's options."""
+    (folder / "conftest.py").write_text(
+        "from tests.selection import *\n"
+        "def pytest_collection_modifyitems(config, items):\n    select(config, items)\n"
+        "pytest_collection_modifyitems.trylast = True\n"
+    )
+    (folder / "test_cases.py").write_text(CASES)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *options, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line} or {done.stdout}
+
+
+def test_make_test_and_the_rest_are_the_whole(tmp_path: Path) -> None:
+    full = collected(tmp_path, "--full")
+    assert len(full) == 12 + 6 + 1
+    fast, rest = collected(tmp_path, "-m", "not slow"), collected(tmp_path, "--rest")
+    assert fast | rest == full
+    assert not fast & rest
+    assert {name for name in fast if "two" in name} == {f"test_two[{b}-{a}]" for a in (0, 1) for b in (0, 1)}
+    assert len([name for name in fast if "three" in name]) == 6
+    one = collected(tmp_path, "-k", "test_three and 0-2-3-1")
+    assert one == {"test_three[0-2-3-1]"}, "a case that is asked for runs"
+
+
+def test_the_makefile_has_the_commands_after_which_tritons_cases_may_be_left_out() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for words in (selection.FAST, selection.FULL):
+        quoted = " ".join(f'"{word}"' if " " in word else word for word in words)
+        assert f"-m pytest {quoted}\n" in text
+
+
+class Kept(dict[str, str]):
+    """pytest's cache."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> bool:
+    """Whether a run of pytest after these words leaves Triton's cases out; it ends with this status."""
+    config: Any = SimpleNamespace(
+        invocation_params=SimpleNamespace(args=words),
+        option=SimpleNamespace(without_triton=False),
+        cache=kept,
+        stash=pytest.Stash(),
+        **more,
+    )
+    selection.pytest_configure(config)
+    without = bool(config.option.without_triton)
+    node = SimpleNamespace(config=config, workerinput={})
+    selection.pytest_configure_node(node)
+    assert node.workerinput == {"without_triton": without}
+    if not hasattr(config, "workerinput"):
+        assert bool(selection.pytest_report_header(config)) == without
+    selection.pytest_sessionfinish(cast("pytest.Session", SimpleNamespace(config=config)), status)
+    return without
+
+
+def test_tritons_cases_are_left_out_only_where_the_whole_suite_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = ["first"]
+    monkeypatch.setattr(selection, "triton_digest", lambda: digests[-1])
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    kept, fast, full = Kept(), selection.FAST, selection.FULL
+    for words in ((*fast, "-k", "a"), (*fast, "tests/rl"), fast[:-2], ()):
+        assert not session(kept, words, 0)
+    assert not session(kept, fast, 0, workerinput={"without_triton": False})
+    assert session(kept, fast, 0, workerinput={"without_triton": True})
+    assert not session(kept, fast, 1)
+    assert not kept, "only the whole counts, and only where all has passed"
+    assert not session(kept, fast, 0)
+    assert session(kept, fast, 1)
+    assert not session(kept, full, 0)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k a")
+    assert not session(kept, fast, 0)
+    monkeypatch.delenv("PYTEST_ADDOPTS")
+    digests.append("second")
+    assert not session(kept, fast, 1)
+    assert not session(kept, full, 0)
+    assert session(kept, fast, 0)
+
+
+def test_tritons_cases_are_where_they_are_looked_for() -> None:
+    assert all(place.exists() for place in selection.TRITON)
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if selection.is_triton(path)]
+    assert len(files) > 15
+    assert ROOT / "tests/kernels/triton/test_norm.py" in files
+    assert ROOT / "tests/kernels/test_attention.py" not in files
+
+
+@pytest.mark.parametrize(
+    ("file", "noticed"),
+    [
+        ("src/isobit/kernels/norms/triton/norm.py", True),
+        ("src/isobit/precision/quantize.py", True),
+        ("src/isobit/kernels/native/interface.cpp", True),
+        ("tests/kernels/triton/helpers.py", True),
+        ("src/isobit/errors.py", True),
+        ("src/isobit/training/loop.py", False),
+    ],
+)
+def test_a_change_that_tritons_cases_reach_has_another_digest(
+    file: str, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, read = selection.triton_digest(), Path.read_bytes
+    changed = lambda path: read(path) + b"\n" if path == ROOT / file else read(path)  # noqa: E731
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert (ROOT / file).is_file()
+    assert (selection.triton_digest() != before) is noticed
+
+
+@pytest.mark.parametrize(
+    ("test", "changed", "runs"),
+    [
+        ("tests/precision/test_quantize.py", "src/isobit/precision/quantize.py", True),
+        ("tests/precision/test_quantize.py", "src/isobit/engine/engine.py", False),
+        ("tests/engine/test_engine.py", "src/isobit/precision/quantize.py", True),
+        ("tests/engine/test_engine.py", "tests/engine/helpers.py", True),
+        ("tests/engine/test_engine.py", "src/isobit/training/loop.py", False),
+        ("tests/training/test_loop.py", "src/isobit/training/loop.py", True),
+        ("tests/test_docs.py", "src/isobit/monitor/trackers/wandb.py", True),
+        ("tests/kernels/test_sums.py", "tests/kernels/conftest.py", True),
+        ("tests/precision/test_quantize.py", "tests/kernels/conftest.py", False),
+        ("tests/precision/test_quantize.py", "tests/conftest.py", True),
+        ("tests/precision/test_quantize.py", "pyproject.toml", True),
+        ("tests/precision/test_quantize.py", "src/isobit/kernels/native/interface.cpp", True),
+    ],
+)
+def test_what_a_change_can_reach(test: str, changed: str, runs: bool) -> None:
+    assert (ROOT / changed).is_file()
+    assert reach.can_reach(ROOT / test, {changed}) is runs
+    assert reach.can_reach(ROOT / test, None), "against what to compare is not known"
+    assert not reach.can_reach(ROOT / test, set())
+
+
+def test_a_name_in_a_text_is_an_import() -> None:
+    """Workers are started, and trackers found, by their modules' names."""
+    code = """
+from isobit.run import directory
+if TYPE_CHECKING:
+    import isobit.engine
+def start(name):
+    call("-m", "isobit.rewards.worker", f"isobit.monitor.trackers.{name}", "isobit.cli:main", "isobit.nowhere")
+"""
+    found = set(reach.named(ast.parse(code), "isobit.fleet"))
+    assert found >= {"isobit.run.directory", "isobit.rewards.worker", "isobit.monitor.trackers.wandb", "isobit.cli"}
+    assert not found & {"isobit.engine", "isobit.nowhere"}
+    assert set(reach.named(ast.parse("from . import a\nfrom ..b import c"), "x.y")) == {"x.y.a", "x.b.c"}
+    assert ROOT / "src/isobit/engine/engine.py" in reach.imports(ROOT / "src/isobit/__init__.py")
+
+
+def test_what_a_test_imports_is_what_it_reaches() -> None:
+    """Against Python itself: every module of a test that is loaded is a file that it reaches."""
+    test = "tests.engine.test_engine"
+    code = f"import {test}, json, sys; print(json.dumps([m for m in sys.modules if m.startswith(('isobit', 'tests'))]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {path for name in json.loads(done.stdout) if (path := reach.file_of(name))}
+    assert len(files) > 60
+    found = reach.reached_by_test(ROOT / "tests/engine/test_engine.py") or set()
+    assert not {path for path in files if path.name != "__init__.py"} - found

@@ -1,0 +1,73 @@
+"""What a config leaves open is written to the run, as it is computed with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.training.objects import NO_OBJECTS
+from isobit.training.resolved import Resolved, resolve
+from isobit.training.session.opening import open_session
+from isobit.training.train import replay, resume, train
+from tests.runs import write_config
+
+CORRECTIONS = {"fp8": "none", "fp8-rollout": "token_tis"}
+
+
+def written(run: Path) -> dict[str, object]:
+    found = json.loads((run / "resolved.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("precision", CORRECTIONS)
+def test_the_run_has_the_correction_that_auto_came_to(tmp_path: Path, base_model: Path, precision: str) -> None:
+    """And it is what the learner has; the config says auto in both runs, and the control is the other precision."""
+    config = load_config(write_config(tmp_path, base_model), ["steps=1", f"precision={precision}"])
+    assert config.algorithm.correction == "auto"
+    with open_session(config, NO_OBJECTS, quiet=True) as session:
+        learner, engine, run = session.parts.learner, session.parts.engine, session.run.directory
+        found = written(run)
+        assert "correction: auto" in (run / "config.yaml").read_text()
+        assert found["correction"] == CORRECTIONS[precision] == str(learner.objective.rule)
+        assert found["recompute_old_logprobs"] == learner.objective.recompute_old == (precision != "fp8")
+        assert found["expects_equal_bits"] == learner.expects_equal_bits == (precision == "fp8")
+        assert found["micro_batch_tokens"] == learner.micro_batch_tokens
+        assert found["share_prompts"] == learner.share_prompts
+        assert found["page_size"] == engine.page_size
+        assert found["order"] == session.model.ops.order
+
+
+def test_every_field_is_written(base_model: Path, tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, base_model))
+    resolved = resolve(config, Model.load(base_model))
+    fields = set(Resolved.__dataclass_fields__) - {"objective"}
+    assert fields <= resolved.plain().keys()
+    assert json.loads(json.dumps(resolved.plain())) == resolved.plain()
+
+
+def test_a_run_goes_on_with_what_it_began_with(tmp_path: Path, base_model: Path) -> None:
+    """One line where it does not; the control goes on, and a run without the file gets one."""
+    run = train(load_config(write_config(tmp_path, base_model), ["steps=1"]), quiet=True).run_dir
+    before = written(run)
+    (run / "resolved.json").write_text(json.dumps(before | {"correction": "token_tis"}))
+    with pytest.raises(IsobitError, match=r"began with correction token_tis .* go on with none") as caught:
+        resume(run, ["steps=2"], quiet=True)
+    assert "\n" not in str(caught.value)
+    (run / "resolved.json").write_text(json.dumps(before))
+    assert resume(run, ["steps=2"], quiet=True).metrics[-1]["step"] == 2
+    (run / "resolved.json").unlink()
+    resume(run, ["steps=3"], quiet=True)
+    assert written(run) == before
+
+
+def test_a_run_from_recorded_rollouts_promises_bits_only_where_nothing_differs(
+    tmp_path: Path, base_model: Path
+) -> None:
+    run = train(load_config(write_config(tmp_path, base_model), ["steps=1"]), quiet=True).run_dir
+    assert written(replay(run, tmp_path / "same", quiet=True).run_dir)["expects_equal_bits"] is True
+    other = replay(run, tmp_path / "other", ["precision=fp8-unified"], quiet=True).run_dir
+    assert written(other)["expects_equal_bits"] is False
