@@ -317,12 +317,15 @@ def test_lengths_differ() -> None:
     assert len(set(LENGTHS)) == len(REQUESTS), "one setting for each"
 
 
-def test_each_token_is_reported_as_it_is_sampled(make_engine: MakeEngine) -> None:
+def test_each_token_is_reported_as_it_is_sampled(
+    make_engine: MakeEngine,
+    make_captured: MakeEngine,  # noqa: F811
+) -> None:
     """With the completion's log-probabilities, in its order; cancelled requests report no more. The
     control reports the tokens of the sequence after."""
     model = tiny("fp8", "native")
-    for sizes in ({"kv_pages": 200}, TIGHT):
-        engine = make_engine(model, **sizes)
+    for make, sizes in ((make_engine, {"kv_pages": 200}), (make_engine, TIGHT), (make_captured, TIGHT)):
+        engine = make(model, **sizes)
         seen: dict[tuple[Request, int], list[tuple[int, float]]] = {}
 
         def hear(request: Request, sample: int, token: int, logprob: float) -> None:

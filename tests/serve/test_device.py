@@ -201,3 +201,18 @@ def test_a_name_that_cannot_be_served_means_what_it_meant(folder: Path) -> None:
     assert snapshots.put("x", folder / "code") == 1
     with pytest.raises(IsobitError, match="no adapter 'y' is served; there are x"):
         snapshots.remove("y")
+    held = snapshots.hold("x")
+    snapshots.remove("x")
+    assert snapshots.hold(held) is held
+    for _ in range(2):
+        snapshots.release(held)
+    with pytest.raises(IsobitError, match="the snapshot 'x@1' was dropped: nobody held it"):
+        snapshots.hold(held)
+
+
+def test_a_piece_of_work_that_fails_ends_alone(folder: Path) -> None:
+    with Asked(folder) as asked:
+        asked.sample("a")
+        failed = asked.work(lambda: 1 / 0)
+        assert failed == Failed(500, "the server failed; its log says why")
+        assert bits(asked.all("a"))

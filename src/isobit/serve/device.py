@@ -10,6 +10,7 @@ then begun again, one at a time: results do not depend on what runs beside them,
 it was, and the one at fault fails alone (tests/serve/test_device.py).
 """
 
+import logging
 import queue
 import threading
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token
 from isobit.serve.snapshots import Snapshot, Snapshots
 
 Deliver = Callable[[Sequence[tuple[Post, Event]]], None]
+_LOG = logging.getLogger("isobit.serve")
 STOPPING = Failed(503, "the server is shutting down; ask another one, or again later")
 
 
@@ -161,6 +163,9 @@ class Device:
             self._post(job.post, Done(job.work()))
         except IsobitError as error:
             self._post(job.post, Failed(400, str(error)))
+        except Exception as error:  # a fault of this piece of work, and of nothing else
+            _LOG.error("a piece of work failed", exc_info=error)
+            self._post(job.post, Failed(500, "the server failed; its log says why"))
 
     def _admit(self) -> None:
         """Give the engine what it can run at once."""

@@ -57,8 +57,10 @@ class Snapshots:
 
     def hold(self, name: str | Snapshot | None) -> Snapshot:
         """What a request by this name, or by this snapshot that somebody holds, computes with, until
-        it is released. Raises IsobitError for an unknown name."""
+        it is released. Raises IsobitError for an unknown name, and a snapshot that nobody holds."""
         if isinstance(name, Snapshot):
+            if not name.holders and name.served is not None:
+                raise IsobitError(f"the snapshot {name.served!r} was dropped: nobody held it")
             found = name
         else:
             found = Snapshot(None, self._model.weights_version) if name is None else self._find(name)

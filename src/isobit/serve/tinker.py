@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,14 @@ class Session:
     tenant: str
     seen: float
     samplers: dict[int, tuple[str, Sampler]] = field(default_factory=dict)
+    ended: bool = False
 
 
 class Tinker:
     """The routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self._gateway, self._snapshots = gateway, gateway.device.snapshots
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, tuple[str, Sampler]] = {}  # by id: whose, and the sampler
         self._futures: OrderedDict[tuple[str, str], asyncio.Task[Response]] = OrderedDict()
@@ -147,12 +149,15 @@ class Tinker:
             if len(session.samplers) >= _MOST_SAMPLERS:
                 raise BadRequest(f"a session may have {_MOST_SAMPLERS} sampling clients")
             adapter = self._gateway.adapter_of(base if path is None else path.removeprefix("tinker://"))
-            snapshot = await self._gateway.work(
-                request.state.tenant, lambda: self._gateway.device.snapshots.hold(adapter)
-            )
-            sampler = secrets.token_hex(16), Sampler(base or self._gateway.name, path, snapshot)
-            session.samplers[number] = sampler
-            self._samplers[sampler[0]] = (request.state.tenant, sampler[1])
+            snapshot = await self._gateway.work(session.tenant, partial(self._snapshots.hold, adapter))
+            if number in session.samplers or session.ended:  # meanwhile
+                await self._gateway.work(session.tenant, partial(self._snapshots.release, snapshot))
+            else:
+                sampler = secrets.token_hex(16), Sampler(base or self._gateway.name, path, snapshot)
+                session.samplers[number] = sampler
+                self._samplers[sampler[0]] = (session.tenant, sampler[1])
+        if session.ended:
+            raise BadRequest("the session has ended", status=410)
         name, _ = session.samplers[number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
@@ -243,9 +248,8 @@ class Tinker:
                 async for _, event in events:
                     if isinstance(event, Done):
                         completions.append(event.completion)
-            logprobs = None
-            if scored:
-                logprobs = await self._gateway.work(tenant, lambda: self._score(prompt, snapshot, scored))
+            score = partial(self._score, prompt, snapshot, scored)
+            logprobs = await self._gateway.work(tenant, score) if scored else None
             completions.sort(key=lambda completion: completion.sample_index)
             return Response(await in_thread(encoded, completions, logprobs), media_type=_PROTOBUF)
         except Exception as error:
@@ -278,9 +282,11 @@ class Tinker:
     async def _end(self, name: str) -> None:
         """Drop a session, and let go of what its sampling clients held."""
         session = self._sessions.pop(name)
-        for sampler, found in session.samplers.values():
+        session.ended = True
+        for sampler, _ in session.samplers.values():
             del self._samplers[sampler]
-            await self._gateway.work(session.tenant, lambda s=found.snapshot: self._gateway.device.snapshots.release(s))
+        for _, found in session.samplers.values():
+            await self._gateway.work(session.tenant, partial(self._snapshots.release, found.snapshot))
 
     def _forget_old(self) -> None:
         """Keep the newest results; what is not done yet stays."""
