@@ -1,14 +1,17 @@
 """The same request has the same tokens and log-probabilities, as bytes: alone, among many others, streamed
 or not, before and after a restart."""
 
+import asyncio
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from .helpers import Running, serving
+from .helpers import TOKENS, Running, serving
 
 Bits = list[tuple[list[int], list[float]]]
 CHAT = [{"role": "user", "content": "count to 9"}]
@@ -112,3 +115,30 @@ def test_a_session_keeps_the_tokens_that_were_sampled(server: Running) -> None:
     asked = {"messages": CHAT, "n": 2}
     refused = server.post("/v1/chat/completions", asked, headers={"X-Session-ID": "mine"})
     assert "X-Session-ID: expected n = 1" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_among_256_others_some_of_whom_go_away(server: Running) -> None:
+    """At one time: whole and streamed answers, of two tenants."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> Bits | None:
+        path, given = request(number % 60)
+        headers = {"Authorization": f"Bearer {TOKENS[number % 2]}"}
+        if number % 8 == 7:
+            with contextlib.suppress(httpx.TimeoutException):
+                await client.post(server.url + path, json=given | {"max_tokens": 200}, headers=headers, timeout=0.5)
+            return None
+        response = await client.post(server.url + path, json=given | {"stream": number % 3 == 0}, headers=headers)
+        assert response.status_code == 200, response.text
+        return None if number % 3 == 0 else bits(response.json()["choices"])
+
+    async def all_at_once() -> list[Bits | None]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(256)))
+
+    alone = [whole(server, number) for number in range(60)]
+    found = asyncio.run(all_at_once())
+    assert [f is None or f == alone[number % 60] for number, f in enumerate(found)] == [True] * 256
+    assert sum(f is not None for f in found) > 100
+    server.gateway.device.engine.integrity()
