@@ -18,7 +18,8 @@ from typing import Any
 from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
 
-MOST_SESSIONS = 4096
+MOST_SESSIONS, MOST_TOKENS = 4096, 1 << 21
+"""That are kept, of all clients together."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -33,13 +34,19 @@ class Turn:
     answer: tuple[int, ...]
     message: Mapping[str, Any]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt) + len(self.answer)
+
 
 class Sessions:
-    """The last turn of each session, of the `MOST_SESSIONS` that were used last."""
+    """The last turn of each session, of those that were used last."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._turns: OrderedDict[tuple[str, str], Turn] = OrderedDict()
+        self._tokens = 0  # of all turns
 
     def find(self, tenant: str, name: str) -> Turn | None:
         """The last turn of a tenant's session."""
@@ -47,10 +54,14 @@ class Sessions:
 
     def keep(self, tenant: str, name: str, turn: Turn) -> None:
         """A turn is complete."""
+        self._drop(self._turns.pop((tenant, name), None))
         self._turns[tenant, name] = turn
-        self._turns.move_to_end((tenant, name))
-        while len(self._turns) > MOST_SESSIONS:
-            self._turns.popitem(last=False)
+        self._tokens += turn.num_tokens
+        while len(self._turns) > MOST_SESSIONS or (self._tokens > MOST_TOKENS and len(self._turns) > 1):
+            self._drop(self._turns.popitem(last=False)[1])
+
+    def _drop(self, turn: Turn | None) -> None:
+        self._tokens -= 0 if turn is None else turn.num_tokens
 
 
 def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any]) -> bool:

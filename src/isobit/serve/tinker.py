@@ -36,7 +36,7 @@ PREFIX = "/api/v1"
 IDLE_SECONDS = 1800.0
 """After so long without a heartbeat a session, and what its sampling clients hold, is dropped."""
 POLL_SECONDS = 20.0
-_MOST_RESULTS, _MOST_SESSIONS, _MOST_SAMPLERS = 8192, 1024, 256
+_MOST_RESULTS, _MOST_RESULT_BYTES, _MOST_SESSIONS, _MOST_SAMPLERS = 4096, 1 << 28, 1024, 256
 _PROTOBUF = "application/x-protobuf"
 _NOTHING = {
     "topk_prompt_logprobs": 0,
@@ -202,7 +202,7 @@ class Tinker:
         """Nobody waits for a future."""
         fields = await read_fields(request, self._gateway.limits)
         task = self._futures.get((request.state.tenant, fields.text("request_id") or ""))
-        if task is not None:
+        if task is not None and not task.done():
             task.cancel()
         return JSONResponse({})
 
@@ -290,9 +290,12 @@ class Tinker:
 
     def _forget_old(self) -> None:
         """Keep the newest results; what is not done yet stays."""
-        for key in [key for key, task in self._futures.items() if task.done()]:
-            if len(self._futures) <= _MOST_RESULTS:
+        done = {key: task for key, task in self._futures.items() if task.done() and not task.cancelled()}
+        size = sum(len(task.result().body) for task in done.values())
+        for key, task in done.items():
+            if len(self._futures) <= _MOST_RESULTS and size <= _MOST_RESULT_BYTES:
                 return
+            size -= len(task.result().body)
             del self._futures[key]
 
 
