@@ -15,6 +15,7 @@ from tests.documents import ROOT, parsed
 from .helpers import TOKENS, Running
 
 PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text()
+PROSE = " ".join(PAGE.split())
 
 
 def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
@@ -28,7 +29,7 @@ def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
 
 
 def test_the_keys_that_are_not_offered_are_named() -> None:
-    (said,) = re.findall(r"where they ask for nothing: (.*?)\. Images", PAGE, re.S)
+    (said,) = re.findall(r"where they ask for nothing: (.*?)\. Images", PROSE)
     assert set(re.findall(r"`(\w+)`", said)) == NEUTRAL.keys()
 
 
@@ -44,9 +45,9 @@ def test_the_keys_of_sampling_are_offered(server: Running, key: str) -> None:
 
 def test_the_limits_are_those_of_the_server() -> None:
     limits = Limits()
-    assert f"at most {limits.body_bytes >> 20} MiB and must arrive in {limits.body_seconds:g} seconds" in PAGE
-    assert f"at most {limits.samples} answers and {limits.stop_strings} stop strings" in PAGE
-    assert f"{limits.open_samples:,} answers may be open" in PAGE
+    assert f"at most {limits.body_bytes >> 20} MiB and must arrive in {limits.body_seconds:g} seconds" in PROSE
+    assert f"at most {limits.samples} answers and {limits.stop_strings} stop strings" in PROSE
+    assert f"{limits.open_samples:,} answers may be open" in PROSE
 
 
 def test_the_openai_client_of_the_examples(server: Running, tmp_path: Path) -> None:

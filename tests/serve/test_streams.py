@@ -11,7 +11,7 @@ from tests.models import STORIES
 
 from .helpers import ALPHABET
 
-STOPS = [(), ("a",), ("\n",), ("ed", "was"), (" to",), ("</s>",), ("e</s>",), ("</s>a",), ("…", "the end")]
+STOPS = [(), ("a",), ("\n",), ("ed", "was"), (" to",), ("</s>",), ("e</s>",), ("</s>a",), ("…", "the end"), ("~</s>",)]
 
 
 def tokenizers() -> list[Tokenizer]:

@@ -8,6 +8,7 @@ the last few tokens are decoded for each new one, beside those before them.
 
 from collections.abc import Collection, Sequence
 
+from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
 
 _LOST = "\ufffd"
@@ -47,11 +48,11 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that is certain with one more token."""
         self._ids.append(token)
-        if self._closed or self._silent or token in self._ends:
+        if self._closed or self._silent or token in self._ends or self._tokenizer.is_byte(token):
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._told])
         text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(before) or text.endswith(_LOST) or self._tokenizer.is_byte(token):
+        if len(text) <= len(before) or text.endswith(_LOST):
             return ""
         self._pending += text[len(before) :]
         if self._told - self._start >= _BEFORE:
@@ -84,7 +85,10 @@ class TextStream:
     def _visible(self, stop: str) -> str | None:
         """What a stop string that spells a special token shows in front of it; None: it shows
         something behind it too, so that nothing is certain before the end."""
-        ids = self._tokenizer.encode(stop, add_special=False)
+        try:
+            ids = self._tokenizer.encode(stop, add_special=False)
+        except IsobitError:  # the vocabulary cannot write it
+            return None
         special = [self._tokenizer.is_special(token) for token in ids]
         first = special.index(True) if True in special else 0
         return stop[: _place(stop, self._tokenizer, ids[first])] if all(special[first:]) else None
