@@ -13,16 +13,13 @@ NAMES = (
     "step_memory",
     "fits",
     "frozen_base",
-    "kernels_cpu",
     "memory_plan",
-    "published",
-    "exposed",
     "ranks",
     "optimizers",
     "serve",
 )
-LARGE = ("large_model", "long_completions")
-"""Only by name: they take many minutes and GiB."""
+LARGE = ("long_completions",)
+"""Only by name: it takes many minutes and GiB."""
 
 
 def main() -> None:

@@ -56,8 +56,10 @@ class Compiled:
 
 
 def kernel_name(launch: KernelLaunch) -> str:
-    """Its module and function, such as product_kernels.block_product."""
-    return f"{launch.kernel.fn.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__.strip('_')}"
+    """Its room, its file where the room has several, and its function, such as product.block_product."""
+    path = launch.kernel.fn.__module__.split(".")[2:]
+    places = [part for part in path if part not in ("triton", "kernels")]
+    return ".".join([*places, launch.kernel.__name__.strip("_")])
 
 
 def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:

@@ -1,4 +1,4 @@
-"""The memory that a dry run plans beside the most that the run then takes: two steps of GRPO in a process of its own.
+"""The memory that is planned beside the most that the run then takes: two steps of GRPO in a process of its own.
 
     python -m benchmarks memory_plan
 
@@ -7,7 +7,6 @@ tied heads; the largest has the sizes of Qwen3-0.6B, wants 16 GB and some minute
 has less.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,10 @@ import torch
 import yaml
 
 from benchmarks.common import Claim, Result
-from isobit.training.memory.host import memory_limit
+from isobit.config import load_config
+from isobit.kernels import get_ops
+from isobit.plan import job_of, plan
+from isobit.plan.host import memory_limit, this_machine
 
 SIZES = {
     "16 million": (6, 384, 1024, 16384, 100),
@@ -28,6 +30,7 @@ SIZES = {
 """Name to layers, hidden, intermediate, vocabulary, and new tokens of a completion."""
 MICRO_BATCH = 1024
 _NEEDS = 18 << 30
+_PROMPT = 4  # tokens: two digits, a sign and =
 
 
 def run(rounds: int) -> Result:
@@ -47,8 +50,13 @@ def compare(folder: Path, name: str) -> tuple[int, int]:
     """(planned, measured) bytes."""
     _child(folder, "save", name)
     config = _config(folder, SIZES[name][-1])
-    planned, _ = _child(folder, "plan", str(config))
-    return int(json.loads(planned)), _child(folder, "train", str(config))[1]
+    return _planned(config), _child(folder, "train", str(config))[1]
+
+
+def _planned(path: Path) -> int:
+    """Bytes; prompts have some tokens."""
+    config = load_config(path)
+    return plan(job_of(config, this_machine(get_ops()), _PROMPT)).total
 
 
 def _config(folder: Path, new: int) -> Path:
@@ -112,15 +120,9 @@ def main() -> None:
     if verb == "save":
         _save(folder, argument)
         return
-    from isobit.cli.commands.dry_run import planned
-    from isobit.config import load_config
     from isobit.training import loop
 
-    config = load_config(argument)
-    if verb == "train":
-        loop.train(config, quiet=True)
-    else:
-        print(json.dumps(planned(config).total))
+    loop.train(load_config(argument), quiet=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Jobs for the planner on architectures of real models, for `published.py`, `exposed.py` and the tests."""
+"""Jobs for the planner on architectures of real models, for `fits.py` and the tests."""
 
 from dataclasses import replace
 
 from benchmarks.gpu.shapes import SHAPES
 from isobit.config import load_config
 from isobit.model import ModelConfig
-from isobit.plan import Device, Job, Lengths, device_named
-from isobit.precision import precision_from
+from isobit.plan import Job, Machine, card_named
+from isobit.plan.job import job_with
 
 _LLAMA = ModelConfig(
     family="llama",
@@ -31,33 +31,8 @@ MODELS = {
 """By name, as their `config.json` has them."""
 
 
-def job(
-    name: str,
-    *changes: str,
-    ranks: int = 1,
-    device: str | Device = "h200",
-    prompts: int = 64,
-    group: int = 16,
-    lengths: Lengths | None = None,
-    sum_group: int = 1,
-) -> Job:
-    """A step of so many prompts and completions each, with changed keys of the config. By default prompts have 512
-    tokens and all completions sampling.max_new_tokens, 4,096; each computes its own, as in the systems that published
-    numbers."""
-    values = {
-        "model": {"path": name},
-        "prompts_per_step": prompts,
-        "optimizer": {"share_prompts": False},
-        "sampling": {"group_size": group, "max_new_tokens": 4096 if lengths is None else lengths.longest},
-    }
-    config, model = load_config(values, [*changes, f"optimizer.sum_group={sum_group}"]), MODELS[name]
-    new_tokens = config.sampling.max_new_tokens
-    return Job(
-        config,
-        model,
-        precision_from(config.precision),
-        lengths or Lengths(512, new_tokens, new_tokens),
-        device_named(device) if isinstance(device, str) else device,
-        ranks,
-        reference=(model, precision_from(config.precision)) if config.algorithm.kl_coefficient else None,
-    )
+def job(name: str, *changes: str, ranks: int = 1, card: str | Machine = "h200", prompt: int = 512) -> Job:
+    """64 prompts and 16 completions each of at most 4,096 tokens in a step, with changed keys of the config."""
+    values = {"model": {"path": name}, "prompts_per_step": 64, "sampling": {"group_size": 16, "max_new_tokens": 4096}}
+    machine = card_named(card) if isinstance(card, str) else card
+    return job_with(load_config(values, changes), MODELS[name], prompt, machine, ranks=ranks)

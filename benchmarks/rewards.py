@@ -4,8 +4,3 @@
 def digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
     """The share of digits among five characters."""
     return [sum(c.isdigit() for c in text) / 5 for text in completions]
-
-
-def in_turn(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """1 for every other completion: groups have a spread whatever a random model says."""
-    return [float(i % 2) for i in range(len(completions))]

@@ -5,16 +5,16 @@ of two times: that of the bytes which must move through device memory (each weig
 once), and that of the operations at the rate of the unit that does them. What is measured over its floor is the share
 that a run reaches. A ratio of floors is the most that FP8 can win on a shape, with kernels that are equally good.
 
-What is counted, and what is left out, is in `isobit/plan/work.py`, which estimates from the same work.
+What is counted, and what is left out, is in `work.py`.
 `python -m benchmarks.roofline` prints the tables.
 """
 
 import argparse
 
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.work import Rates, decode, floor, learn, prefill
 from isobit.model import ModelConfig
 from isobit.plan.memory import num_parameters
-from isobit.plan.work import Rates, decode, floor, learn, prefill
 from isobit.precision import PRESETS, Precision
 
 H200 = Rates(4.3e12, 790e12, 1580e12)

@@ -3,7 +3,7 @@ counted tensors.
 
     python -m benchmarks step_memory
 
-Every storage that PyTorch's operators return is counted while it lives (`isobit.training.memory.live_bytes`), so the
+Every storage that PyTorch's operators return is counted while it lives (`isobit.plan.live_bytes`), so the
 figures are those of any machine, and nothing is timed. One run of two steps for each case, of a random model with
 hidden 512, 4 layers and a vocabulary of 4,096: 16 completions of 112 tokens, learned from in one micro-batch. The parts
 are what a run holds, and what it takes at the most besides.
@@ -17,8 +17,8 @@ import yaml
 from benchmarks.common import Claim, Result
 from benchmarks.models import save_model
 from isobit.config import load_config
+from isobit.plan.live_bytes import LiveBytes
 from isobit.training.loop import training_step
-from isobit.training.memory.live_bytes import LiveBytes
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.session.opening import open_session
 

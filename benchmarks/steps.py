@@ -1,6 +1,6 @@
 """The training step of the benchmarks: 64 prompts x 8 completions of 5 tokens, as an open session's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,25 +32,20 @@ def open_run(
     stack: ExitStack,
     consistency: str = "bitwise",
     ranks: Ranks = ALONE,
-    prompts: int = PROMPTS,
-    new: int = NEW,
-    reward: str = "digits",
-    changes: Sequence[str] = (),
 ) -> Session:
-    """An open run of such steps in `folder`, which `stack` closes; with other counts of prompts and of new tokens,
-    another function of `rewards`, and changed keys of the config, if given."""
+    """An open run of such steps in `folder`, which `stack` closes."""
     name = f"{model.name}-{precision}-{consistency}"
     values = {
         "model": {"path": str(model)},
         "task": {"name": "arithmetic", "options": {"digits": 3}},
-        "rewards": {"functions": [{"function": f"{rewards.__file__}:{reward}"}]},
+        "rewards": {"functions": [{"function": f"{rewards.__file__}:digits"}]},
         "precision": precision,
         "consistency": consistency,
-        "prompts_per_step": prompts,
-        "sampling": {"group_size": GROUP, "max_new_tokens": new, "ignore_eos": True},
+        "prompts_per_step": PROMPTS,
+        "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
         "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
         "steps": 1_000_000,
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config, changes), NO_OBJECTS, quiet=True, ranks=ranks))
+    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True, ranks=ranks))

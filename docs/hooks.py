@@ -40,9 +40,10 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
 
     def with_anchor(row: re.Match[str]) -> str:
         seen[row[1]] = seen.get(row[1], 0) + 1
+        if "<td>section</td>" in row[0] and (heading := _heading(row[1], seen[row[1]], content)):
+            link = f'<td><a href="#{heading}">section</a></td>'
+            return row[0].replace("<td>section</td>", link)
         anchor = row[1] if seen[row[1]] == 1 else f"{row[1]}-{seen[row[1]]}"
-        if "<td>section</td>" in row[0]:
-            return row[0].replace("<td>section</td>", _link(row[1], seen[row[1]], content))
         page.present_anchor_ids.add(anchor)
         return row[0].replace("<tr>", f'<tr id="{anchor}">', 1)
 
@@ -50,12 +51,11 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     return ROW.sub(with_anchor, content)
 
 
-def _link(key: str, occurrence: int, content: str) -> str:
-    """A link from the row of a section to its heading; the second `model` has one too, not the second `task`."""
-    heading = key.replace(".", "")
-    again = f"{heading}_{occurrence - 1}"
-    target = again if f' id="{again}"' in content else heading
-    return f'<td><a href="#{target}">section</a></td>'
+def _heading(key: str, occurrence: int, content: str) -> str | None:
+    """The anchor of a section's heading; the second `model` has another one than the first, the second `task` not."""
+    first = key.replace(".", "")
+    anchors = (f"{first}_{occurrence - 1}", first)
+    return next((anchor for anchor in anchors if f' id="{anchor}"' in content), None)
 
 
 def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:

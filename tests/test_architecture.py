@@ -291,7 +291,7 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.monitor.trackers.process", ("torch", "pydantic", "tensorboard", "wandb", "trackio", "mlflow")),
         ("import isobit.training.loop", ("transformers",)),
         (
-            "import torch; from isobit.training.memory.live_bytes import LiveBytes\nwith LiveBytes(): torch.ones(1)",
+            "import torch; from isobit.plan.live_bytes import LiveBytes\nwith LiveBytes(): torch.ones(1)",
             ("torch._dynamo",),
         ),
     ],

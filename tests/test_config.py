@@ -273,11 +273,6 @@ def test_a_precision_that_a_shell_has_cut_gives_one_line(config_file: Path, over
     assert line in str(caught.value)
 
 
-def test_overrides_that_are_one_text_give_one_line(config_file: Path) -> None:
-    with pytest.raises(IsobitError, match="overrides: expected a list of texts"):
-        load_config(config_file, "steps=2")
-
-
 def test_a_missing_file_gives_one_line(tmp_path: Path) -> None:
     with pytest.raises(IsobitError, match="No such file"):
         load_config(tmp_path / "none.yaml")

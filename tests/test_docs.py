@@ -32,7 +32,6 @@ from tests.documents import (
 )
 
 MEASURED = ROOT / "docs" / "measured.md"
-RESULTS = ("rollout", "large_model")
 
 
 @pytest.fixture(scope="module")
@@ -265,9 +264,8 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
 
 def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
     text = " ".join(MEASURED.read_text().split())
-    rollout, large = (json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in RESULTS)
+    rollout = json.loads((ROOT / "benchmarks/results/rollout.json").read_text())
     rate = {(row["case"], row["contestant"]): row["rate"] for row in rollout["rows"]}
-    seconds = {(row["case"], row["contestant"]): row["median_s"] for row in large["rows"]}
     small, wide, one = (
         f"hidden {h}, {n} layers, batch {b}" for h, n, b in ((512, 8, 32), (1024, 12, 16), (1024, 12, 1))
     )
@@ -278,9 +276,6 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
         f"has {single:.0f} GFLOP/s in float32 and {bf16:.0f} in BF16, a copy {rate['256 MiB', 'copy']:.0f} GB/s",
         f"make {reached:.0f} GFLOP/s of all that a rollout does, {reached / single:.0%} of".replace("%", " %"),
         f"weights are read at {rate[one, 'weights read by isobit fp8 bitwise']:.0f} GB/s",
-        f"{seconds['rollout', 'exact']:.1f} s under `exact` and {seconds['rollout', 'bitwise']:.1f} s under `bitwise`",
-        f"learning {seconds['learn', 'exact']:.1f} s and {seconds['learn', 'bitwise']:.1f} s",
-        f"`fast` takes {seconds['learn', 'fast']:.1f} s",
     ):
         assert sentence in text, sentence
     readme = " ".join(README.read_text().split())

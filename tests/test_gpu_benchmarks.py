@@ -14,9 +14,9 @@ from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, bits_table, ceilings_table, table, targets
 from benchmarks.gpu.tests import GROUPS
 from benchmarks.roofline import H200, grpo_step, largest_batch
-from isobit.plan.activations import saved_bytes
-from isobit.plan.memory import cache_bytes_of_a_token, num_parameters, weights
-from isobit.plan.work import Work, decode, floor, learn
+from benchmarks.work import Work, decode, floor, learn
+from isobit.plan.memory import num_parameters
+from isobit.plan.meta import Described, learning_bytes, page_bytes, weight_bytes
 from isobit.precision import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,11 +194,10 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
 def test_the_targets_of_memory_are_possible() -> None:
     """What the plan counts for each part keeps its target; the former one, of the whole, did not hold."""
     for config in SHAPES.values():
-        low, wide = PRESETS["fp8"], PRESETS["bf16"]
-        working = [sum(vars(weights(config, precision)).values()) for precision in (low, wide)]
-        cache = [cache_bytes_of_a_token(config, precision) for precision in (low, wide)]
-        layers = range(config.num_layers)
-        saved = [sum(saved_bytes(config, precision, layer) for layer in layers) for precision in (low, wide)]
+        flows = [Described(config, PRESETS[name]) for name in ("fp8", "bf16")]
+        working = [weight_bytes(flow).total for flow in flows]
+        cache = [page_bytes(flow, 16) for flow in flows]
+        saved = [learning_bytes(flow, False).phases[0].slope for flow in flows]
         assert working[0] / working[1] <= 0.65
         assert cache[0] / cache[1] <= 0.55
         assert saved[0] / saved[1] <= 1.0, "both keep what cannot be made again"

@@ -10,6 +10,7 @@ from benchmarks import fits
 from benchmarks.plan_jobs import MODELS
 from benchmarks.step_memory import LEVELS, PRESETS
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.plan import advice
 from isobit.precision.flow import LINEAR_LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ def test_the_page_by_hardware_has_what_one_gpu_trains() -> None:
 
 
 def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "_LEFT", 0.3)
+    monkeypatch.setattr(advice, "HEAD_ROOM", 0.3)
     assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()
     assert "\n".join(fits.largest()) not in (ROOT / "docs/how-to/hardware.md").read_text()
 

@@ -72,7 +72,6 @@ MISTAKES: dict[str, Mistake] = {
     "a dtype as text": (lambda m, e: m.save("x", "bf16"), "save: dtype: expected a floating-point dtype, such as"),
     "saved into a file": (lambda m, e: m.save(__file__), "save: expected the path of a directory"),
     "a missing config": (lambda m, e: train("nowhere.yaml"), "cannot read config nowhere.yaml"),
-    "a number": (lambda m, e: train(3), "config: expected the path of a YAML file or a mapping of settings, got 3"),
     "a model to train": (lambda m, e: train(m), "a mapping of settings, got Model(qwen3, "),
     "a folder": (lambda m, e: train(Path(__file__).parent), "it is a directory, not a YAML file"),
     "overrides as text": (lambda m, e: load_config({"model": "x"}, "steps=2"), 'a list of texts, such as ["steps=10"]'),

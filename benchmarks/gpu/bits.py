@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.gpu import two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
 from benchmarks.gpu.decode import decode_step
+from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
 from isobit.kernels.backends import self_check
@@ -25,7 +26,6 @@ from isobit.kernels.product.triton.cublas import cublas_product, takes
 from isobit.kernels.product.triton.plan import ProductPlan, plan
 from isobit.kernels.triton.launch import target
 from isobit.model import ModelConfig
-from isobit.plan.work import linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
 _ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")

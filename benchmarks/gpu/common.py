@@ -21,12 +21,12 @@ import torch
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.timing import Rotation, Timer, Timing, race
+from benchmarks.work import Rates
 from isobit import Model
 from isobit.kernels import get_ops
 from isobit.model import Experts, ModelConfig, Tokenizer
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
-from isobit.plan.work import Rates
 from isobit.precision import precision_from
 
 GIB = 1 << 30

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.gpu.common import GIB, Bench, presets, random_model, shapes, that_fits
 from benchmarks.gpu.timing import Rotation
+from benchmarks.work import decode, floor
 from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.model import ModelConfig
-from isobit.plan.work import decode, floor
 from isobit.precision import PRESETS as FLOWS
 
 _CASES = [(b, c) for c in (1024, 8192, 32768) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if b * c <= 512 * 1024]

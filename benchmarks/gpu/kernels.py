@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from benchmarks.gpu.common import Bench, Case, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
+from benchmarks.work import Rates, Work, linear_sizes
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.product.triton.library import STEP
 from isobit.kernels.table import triton_ops
-from isobit.plan.work import Rates, Work, linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
 _ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")

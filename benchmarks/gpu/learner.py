@@ -4,9 +4,9 @@ import torch
 
 from benchmarks.gpu.common import Bench, Case, consistencies, presets, random_model, shapes, that_fits
 from benchmarks.gpu.timing import Rotation
+from benchmarks.work import floor, learn, prefill
 from isobit import Model
 from isobit.kernels import KVStore, Layout
-from isobit.plan.work import floor, learn, prefill
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer

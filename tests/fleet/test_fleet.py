@@ -26,9 +26,9 @@ MOST = 60.0  # seconds; nothing here waits so long unless something is broken
 
 
 def an_engine(family: str = "qwen3", precision: str = "fp8") -> Engine:
-    engine = Engine(tiny_model(precision, family, scale=4.0))
+    model = tiny_model(precision, family, scale=4.0)
+    engine = Engine(model, record_routes=family == "qwen3_moe")
     engine.longest_prompt = 8
-    engine.record_routes = family == "qwen3_moe"
     return engine
 
 

@@ -105,7 +105,7 @@ def _model(rng: Random) -> ModelConfig:
         rms_eps=rng.choice((1e-5, 1e-6)),
         rope=_rope(rng) if family.partial_rotary == 1.0 else Rope.of(500.0, 1.0 if head_dim % 4 else 0.5),
         qkv_bias=bias or family.qkv_bias,
-        o_bias=bias,
+        o_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
         qk_norm=family.qk_norm,
         tie_embeddings=rng.random() < 0.4,

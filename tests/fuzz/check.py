@@ -51,8 +51,7 @@ def _size(schedule: Schedule) -> EngineSize:
 
 def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> dict[Key, Completion]:
     torch.set_num_threads(schedule.threads)
-    engine = Engine(model, _size(schedule))
-    engine.record_routes = model.config.experts is not None
+    engine = Engine(model, _size(schedule), record_routes=model.config.experts is not None)
     prompts = [list(case.prompts[i]) for i in schedule.order]
     if calibrate:
         engine.calibrate(prompts)
@@ -69,11 +68,11 @@ def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Compl
     engine = Engine(
         model,
         size,
+        record_routes=model.config.experts is not None,
         kv_pages=2 * schedule.kv_pages,
         max_batch_tokens=size.max_batch_tokens + 40,
         max_sequences=size.max_sequences + 4,
     )
-    engine.record_routes = model.config.experts is not None
     other = replace(case.sampling, n=1, temperature=1.1, top_k=4, top_p=0.9, min_p=0.0, stop=())
     coming, doomed, results = list(schedule.order), list[Request](), dict[Key, Completion]()
     wanted: set[Request] = set()

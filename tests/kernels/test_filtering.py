@@ -6,7 +6,7 @@ from torch import Tensor
 
 from isobit.kernels.sampling import filtering
 from isobit.kernels.sampling.filtering import WORKING_BYTES, Filtering, Limits, filter_around, filter_logits, of_rows
-from isobit.training.memory.live_bytes import LiveBytes
+from isobit.plan.live_bytes import LiveBytes
 
 CASES: list[Filtering] = [
     (7, 1.0, 0.0),

@@ -39,8 +39,8 @@ import json
 from benchmarks import kernel_table
 from benchmarks.gpu.shapes import GPT_OSS
 
-own = ("attention.attend", "attention.join_splits", "gate.gate_mul", "gate.backward", "grouped_kernels.plain_product",
-       "grouped_kernels.block_product")
+own = ("attention.forward.attend", "attention.forward.join_splits", "norms.gate.gate_mul",
+       "norms.gate.backward", "experts.plain_product", "experts.block_product")
 found = {}
 for preset in ("bf16", "fp8"):
     for _, launch in kernel_table.launches(GPT_OSS, preset):
@@ -183,9 +183,9 @@ def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
     """Those that read or write its codes: nothing spills, and attention's products run on the warpgroups'."""
     rows = json.loads(_python(_INT8, tmp_path))
     kernels = {row["kernel"] for row in rows}
-    assert kernels == {"heads.attention_inputs", "attention.attend", "attention_backward.gather"}
+    assert kernels == {"heads.forward.attention_inputs", "attention.forward.attend", "attention.backward.gather"}
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
-    assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.attend"} == {"HGMMA"}
+    assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.forward.attend"} == {"HGMMA"}
 
 
 @pytest.mark.slow
@@ -194,12 +194,12 @@ def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> N
     rows = json.loads(_python(_GPT_OSS, tmp_path))
     classes = {row["kernel"]: row["instruction_class"] for row in rows}
     assert classes == {
-        "attention.attend": "HGMMA",
-        "attention.join_splits": "none",
-        "gate.gate_mul": "none",
-        "gate.backward": "none",
-        "grouped_kernels.plain_product": "HGMMA",
-        "grouped_kernels.block_product": "QGMMA",
+        "attention.forward.attend": "HGMMA",
+        "attention.forward.join_splits": "none",
+        "norms.gate.gate_mul": "none",
+        "norms.gate.backward": "none",
+        "experts.plain_product": "HGMMA",
+        "experts.block_product": "QGMMA",
     }
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
 
@@ -208,7 +208,7 @@ def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> N
 def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
     """Of a frozen base in NVFP4, for every architecture with FP8: nothing spills. They are multiplied in float32, so on
     no matrix instructions."""
-    rows = [row for row in json.loads(_python(_NIBBLES, tmp_path)) if row["kernel"] == "product_kernels.nibble_product"]
+    rows = [row for row in json.loads(_python(_NIBBLES, tmp_path)) if row["kernel"] == "product.nibble_product"]
     assert len(rows) == 6 * sum(architecture.fp8 for architecture in ARCHITECTURES.values())
     assert {row["constants"]["PARTIAL"] for row in rows} == {"False", "True"}
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
@@ -226,9 +226,11 @@ def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> Non
     """At the sizes of a Qwen3.5-9B: nothing spills. The delta rule is two kernels, one that keeps states and one that
     does not, so a decoded token has the instructions of a chunk."""
     rows = json.loads(_python(_DELTA, tmp_path))
-    kernels = ["convolution.backward", *["convolution.convolve"] * 3, "delta.delta_rule", "delta.delta_rule"]
+    convolutions = ["delta.convolution.backward", *["delta.convolution.convolve"] * 3]
+    rules = ["delta.forward.delta_rule", "delta.forward.delta_rule"]
     every = len(ARCHITECTURES)
-    assert sorted(row["kernel"] for row in rows[::every]) == [*kernels, "delta_backward.delta_backward"]
+    found = sorted(row["kernel"] for row in rows[::every])
+    assert found == ["delta.backward.delta_backward", *convolutions, *rules]
     assert [row for row in rows if row["spilled_bytes"] or row["stack_bytes"]] == []
 
 
@@ -246,10 +248,10 @@ def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
 def test_products_run_on_the_warpgroups_instructions(kernels: list[dict[str, Any]]) -> None:
     """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too low."""
     classes = {row["kernel"]: row["instruction_class"] for row in kernels}
-    for kernel in ("product_kernels", "grouped_kernels"):
+    for kernel in ("product", "experts"):
         assert classes[f"{kernel}.block_product"] == "QGMMA"
-    assert classes["grouped_kernels.block_weight_gradient"] == "QGMMA"
-    for kernel in ("attention.attend", "attention_backward.dq", "attention_backward.dkv", "head.head_tiles"):
+    assert classes["experts.block_weight_gradient"] == "QGMMA"
+    for kernel in ("attention.forward.attend", "attention.backward.dq", "attention.backward.dkv", "head.head_tiles"):
         assert classes[kernel] == "HGMMA"
     assert not any("HMMA" in row["instruction_class"] for row in kernels)
 

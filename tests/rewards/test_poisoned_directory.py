@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
-from isobit.rewards.interpreter import module_command
+from isobit.run.interpreter import module_command
 from isobit.training.train import train
 from tests.runs import write_config
 

@@ -267,8 +267,7 @@ def test_an_expert_that_idle_tokens_chose_has_a_gradient_of_zeros() -> None:
 
 def _recorded(model: Model) -> list[Sample]:
     """With the experts that the rollout chose."""
-    engine = Engine(model, kv_pages=64, page_size=4)
-    engine.record_routes = True
+    engine = Engine(model, kv_pages=64, page_size=4, record_routes=True)
     groups = engine.generate(["1+1=", "23*4="], Sampling(n=2, max_new_tokens=3))
     return [
         Sample(c.prompt_id, c.sample_index, tuple(c.prompt_token_ids), tuple(c.token_ids), tuple(c.logprobs), "",

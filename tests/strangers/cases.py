@@ -102,7 +102,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "config.yaml": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "format.txt": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "machine.json": ("resume", "verify", "eval", "track"),
-    "resolved.json": ("resume",),
+    "resolved.json": ("resume", "report"),
     "inputs.json": ("resume",),
     "rollouts_from.txt": ("resume", "verify"),
     ".lock": ("watch", "resume", "verify"),

@@ -41,7 +41,7 @@ def test_a_dry_run_says_the_formats_of_what_is_trained(
 ) -> None:
     given = [f"optimizer.masters={masters}", f"optimizer.state={state}"]
     text = dry_run_text(load_config(write_config(tmp_path, base_model), given))
-    assert re.search(rf"^masters, optimizer state +{masters}, {state}$", text, re.M)
+    assert re.search(rf"^masters, moments +{masters}, {state}$", text, re.M)
     assert re.search(rf"^ *{masters.upper()} masters", text, re.M), "as the memory plan says"
 
 

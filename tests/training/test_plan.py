@@ -1,6 +1,13 @@
-"""The memory plan: what it counts, what it advises, and `optimizer.micro_batch_tokens: auto`."""
+"""A run's memory: planned before it reads weights, `optimizer.micro_batch_tokens: auto`, and how it is measured."""
 
+import json
+import math
 import re
+import resource
+import string
+import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +19,31 @@ from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.engine import engine
 from isobit.errors import IsobitError
-from isobit.model import Experts, Model
+from isobit.model import Experts, Model, ModelConfig
 from isobit.model.forward.recompute import Recompute
-from isobit.training.memory import forecast, host, plan
-from isobit.training.memory.live_bytes import LiveBytes
-from isobit.training.parts import Parts
+from isobit.model.hub.names import parts as parts_of
+from isobit.plan import Job, host, learning, plan
+from isobit.plan.host import this_machine
+from isobit.plan.job import architecture, job_with
+from isobit.plan.live_bytes import LiveBytes
+from isobit.plan.memory import fitting_tokens, num_parameters
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 
+GIB = 2**30
 _AUTO = "optimizer.micro_batch_tokens=auto"
 
 
-def _parts(folder: Path, model: Path, *overrides: str) -> Parts:
-    parts = open_parts(load_config(write_config(folder, model), overrides), quiet=True)
-    parts.rewards.close()
-    return parts
+def _job(folder: Path, model: Path, *overrides: str) -> Job:
+    """Of a run here, as it is planned before it begins; its longest prompt has 4 tokens."""
+    config = load_config(write_config(folder, model), overrides)
+    return job_with(config, architecture(str(model)), 4, this_machine(tiny_model().ops, config.ranks))
 
 
 def _memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (plan, forecast):
-        monkeypatch.setattr(module, "memory_limit", lambda device: (size, "memory of this machine"))
+    monkeypatch.setattr(host, "memory_limit", lambda device: (size, "memory of this machine"))
 
 
 def test_live_bytes_are_those_of_storages() -> None:
@@ -51,12 +61,12 @@ def test_live_bytes_are_those_of_storages() -> None:
     assert meter.peak == 8000
 
 
-def test_more_tokens_take_more_in_straight_lines(tmp_path: Path, base_model: Path) -> None:
+def test_more_tokens_take_more_in_straight_lines() -> None:
     """What is measured on 8 and 24 tokens says what 200 take, to 15 %."""
-    parts = _parts(tmp_path, base_model)
-    learning = plan.measure_parts(parts)
-    assert learning.at(200) == pytest.approx(_peak(parts.model, 200, False), rel=0.15)
-    assert learning.at(200) > 3 * learning.at(24) > 0
+    model = tiny_model("fp8")
+    found = learning.measure(model.transformer)
+    assert found.at(200) == pytest.approx(_peak(model, 200, False), rel=0.15)
+    assert found.at(200) > 3 * found.at(24) > 0
 
 
 @pytest.mark.parametrize("experts", [None, Experts(5, 2, 96), Experts(64, 2, 16), Experts(16, 8, 24)])
@@ -65,31 +75,56 @@ def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
     family = "qwen3" if experts is None else "qwen3_moe"
     model = tiny_model("fp8", family, max_positions=2048, **({} if experts is None else {"experts": experts}))
     for recompute in ("mlp", True):
-        learning = plan.measure(model, recompute)
-        assert learning.at(2048) == pytest.approx(_peak(model, 2048, recompute), rel=0.03)
-        assert learning.at(1024) < 0.6 * learning.at(2048), "the control"
+        found = learning.measure(model.transformer, recompute)
+        assert found.at(2048) == pytest.approx(_peak(model, 2048, recompute), rel=0.03)
+        assert found.at(1024) < 0.6 * found.at(2048), "the control"
 
 
 def _peak(model: Model, tokens: int, recompute: Recompute) -> int:
-    return max(map(max, plan._pass(model, tokens, min(tokens, 200), recompute)))
+    return max(map(max, learning._pass(model.transformer, tokens, min(tokens, 200), recompute)))
+
+
+def test_more_chunks_of_logits_hold_no_more_of_the_heads_gradient() -> None:
+    """The gradient, and that of the present rows; the control is one chunk, which has no second."""
+    model = tiny_model("bf16", hidden_size=256)
+    head = 4 * model.config.vocab_size * model.config.hidden_size
+
+    def peak(chunks: int) -> int:
+        tokens = torch.arange(4 * chunks) % model.config.vocab_size
+        hidden = torch.zeros(4 * chunks, 256, dtype=torch.bfloat16, requires_grad=True)
+        with torch.enable_grad(), LiveBytes() as live:
+            model.transformer.head_logprobs(hidden, tokens, chunk=4)[0].sum().backward()
+            return live.peak
+
+    one, two, six = (peak(chunks) for chunks in (1, 2, 6))
+    assert two - one > 0.9 * head
+    assert six - two < 0.9 * head
 
 
 def test_the_total_is_what_is_held_and_the_largest_part(tmp_path: Path, base_model: Path) -> None:
-    parts = _parts(tmp_path, base_model)
-    found = plan.plan(parts, plan.measure_parts(parts), 1000, 100)
+    job = _job(tmp_path, base_model)
+    found = plan(job)
     held, during = dict(found.held), dict(found.parts)
-    masters = 4 * sum(p.numel() for p in parts.model.parameters())
+    masters = 4 * num_parameters(job.model)
     assert held["FP32 masters"] == masters
     assert held["AdamW moments"] == 2 * masters
-    assert held["Python and its libraries"] == 1000
     assert during["saving: a copy of masters or moments"] == 2 * masters
     assert found.total == sum(held.values()) + max(during.values())
-    narrow = _parts(tmp_path, base_model, "optimizer.masters=bf16")
-    other = plan.plan(narrow, plan.measure_parts(narrow), 1000, 100)
+    other = plan(_job(tmp_path, base_model, "optimizer.masters=bf16"))
     del held["FP32 masters"]
     assert dict(other.held) == {"BF16 masters": masters // 2, **held}
     assert other.parts[0] == found.parts[0], "gradients and activations are what they were"
     assert dict(other.parts)["updating: gradients, their norm, the moments' values"] == masters * 5 // 2
+
+
+def test_ranks_share_what_they_can(tmp_path: Path) -> None:
+    """And on a CPU its memory."""
+    tiny_model(hidden_size=256, intermediate_size=768, num_layers=6).save(tmp_path / "model")
+    one, four = (_job(tmp_path, tmp_path / "model", f"ranks={n}") for n in (1, 4))
+    alone, each = dict(plan(one).held), dict(plan(four).held)
+    assert each["AdamW moments"] == pytest.approx(alone["AdamW moments"] / 4, rel=0.1)
+    assert each["working weights, rollout"] == alone["working weights, rollout"]
+    assert four.machine.memory == one.machine.memory // 4
 
 
 def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
@@ -97,55 +132,34 @@ def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(engine, "_most_cache_bytes", lambda device, reserved: asked.append(reserved) or 1 << 20)
-    parts = _parts(tmp_path, base_model, "evaluation.every=1")
+    parts = open_parts(load_config(write_config(tmp_path, base_model), ["evaluation.every=1"]), quiet=True)
+    parts.rewards.close()
     masters = sum(p.numel() for p in parts.model.parameters())
     assert asked == [12 * masters] * 2  # two moments and a gradient, in FP32; for the rollout and for the evaluation
 
 
-def test_activation_checkpointing_lowers_the_plan(tmp_path: Path) -> None:
-    sizes = []
-    tiny_model(num_layers=8).save(tmp_path / "deep")
-    for given in ("false", "true"):
-        parts = _parts(tmp_path, tmp_path / "deep", f"optimizer.activation_checkpointing={given}")
-        sizes.append(plan.measure_parts(parts).at(4096))
-    assert sizes[1] < 0.6 * sizes[0]
-
-
-def test_a_plan_that_does_not_fit_names_the_keys_that_lower_it(
-    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each with the total that a plan with this key has."""
+def test_a_dry_run_says_whether_it_fits_and_what_lowers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the total that a plan with this key has. Where the weights are too large they are not read."""
     many = ("prompts_per_step=64", "optimizer.micro_batch_tokens=4096")
-    parts = _parts(tmp_path, base_model, *many)
-    learning = plan.measure_parts(parts)
-    total = plan.plan(parts, learning, 0, 4096).total
-    _memory(monkeypatch, total)
-    assert plan.advice(parts, learning, 0).startswith("fits: ")
-    _memory(monkeypatch, total - 1)
-    text = plan.advice(parts, learning, 0)
-    assert text.startswith("does not fit: ")
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 6}
+    tiny_model(alphabet=string.printable, **sizes).save(tmp_path / "model")
+    config = load_config(write_config(tmp_path, tmp_path / "model"), many)
+    text = dry_run_text(config)
+    assert re.search(r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of .*\), [\d.]+ GiB free$", text, re.M)
+    (total,) = re.findall(r"^total, \w+ +([\d.]+) MiB$", text, re.M)
+    _memory(monkeypatch, int(0.95 * float(total) * 2**20))
+    text = dry_run_text(config).partition("does not fit: ")[2]
     lines = dict(re.findall(r"^  (\S+?)=\S+ +([\d.]+ GiB)(?:, fits)?$", text, re.M))
     keys = ["optimizer.micro_batch_tokens", "optimizer.activation_checkpointing"]
-    keys += ["optimizer.masters", "prompts_per_step"]  # 8-bit blocks are larger than this model's matrices
-    assert list(lines) == keys
-    assert all(line.endswith(", fits") for line in text.splitlines()[1:])
-
-
-def test_a_dry_run_compares_with_what_is_there(
-    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By shapes first, and again when the weights are there; where they are too large they are not read."""
-    config = load_config(write_config(tmp_path, base_model))
-    fits = r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of"
-    assert len(re.findall(fits, dry_run_text(config), re.M)) == 2
+    assert list(lines)[:2] == keys
+    assert {"optimizer.state", "optimizer.masters", "adapter.rank"} <= set(lines)
     said: list[str] = []
     _memory(monkeypatch, 1 << 20)
     with pytest.raises(IsobitError, match="the rest of the check, which needs them, is left out"):
         dry_run(config, said.append)
     assert "does not fit" in said[-2]
     assert "first prompt" in said[-1]
-    assert not re.search(fits, "\n".join(said), re.M)
-    assert "counted from the weights" not in "\n".join(said)
+    assert "weights are read" not in "\n".join(said)
 
 
 def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
@@ -173,17 +187,16 @@ def test_auto_takes_what_fits_and_a_resumed_run_repeats_it(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More memory, more tokens, up to the batch; the number is in config.yaml, and stays when the memory changes."""
-    parts = _parts(tmp_path, base_model, "prompts_per_step=200")
-    learning = plan.measure_parts(parts)
 
     def auto(size: int) -> int:
         _memory(monkeypatch, size)
-        return _parts(tmp_path, base_model, "prompts_per_step=200", _AUTO).micro_batch_tokens
+        return fitting_tokens(_job(tmp_path, base_model, "prompts_per_step=200", _AUTO))
 
-    for tokens in (256, 1024):
-        needed = plan.plan(parts, learning, plan._PROCESS, tokens).total
+    for tokens in (2048, 4096):  # of fewer, something else than learning takes most
+        given = (f"optimizer.micro_batch_tokens={tokens}", "prompts_per_step=200")
+        needed = plan(_job(tmp_path, base_model, *given)).total
         assert auto(int(needed / 0.9) + 4096) == tokens
-    whole = 200 * 4 * plan.longest_sequence(parts)
+    whole = 200 * 4 * _job(tmp_path, base_model).longest
     assert auto(1 << 40) == -(-whole // 128) * 128
     with pytest.raises(IsobitError, match=r"one sequence of .* tokens needs .* GiB, more than 90 %"):
         auto(1 << 20)
@@ -207,4 +220,81 @@ def test_the_smallest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert host.memory_limit(torch.device("cpu")) == machine
     limit.write_text("1000000\n")
     assert host.memory_limit(torch.device("cpu")) == (1_000_000, "memory of this container")
-    assert 1 << 20 < host.resident_bytes() < 1 << 40
+
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+DRIVER = """
+import resource, sys
+from isobit.plan import host
+host.memory_limit = lambda device: ({limit}, "memory of this machine")
+from isobit import cli
+sys.argv = ["isobit", *{arguments!r}]
+try:
+    cli.main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+
+def eight_billion(folder: Path) -> Path:
+    """Qwen3-8B as a directory whose file of weights has a header, and no bytes on the disk behind it."""
+    folder.mkdir()
+    tiny_model(alphabet=string.printable).tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    header, end = {}, 0
+    config = ModelConfig.from_hf(QWEN3_8B, "config.json")
+    for name, shape in (tensor for _, tensors in parts_of(config) for tensor in tensors):
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks in KiB, and sparse files, are Linux's")
+def test_a_dry_run_plans_eight_billion_parameters_where_they_do_not_fit(tmp_path: Path) -> None:
+    """The table comes, with what does not fit and what would lower it; no weight is read, so the process stays small,
+    where the weights alone are 16 GB. The control is a machine on which they would fit, whose dry run reads them."""
+    model = eight_billion(tmp_path / "model")
+    config = write_config(tmp_path, model)
+
+    def run(limit: int, most: int | None) -> subprocess.CompletedProcess[str]:
+        driver = DRIVER.format(limit=limit, arguments=["train", str(config), "--dry-run"])
+        bound = None if most is None else (lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)))
+        return subprocess.run(
+            [sys.executable, "-c", driver], capture_output=True, text=True, timeout=300, preexec_fn=bound
+        )
+
+    small = run(40 * GIB, 3 * GIB)
+    *said, peak = small.stderr.strip().splitlines()
+    assert small.returncode != 0
+    assert int(peak) < 1.5 * GIB
+    table, line = small.stdout.split("memory, planned from config.json")[1].split("does not fit: ")
+    parameters = num_parameters(ModelConfig.from_hf(QWEN3_8B, "config.json"))
+    assert re.search(rf"^FP32 masters +{4 * parameters / 2**20:.1f} MiB$", table, re.M)
+    assert "optimizer.state=8bit" in line
+    assert "first prompt" in line
+    assert len(said) == 1
+    assert "the rest of the check, which needs them, is left out" in said[0]
+    large = run(400 * GIB, 3 * GIB)
+    assert "fits: " in large.stdout
+    assert large.returncode != 0, "the control: reading the weights takes more than the process may"

@@ -8,6 +8,7 @@ import pytest
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model
+from isobit.monitor.report import write_report
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.session.opening import open_session
@@ -71,3 +72,19 @@ def test_a_run_from_recorded_rollouts_promises_bits_only_where_nothing_differs(
     assert written(replay(run, tmp_path / "same", quiet=True).run_dir)["expects_equal_bits"] is True
     other = replay(run, tmp_path / "other", ["precision=fp8-unified"], quiet=True).run_dir
     assert written(other)["expects_equal_bits"] is False
+
+
+def test_the_report_shows_it(tmp_path: Path, base_model: Path) -> None:
+    """Below the config; of several runs among what differs. The control is a run that has not recorded it."""
+    runs = []
+    for precision in CORRECTIONS:
+        (tmp_path / precision).mkdir()
+        config = write_config(tmp_path / precision, base_model)
+        runs.append(train(load_config(config, ["steps=1", f"precision={precision}"]), quiet=True).run_dir)
+    first, second = runs
+    text = write_report([second], tmp_path / "one.html").read_text()
+    assert "correction: token_tis" in text
+    both = write_report([first, second], tmp_path / "both.html").read_text()
+    assert "resolved: correction" in both
+    (second / "resolved.json").unlink()
+    assert "correction: token_tis" not in write_report([second], tmp_path / "none.html").read_text()

@@ -59,9 +59,12 @@ def backends(incomplete: str) -> list[str]:
     return [name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)]
 
 
+_CARDS = ("rtx4090", "rtx5090", "a100-40", "l40s", "a100-80", "h100", "h200", "b200")
+
+
 def devices(incomplete: str) -> list[str]:
     """Values of --device of `isobit plan`; tests/plan compares them with what it knows."""
-    return [name for name in ("h100", "h200", "h20", "b200") if name.startswith(incomplete)]
+    return [name for name in _CARDS if name.startswith(incomplete)]
 
 
 def consistencies(incomplete: str) -> list[str]:

@@ -35,7 +35,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type, prefix: str = "") -> s
 
 
 def _unknown(error: UnknownOption, schema: type) -> str:
-    *above, last = map(str, error.place)
+    *above, last = map(str, error.path)
     key, everywhere = ".".join((*above, last)), list(keys_of(schema))
     given = brief(key)
     for name in _leaves(key, error.value):

@@ -86,6 +86,13 @@ class Config:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter switched off."""
         return self.adapter is not None and self.reference.precision in (None, self.precision)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the working weights that sample beside the learner are kept on the CPU while it learns, since it
+        moves its own."""
+        several = self.algorithm.updates_per_batch * self.algorithm.epochs > 1
+        return bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead) and several
+
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:

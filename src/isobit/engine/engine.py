@@ -22,7 +22,7 @@ from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.groups import OpenGroups
-from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
+from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
@@ -38,7 +38,7 @@ from isobit.options.reading import read
 
 CACHE_BYTES = 2 << 30
 DEFAULT_PAGES = 512
-_GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
+GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
@@ -120,8 +120,7 @@ class Engine:
         if kv_pages is None:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
-            # a prompt is held beside the sequences that share its pages
-            kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
+            kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes // page_bytes)
         engine = Engine(model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes)
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
@@ -233,7 +232,7 @@ class Engine:
         self.scheduler.commit(plan, tokens, done)
         self._runner.copy_pages(self.scheduler.take_copies())
         if not self.num_open:
-            self._runner.settle()
+            self._runner.finish()
             self._runner = None
         return finished
 
@@ -382,7 +381,7 @@ def _most_cache_bytes(device: torch.device, reserved: int) -> int:
     """Bytes of keys and values that an engine takes without being told to."""
     if device.type != "cuda":
         return CACHE_BYTES
-    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // _GPU_FRACTION
+    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION
 
 
 def clamped_fraction(clamped: int, written: int) -> dict[str, float]:

@@ -195,7 +195,7 @@ class DecodeGraphs:
         self._padded += count - which.size
         return Launch(rows.slot[which], host)
 
-    def settle(self) -> None:
+    def subtract_padding(self) -> None:
         """No request is open: take what padded rows have written out of the counts of calibrated stores."""
         counts = [store.counts for store in self._stores if store.counts is not None]
         if not counts or not self._padded:

@@ -1,20 +1,27 @@
 """Completions of open requests, gathered into the groups of their prompts: what `Engine.generate`, a rank that claims
 prompts, and an engine of a fleet have in common."""
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from isobit.engine.types import Completion, Request
 
-if TYPE_CHECKING:
-    from isobit.engine.engine import Engine
+
+class OpenEngine(Protocol):
+    """What is asked of an engine here."""
+
+    def step(self) -> Sequence[tuple[Request, Completion]]:
+        """The completions that one step finishes."""
+
+    def cancel(self, request: Request) -> None:
+        """Drop what is open of a request."""
 
 
 class OpenGroups:
     """Requests of an engine by the place of their prompt. As a context manager it cancels those that are open at its
     end."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: OpenEngine) -> None:
         self._engine = engine
         self._places: dict[Request, int] = {}
         self._groups: dict[int, list[Completion]] = {}

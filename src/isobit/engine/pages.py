@@ -31,6 +31,12 @@ def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
     return _PAGE if config.linear is None else _PAGE_WITH_STATES
 
 
+def cache_pages(each: int, sequences: int, most_sequences: int, most_pages: int) -> int:
+    """Pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at a time, and a prompt beside
+    the sequences that share its pages: at most so many, and room for one sequence."""
+    return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
+
+
 class PagePool:
     """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order, so a run repeats
     itself."""

@@ -83,11 +83,11 @@ class Runner:
         scheduler.record.write(plan.sampled, tokens, logprobs)
         return plan, tokens
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """No request is open: say what went wrong on the device, and count what padded rows have written."""
         self.model.transformer.ops["rollout"].raise_faults()
         if self.graphs is not None:
-            self.graphs.settle()
+            self.graphs.subtract_padding()
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         pairs = list(copies)

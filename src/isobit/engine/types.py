@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
-from isobit.options.reading import Expected, settle
+from isobit.options.reading import Expected, read_own_fields
 
 LOWEST_TEMPERATURE = 1e-3
 
@@ -43,7 +43,7 @@ class Sampling:
     stop_tokens: NotAnOption[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
-        settle(self, Sampling)
+        read_own_fields(self, Sampling)
         _check_count("n", self.n, 1, 2**31)
         _check_count("seed", self.seed, 0, 2**63)
         if 0 < self.temperature < LOWEST_TEMPERATURE:

@@ -112,10 +112,12 @@ class Fleet:
         sampling: Sampling,
         prompt_ids: Sequence[int] | None = None,
         on_group: OnGroup | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> list[list[Completion]]:
         """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no engine is left, or none
-        has answered for `fleet.deadline_s`."""
+        has answered for `fleet.deadline_s`. `note` is told of engines that come and go."""
         assert self._weights is not None, "weights are sent before"
+        self.note = note or self.note
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
         named = zip(token_ids, check_ids(prompt_ids, len(token_ids)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isobit.distributed.weights import as_bytes, part_of
 from isobit.errors import RunFailed
-from isobit.kernels import Kept, tensors_of
+from isobit.kernels import StoredWeight, tensors_of
 from isobit.model.transformer import Transformer
 from isobit.model.weights.sync import poison
 
@@ -46,9 +46,9 @@ def take_weights(transformer: Transformer, buffers: Mapping[str, Tensor], versio
     transformer.received(version)
 
 
-def _parts(transformer: Transformer) -> dict[str, list[Kept]]:
+def _parts(transformer: Transformer) -> dict[str, list[StoredWeight]]:
     """What travels together: a layer; the embedding, the last norm and the head alone."""
-    found: dict[str, list[Kept]] = {}
+    found: dict[str, list[StoredWeight]] = {}
     tensors = transformer.rollout_tensors()
     for part, group in groupby(tensors, lambda named: part_of(named[0])):
         found.setdefault(part, []).extend(operand for _, operand in group)

@@ -5,7 +5,17 @@ from isobit.kernels.backends.composed import Composed
 from isobit.kernels.copies import Copies
 from isobit.kernels.experts.definition import grouped_input_gradient
 from isobit.kernels.gpu import computed_by, versions
-from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, picked, plain, tensors_of, weight_of
+from isobit.kernels.matrices import (
+    Operand,
+    Packed,
+    Prepared,
+    Stacked,
+    StoredWeight,
+    picked,
+    plain,
+    tensors_of,
+    weight_of,
+)
 from isobit.kernels.ops import Activation, DeltaHeads, Heads, Keys, Layout, Ops
 from isobit.kernels.product.definition import input_gradient
 from isobit.kernels.stores import KVStore, StateStore, Store
@@ -20,7 +30,6 @@ __all__ = [
     "DeltaHeads",
     "Heads",
     "KVStore",
-    "Kept",
     "Keys",
     "Layout",
     "Operand",
@@ -30,6 +39,7 @@ __all__ = [
     "Stacked",
     "StateStore",
     "Store",
+    "StoredWeight",
     "Watching",
     "computed_by",
     "get_ops",

@@ -18,8 +18,8 @@ from isobit.precision.packed_fp4 import GROUP, panels, unpacked, unpacked_scales
 Operand = Tensor | QTensor
 Gradients = Sequence[Tensor | None]
 """Of several weights; None: it has none yet."""
-Kept = Operand | PackedFP4
-"""A working weight as it is stored. Products unpack nibbles a part at a time."""
+StoredWeight = Operand | PackedFP4
+"""A working weight as it is stored. Products unpack two codes to a byte a part at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None)
 
 
-Prepared = Kept | Packed
+Prepared = StoredWeight | Packed
 """A weight as products take it."""
 
 
@@ -52,12 +52,12 @@ Prepared = Kept | Packed
 def weight_of(prepared: Operand | Packed) -> Operand: ...
 @overload
 def weight_of(prepared: PackedFP4) -> PackedFP4: ...
-def weight_of(prepared: Prepared) -> Kept:
+def weight_of(prepared: Prepared) -> StoredWeight:
     """The weight without its packs."""
     return prepared.weight if isinstance(prepared, Packed) else prepared
 
 
-def tensors_of(kept: Kept) -> tuple[Tensor, ...]:
+def tensors_of(kept: StoredWeight) -> tuple[Tensor, ...]:
     """The tensors of a matrix: itself, or codes and scales."""
     if isinstance(kept, Tensor):
         return (kept,)
@@ -78,7 +78,7 @@ def picked(operand: Operand, rows: Tensor) -> Operand:
     return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
 
 
-def plain(operand: Kept, dtype: torch.dtype) -> Tensor:
+def plain(operand: StoredWeight, dtype: torch.dtype) -> Tensor:
     """A plain tensor itself, or the dequantized matrix in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize().to(dtype)
 
@@ -113,7 +113,7 @@ class Stacked:
     common: Tensor | None = None
 
     @staticmethod
-    def of(matrices: Iterable[Kept], count: int) -> "Stacked":
+    def of(matrices: Iterable[StoredWeight], count: int) -> "Stacked":
         """Copies of `count` matrices, taken one after the other."""
         stacked: Stacked | None = None
         for index, matrix in enumerate(matrices):
@@ -126,7 +126,7 @@ class Stacked:
         return stacked
 
     @staticmethod
-    def _like(matrix: Kept, count: int) -> "Stacked":
+    def _like(matrix: StoredWeight, count: int) -> "Stacked":
         data, *scales = (part.new_empty((count, *part.shape)) for part in tensors_of(matrix))
         if isinstance(matrix, Tensor):
             return Stacked(data)
@@ -138,7 +138,7 @@ class Stacked:
         return (self.data.shape[0], self.data.shape[1], columns)
 
     @cached_property
-    def experts(self) -> tuple[Kept, ...]:
+    def experts(self) -> tuple[StoredWeight, ...]:
         """Every matrix as an operand over this storage; the same objects every time."""
         if self.prepared is not None:
             return tuple(weight_of(matrix) for matrix in self.prepared)
@@ -165,12 +165,12 @@ class Stacked:
         scale = None if self.scale is None else self.scale.transpose(1, 2)
         return Stacked(self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose())
 
-    def map(self, change: Callable[[Kept], Operand]) -> "Stacked":
+    def map(self, change: Callable[[StoredWeight], Operand]) -> "Stacked":
         """Every matrix changed, in a new storage."""
         return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))
 
     def values(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Some rows and columns of every expert's nibbles, dequantized: float32 [E, rows, columns]."""
+        """Some rows and columns of every expert's packed codes, dequantized: float32 [E, rows, columns]."""
         assert self.scale is not None
         assert self.common is not None
         start, stop, _ = columns.indices(self.shape[2])

@@ -114,7 +114,7 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
 
 
 def inference_engine_ops(learner: Ops) -> Ops:
-    """The operators of a rollout on a separate engine; `learner` are those of the learner.
+    """The operators of a rollout on a second engine; `learner` are those of the learner.
 
     On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.kernels import Kept, Ops, Stacked
+from isobit.kernels import Ops, Stacked, StoredWeight
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
@@ -35,7 +35,7 @@ class Sources:
         """That through which the gradient of a master returns."""
         return master if self.adapter is None else FROZEN
 
-    def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> Kept:
+    def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> StoredWeight:
         """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
         frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
         return packed_fp4.packed(quantized, master.detach()) if frozen else quantized
@@ -164,7 +164,7 @@ class _LayerMaker:
         count = self.config.experts.count
         names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
 
-        def matrices() -> Iterator[Kept]:
+        def matrices() -> Iterator[StoredWeight]:
             for name in names:
                 master = self.sources.masters[self.named(name)]
                 leaves.append(self.sources.leaf(master))
@@ -185,7 +185,7 @@ class _LayerMaker:
     def made(self, name: str) -> Weight:
         return self.weight(name, self.sources.masters[self.named(name)])
 
-    def made_of(self, name: str, master: Tensor) -> Kept:
+    def made_of(self, name: str, master: Tensor) -> StoredWeight:
         """A matrix as the flow stores it."""
         spec = self.precision.linear_flow(self.flow, name.rpartition(".")[2]).weight
         if spec is None:
@@ -193,7 +193,7 @@ class _LayerMaker:
         dgrad, _ = self.precision.backward(self.index, self.config.num_layers)
         return self.sources.kept(self.ops.quantize(master.detach(), spec, self.named(name)), master, dgrad)
 
-    def weight(self, name: str, master: Tensor, working: Kept | None = None) -> Weight:
+    def weight(self, name: str, master: Tensor, working: StoredWeight | None = None) -> Weight:
         """A linear layer, of a `working` matrix that is made already, or makes it."""
         precision, sources, compute = self.precision, self.sources, self.flow.compute.dtype
         bias = sources.masters.get(f"{self.named(name)}_bias")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import Kept, Layout, Ops, Prepared, Store, inference_engine_ops, tensors_of
+from isobit.kernels import Layout, Ops, Prepared, Store, StoredWeight, inference_engine_ops, tensors_of
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
@@ -281,7 +281,7 @@ class Transformer:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
 
-    def rollout_tensors(self) -> list[tuple[str, Kept]]:
+    def rollout_tensors(self) -> list[tuple[str, StoredWeight]]:
         """(name, working tensor) of each that the rollout stores, in an order that depends on the model alone."""
         return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
 

@@ -29,28 +29,33 @@ class FlowChanges:
 
     kv_cache: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated", "int8"] | None,
-        "keys and values in the cache; e4m3 and int8 with a scale per token and head, e4m3-calibrated with one per "
-        "layer for K and one for V",
+        "format of keys and values in the cache. e4m3 and int8 have a scale for each token and head; "
+        "e4m3-calibrated has two scales for each layer, one for K and one for V",
     ] = None
-    kv_scale: Annotated[Scale | None, "their scales: any float32, or powers of two"] = None
+    kv_scale: Annotated[Scale | None, "scales of the cache: any float32, or powers of two (ue8m0)"] = None
     query: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated"] | None,
-        "queries, before they meet the keys; e4m3 with a scale per token and head, e4m3-calibrated per layer",
+        "format of queries when they are multiplied with keys. e4m3 has a scale for each token and head, "
+        "e4m3-calibrated one for each layer",
     ] = None
     probabilities: Annotated[
         Literal["bf16", "e4m3"] | None,
-        "of attention, before they meet the values; bf16 leaves them as they are computed",
+        "format of attention's probabilities when they are multiplied with values; bf16 leaves them "
+        "as they are computed",
     ] = None
     weight_scale: Annotated[Scale | None, "scales of the weights of linear layers"] = None
     weight_granularity: Annotated[
-        Literal["128x128", "1x32", "row", "tensor"] | None, "what of a weight has one scale: a block, a row, all of it"
+        Literal["128x128", "1x32", "row", "tensor"] | None,
+        "the part of a weight that has one scale: a block, a row, or all of it",
     ] = None
-    activation_scale: Annotated[Scale | None, "scales of what linear layers multiply their weights by"] = None
+    activation_scale: Annotated[
+        Scale | None, "scales of activations, which linear layers multiply with their weights"
+    ] = None
     activation_granularity: Annotated[
-        Literal["1x128", "1x32", "row", "tensor", "128x128"] | None, "what of an activation has one scale"
+        Literal["1x128", "1x32", "row", "tensor", "128x128"] | None, "the part of an activation that has one scale"
     ] = None
     activation: Annotated[
-        Literal["bf16"] | None, "bf16 leaves activations unquantized; where the backward is not quantized"
+        Literal["bf16"] | None, "bf16 leaves activations unquantized; only if the backward is not quantized either"
     ] = None
 
 
@@ -61,39 +66,47 @@ class PrecisionChanges(FlowChanges):
     refused with the reason."""
 
     preset: Annotated[str, "the preset that is changed"] = "fp8"
-    rollout: Annotated[FlowChanges, "the options down to `activation`, for the rollout alone"] = FlowChanges()
-    learner: Annotated[FlowChanges, "the same for the learner"] = FlowChanges()
-    dgrad: Annotated[Product | None, "the product that gives the gradient of an activation"] = None
-    wgrad: Annotated[Product | None, "the product that gives the gradient of a weight"] = None
+    rollout: Annotated[FlowChanges, "the options from `kv_cache` to `activation`, for the rollout alone"] = (
+        FlowChanges()
+    )
+    learner: Annotated[FlowChanges, "the same options, for the learner alone"] = FlowChanges()
+    dgrad: Annotated[Product | None, "format of the product that gives the gradient of an activation"] = None
+    wgrad: Annotated[Product | None, "format of the product that gives the gradient of a weight"] = None
     wgrad_activation: Annotated[
         Literal["requantized", "own-copy"] | None,
-        "what FP8 WGrad reads: the forward's codes, requantized along the tokens, or a copy of the activation, "
-        "quantized so in the forward",
+        "what WGrad in FP8 reads. requantized: the codes of the forward, requantized along the tokens. own-copy: a "
+        "second copy of the activation, which the forward quantizes along the tokens",
     ] = None
     gradient_scale: Annotated[Scale | None, "scales of output gradients"] = None
     gradient_granularity: Annotated[
-        Literal["1x128", "1x32", "row", "tensor"] | None, "what of an output gradient has one scale"
+        Literal["1x128", "1x32", "row", "tensor"] | None, "the part of an output gradient that has one scale"
     ] = None
-    gradient_format: Annotated[Literal["e4m3", "e5m2"] | None, "output gradients"] = None
+    gradient_format: Annotated[Literal["e4m3", "e5m2"] | None, "format of output gradients"] = None
     engines: Annotated[
         Literal["shared", "separate"] | None,
-        "one storage and one set of operators for both sides, or a rollout with a separate engine",
+        "shared: one storage and one set of operators for rollout and learner. separate: the rollout "
+        "has another engine",
     ] = None
     bf16_first_layers: Annotated[
-        int | None, at_least(0), "so many layers stay in BF16 on both sides, from the first"
+        int | None, at_least(0), "how many layers stay in BF16 on both sides, counted from the first"
     ] = None
-    bf16_last_layers: Annotated[int | None, at_least(0), "so many, up to the last"] = None
+    bf16_last_layers: Annotated[
+        int | None, at_least(0), "how many layers stay in BF16 on both sides, counted from the last"
+    ] = None
     bf16_layers: Annotated[
         tuple[Annotated[str, OneOf(LINEAR_LAYERS)], ...] | None,
-        "these linear layers stay in BF16 on both sides, in every layer",
+        "linear layers that stay in BF16 on both sides, in every layer",
     ] = None
     kv_calibration: Annotated[
-        Literal["rollout", "learner"] | None, "whose forward the scales of e4m3-calibrated come from"
+        Literal["rollout", "learner"] | None, "whose forward gives the scales of e4m3-calibrated"
     ] = None
     kv_percentile: Annotated[
-        float | None, above(0), at_most(100), "of the largest magnitudes of several forwards, the one that is taken"
+        float | None,
+        above(0),
+        at_most(100),
+        "which of the largest magnitudes of several forwards gives a calibrated scale",
     ] = None
-    kv_margin: Annotated[float | None, above(0), "a calibrated scale is so much larger than it needs to be"] = None
+    kv_margin: Annotated[float | None, above(0), "how much larger a calibrated scale is than it needs to be"] = None
     kv_calibration_prompts: Annotated[
         int | None, at_least(1), "prompts of a step that the rollout's calibration reads"
     ] = None

@@ -1,24 +1,13 @@
-"""What a run takes on any number of GPUs: bytes and seconds, from its config and the config.json of its model.
+"""What a run takes of memory: one planner, for `isobit plan`, the check before a run, and
+`micro_batch_tokens: auto`.
 
-Nothing is loaded and no GPU is asked. Memory is counted by formulas that tests compare with real runs; times are a
-model, bytes and operations over what a device does in a second, with factors that others' published times were fitted
-to (`devices.py`, `benchmarks/published.py`).
+The model is built on PyTorch's `meta` device, which has shapes and no numbers, from its
+config.json alone. Its masters, working weights and packs are counted there, and its own forward
+and backward run there on a few tokens. Left out: time.
 """
 
-from isobit.plan.devices import DEVICES, Device, device_named
-from isobit.plan.estimate import Estimate, estimate
-from isobit.plan.job import Job, Lengths, job_of
-from isobit.plan.warnings import does_not_fit, warnings
+from isobit.plan.cards import CARDS, Machine, card_named, card_of
+from isobit.plan.job import Job, job_of
+from isobit.plan.memory import MemoryPlan, plan
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "Estimate",
-    "Job",
-    "Lengths",
-    "device_named",
-    "does_not_fit",
-    "estimate",
-    "job_of",
-    "warnings",
-]
+__all__ = ["CARDS", "Job", "Machine", "MemoryPlan", "card_named", "card_of", "job_of", "plan"]

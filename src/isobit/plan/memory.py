@@ -1,142 +1,243 @@
-"""Bytes of one GPU, by what they are for.
+"""Bytes that a rank of a run takes: what it holds all the time, and what each part of a step takes.
 
-ZeRO-2 by blocks of 128 rows: masters, AdamW's moments and the sums of gradients are divided among the ranks, 16 bytes a
-parameter in all, or 14 with BF16 masters; working weights are whole on every rank, since rollouts need them. With an
-adapter the masters are its factors, and the model has working weights alone. What is held and what is saved for the
-backward is what a run on a CPU reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of freed
-memory, and the buffers of the driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
+Ranks share masters, the optimizer's state and gradients by blocks of 128 rows (ZeRO-2); the
+busiest counts. Working weights are whole on each. The parts of a step follow each other, so the
+total is what is held and the largest of them. Tests hold it to a tenth of what runs on a CPU
+take (`tests/plan/test_against_runs.py`, `benchmarks/memory_plan.py`). Left out: what an
+allocator keeps of freed memory, the buffers of drivers and collectives, and processes of reward
+functions; `advice.py` asks for a tenth of the memory for these.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
-from isobit.engine.pages import tokens_of_a_page
+from isobit.engine.engine import CACHE_BYTES, GPU_FRACTION
+from isobit.engine.pages import cache_pages
+from isobit.errors import IsobitError
+from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
 from isobit.model.adapters.targets import targeted
-from isobit.model.build import in_nibbles
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.masters import MASTERS
-from isobit.plan.activations import backward_bytes, gate_bytes, kept_bytes
+from isobit.plan.cards import MIB, gib
 from isobit.plan.job import Job
-from isobit.precision import E2M1, Flow, Precision, QuantSpec, packed_fp4
-from isobit.precision.flow import LINEAR_LAYERS
+from isobit.plan.meta import Described, forward_bytes, learning_bytes, page_bytes, weight_bytes
+from isobit.precision import Precision
+from isobit.rl.learner.packing import MOST_KEYS
+from isobit.rl.optim import muon
+from isobit.rl.optim.eight_bit import quantizable
+from isobit.rl.optim.masters import AT_ONCE
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import bytes_of_state
 
-HEAD_ELEMENTS = 1 << 28
-"""Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
-HEAD_ROWS = 16
-"""But of so many rows."""
-_LOGITS = 12  # bytes of each: float32, its probability and its gradient
-_CACHE_FRACTION = 3  # of the memory that weights, moments and gradients leave, for an engine's keys and values
-Item = tuple[str, float]
-Kind = tuple[int | None, str, tuple[int, ...]]
-"""Layer, or None outside the layers; role, the last part of the name; shape."""
+Item = tuple[str, int]
+Shapes = Mapping[str, tuple[int, ...]]
+PYTHON = "Python and its libraries"
+_PYTHON_BYTES = 320 * MIB  # of a process that has imported PyTorch and trains, before any model
+_STEP = 128  # tokens; `auto` gives a multiple
+_USABLE = 0.9  # of the memory, for `auto`: allocators, libraries and other processes have the rest
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of the busiest rank: `held` all the time, and of `parts` one at a time. `cache_tokens`: tokens whose keys
-    and values the rollout's cache holds; `longest`: such tokens of the longest sequence."""
+class MemoryPlan:
+    """Bytes of the busiest rank: `held` all the time, and of `parts` one at a time.
+    `micro_batch`: its tokens, as `auto` resolves them; `cache_tokens`: tokens whose keys and
+    values the rollout's cache holds."""
 
     held: tuple[Item, ...]
     parts: tuple[Item, ...]
-    cache_tokens: float
-    longest: int
+    micro_batch: int
+    cache_tokens: int
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         return sum(size for _, size in self.held) + max(size for _, size in self.parts)
 
-
-@dataclass(frozen=True)
-class Weights:
-    """Bytes of working weights: codes with their scales; what stays in the compute format; routers, and gates of linear
-    attention, in FP32; and what
-    the learner has besides the rollout's, by itself or because it has an engine of its own."""
-
-    quantized: float
-    plain: float
-    router: float
-    own: float
-
     @property
-    def total(self) -> float:
-        return self.quantized + self.plain + self.router + self.own
+    def largest(self) -> str:
+        """What the largest part does: learning, updating, rolling out or saving."""
+        return max(self.parts, key=lambda part: part[1])[0].partition(":")[0]
+
+    def table(self) -> str:
+        """Plain text, in MiB."""
+        rows = [*self.held, *self.parts, (f"total, {self.largest}", self.total)]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}} {size / MIB:10.1f} MiB" for label, size in rows)
 
 
-def memory(job: Job) -> Memory:
-    """The memory of the busiest rank."""
-    adapter, trained = job.config.adapter, job.config.optimizer.masters
-    size, shard = weights(job.model, job.precision, adapter=adapter), largest_share(job.model, job.ranks, adapter)
-    weighing = [
-        (_weights_label(job), size.quantized),
-        ("working weights in the compute format", size.plain),
-        ("routers and gates of linear attention in FP32" if job.model.linear else "routers in FP32", size.router),
-        ("working weights of the learner alone", size.own),
-        (
-            f"{trained.upper()} masters{'' if adapter is None else ' of the adapter'}, this rank's rows",
-            MASTERS[trained].itemsize * float(shard),
-        ),
-    ]
-    if job.reference is not None and not job.config.shares_reference:
-        weighing.append(("reference model, on every rank", weights(*job.reference, frozen=True).total))
-    if job.rewards:
-        weighing.append(
-            ("reward models, on every rank", sum(weights(*each, frozen=True).total for each in job.rewards))
+def plan(job: Job) -> MemoryPlan:
+    """The memory of the busiest rank, with `optimizer.micro_batch_tokens: auto` as it would be
+    resolved; where one sequence does not fit, with that."""
+    given = job.config.optimizer.micro_batch_tokens
+    if given != "auto":
+        return _planned(job, given)
+    try:
+        return _planned(job, fitting_tokens(job))
+    except IsobitError:
+        return _planned(job, job.longest)
+
+
+def fitting_tokens(job: Job) -> int:
+    """`optimizer.micro_batch_tokens: auto`: the most, in steps of 128, that fit into 90 % of the
+    memory, up to the whole batch; the same for the same config on the same machine. Raises
+    IsobitError if the longest sequence does not fit."""
+    budget = int(_USABLE * job.machine.memory)
+
+    def fits(tokens: int) -> bool:
+        return _planned(job, tokens).total <= budget
+
+    if not fits(job.longest):
+        raise IsobitError(
+            f"optimizer.micro_batch_tokens: auto: one sequence of {job.longest} tokens needs "
+            f"{gib(_planned(job, job.longest).total)}, more than 90 % of {gib(job.machine.memory)} "
+            f"({job.machine.name}); isobit train --dry-run with a number names the keys that lower it"
         )
-    moving = [
-        (
-            f"{job.config.optimizer.what_is_kept}, this rank's rows",
-            moment_bytes(job.model, job.config.optimizer, adapter) * _fraction(job, shard),
-        ),
-        ("FP32 gradients, this rank's rows", 4.0 * shard),
-    ]
-    free = max(job.device.memory - sum(each for _, each in (*weighing, *moving)), 0.0)
-    per_token = cache_bytes_of_a_token(job.model, job.precision, job.page_size)
-    pages = cache_pages(job, job.completions_of_a_rank, free / _CACHE_FRACTION)
-    tokens = pages * job.page_size
+    return _largest(fits, -(-job.longest // _STEP), -(-job.completions * job.longest // _STEP), job.longest)
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> int:
+    """The largest number of steps that fits, in tokens; `least` if not even the lowest does."""
+    if not fits(low * _STEP):
+        return least
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * _STEP) else (low, middle - 1)
+    return low * _STEP
+
+
+def least(job: Job) -> int:
+    """Weights, the optimizer's state and one set of gradients: what a run takes whatever the
+    micro-batches."""
+    return sum(size for _, size in _weights(job)) + _updating(job)[1]
+
+
+def weights_alone(job: Job) -> int:
+    """Masters and working weights: what must be read before anything else."""
+    return sum(size for label, size in _weights(job) if label != job.config.optimizer.what_is_kept)
+
+
+def _planned(job: Job, tokens: int) -> MemoryPlan:
+    """With micro-batches of so many tokens."""
+    model, weights = _described(job, job.model, job.precision, job.config.adapter), _weights(job)
+    gradients = 4 * largest_share(job.model, job.ranks, job.config.adapter)
+    page = page_bytes(model, job.page_size)
+    free = job.machine.memory - sum(size for _, size in weights) - gradients
+    pages, evaluated = _caches(job, page, free)
     what = "keys and values" if job.model.linear is None else "keys, values and states"
-    cache = [(what, tokens * per_token)]
-    if job.config.evaluation.every:
-        evaluated = job.config.evaluation.samples * max(1, job.config.evaluation.num_samples)
-        more = cache_pages(job, -(-evaluated // job.ranks), (free - tokens * per_token) / _CACHE_FRACTION)
-        cache.append((f"{what} of the evaluation", more * job.page_size * per_token))
-    held = [item for item in (*weighing, *moving) if item[1]]
-    longest = job.pages_of_a_sequence * job.page_size
-    if not _sleeps(job):
-        return Memory((*held, *cache), (_learning(job), _rolling_out(job)), tokens, longest)
-    label, size_out = _rolling_out(job)
-    awake = (f"{label}, {what}", size_out + sum(each for _, each in cache))
-    return Memory(tuple(held), (_learning(job), awake), tokens, longest)
+    caches = [(what, pages * page), (f"{what} of the evaluation", evaluated * page)]
+    label, rolling_out = _rolling_out(job, model)
+    held = [*weights]
+    if _sleeps(job):
+        label, rolling_out = f"{label}, {what}", rolling_out + sum(size for _, size in caches)
+    else:
+        held += caches
+    if job.machine.host:
+        held.append((PYTHON, _PYTHON_BYTES))
+        if job.config.keeps_weights:
+            sizes = weight_bytes(model)
+            held.append(("working weights that sampled, kept to compare", sizes.learner or sizes.rollout))
+    parts = [_learning(job, model, tokens, gradients), _updating(job), (label, rolling_out)]
+    if job.machine.host:  # on a GPU checkpoints are copied to the host
+        masters, state = (size for _, size in weights[:2])
+        parts.append(("saving: a copy of masters or moments", max(masters, state)))
+    return MemoryPlan(tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size)
 
 
-def _weights_label(job: Job) -> str:
-    spec = job.precision.rollout.weight
-    if spec is None or spec.format is not E2M1:
-        return "working weights in FP8, with scales"
-    packed = job.config.adapter is not None and packed_fp4.holds(spec, (16, job.model.hidden_size))
-    return f"working weights in FP4, {'two codes' if packed else 'one code'} to a byte, with scales"
+def _weights(job: Job) -> list[Item]:
+    """Masters, the optimizer's state and working weights, of the policy and of frozen models."""
+    config, trains = job.config.optimizer, job.config.adapter
+    sizes = weight_bytes(_described(job, job.model, job.precision, trains))
+    rows, count = largest_share(job.model, job.ranks, trains), num_parameters(job.model, trains)
+    whose = "" if trains is None else ", of the adapter"
+    return [
+        (f"{config.masters.upper()} masters{whose}", MASTERS[config.masters].itemsize * rows),
+        (config.what_is_kept, state_bytes(trained(job.model, trains), config) * rows // count),
+        ("working weights, rollout", sizes.rollout),
+        ("working weights, learner", sizes.learner),
+        ("working weights, packed by the backend", sizes.packs),
+        *_frozen(job),
+    ]
 
 
-def _fraction(job: Job, shard: float) -> float:
-    return shard / num_parameters(job.model, job.config.adapter)
+def _updating(job: Job) -> Item:
+    rows = largest_share(job.model, job.ranks, job.config.adapter)
+    more = update_bytes(trained(job.model, job.config.adapter), job.config.optimizer)
+    return "updating: gradients, their norm, the moments' values", 4 * rows + more
+
+
+def _described(job: Job, model: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None) -> Described:
+    given = None if adapter is None else replace(adapter, init=None, alpha=1.0)  # which decide no size
+    return Described(model, precision, given, job.machine.host, job.machine.packs)
+
+
+def _frozen(job: Job) -> Iterator[Item]:
+    """Models that nothing trains, whole on every rank."""
+    models = [("reference", job.reference)] if job.reference is not None and not job.config.shares_reference else []
+    models += [(given.name, each) for given, each in zip(job.config.rewards.models, job.rewards, strict=True)]
+    for name, each in models:
+        yield f"{name}, working weights only", weight_bytes(_described(job, *each), frozen=True).total
+
+
+def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
+    """Pages of the rollout's cache and of the evaluation's, as their engines choose them; `page`
+    and `free` in bytes."""
+    engine, evaluation = job.config.engine, job.config.evaluation
+    found: list[int] = []
+    wanted = [job.completions_of_a_rank]
+    if evaluation.every:
+        wanted.append(-(-evaluation.samples * max(1, evaluation.num_samples) // job.ranks))
+    for sequences in wanted:
+        limit = CACHE_BYTES if job.machine.host else max(free - sum(found) * page, 0) // GPU_FRACTION
+        found.append(
+            engine.kv_pages or cache_pages(job.pages_of_a_sequence, sequences, engine.max_sequences, limit // page)
+        )
+    return found[0], sum(found[1:])
 
 
 def _sleeps(job: Job) -> bool:
-    """Whether the cache is freed while the learner works; as `training/learning.py` decides on a GPU."""
+    """Whether the cache is freed while the learner works, as `engine.sleep` says."""
     engine = job.config.engine
-    return engine.sleep == "always" or (engine.sleep == "auto" and not engine.cuda_graphs)
+    idle = not job.machine.host and not engine.cuda_graphs
+    return engine.sleep == "always" or (engine.sleep == "auto" and idle)
+
+
+def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
+    """Gradients, and what a micro-batch takes besides."""
+    config, longest = job.config, job.longest
+    learning = learning_bytes(model, config.optimizer.activation_checkpointing)
+    batch = job.completions * longest
+    rows = min(max(tokens, longest), max(batch, longest))
+    exchanged = 0
+    if job.ranks > 1:  # beside a layer's gradients the message to their owners, and what comes in
+        exchanged = 2 * gradient_bucket(job.model, config.adapter)
+    taken = learning.at(rows, exchanged)
+    if config.sampling.filtered:
+        taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
+    several = tokens < batch or config.algorithm.updates_per_batch > 1 or job.ranks > 1
+    if job.shares_prompts and config.sampling.group_size > 1:  # keys, values and gradients, for each that sees them
+        copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
+        width = job.model.num_kv_heads * job.model.head_dim
+        taken += 4 * copies * width * job.precision.learner.compute.itemsize
+    label = f"learning: gradients, and saved activations of {rows:,} tokens"
+    return label, gradients + taken if several else max(taken, gradients + learning.at(0))
+
+
+def _rolling_out(job: Job, model: Described) -> Item:
+    """Activations of one forward, and its logits in float32, twice."""
+    tokens = min(job.config.engine.max_batch_tokens, job.completions_of_a_rank * job.longest)
+    sampled = min(job.config.engine.max_sequences, job.completions_of_a_rank)
+    label = f"rolling out: activations of {tokens:,} tokens, logits"
+    return label, forward_bytes(model).at(tokens) + 8 * sampled * job.model.vocab_size
 
 
 @lru_cache
-def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Mapping[str, tuple[int, ...]]:
+def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Shapes:
     """Names and shapes of all masters: the model's, or an adapter's."""
     if adapter is None:
         return parameter_shapes(config)
@@ -144,12 +245,9 @@ def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Mappin
 
 
 @lru_cache
-def masters(config: ModelConfig, adapter: AdapterConfig | None = None) -> Mapping[Kind, int]:
-    """How many masters of each kind there are: a layer's experts are alike."""
-    found: Counter[Kind] = Counter()
-    for name, shape in trained(config, adapter).items():
-        found[int(name.split(".")[1]) if name.startswith("layers.") else None, name.rpartition(".")[2], shape] += 1
-    return found
+def num_parameters(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
+    """Of the whole model, or of an adapter."""
+    return sum(map(math.prod, trained(config, adapter).values()))
 
 
 @lru_cache
@@ -158,165 +256,29 @@ def largest_share(config: ModelConfig, ranks: int, adapter: AdapterConfig | None
     return shards.largest_share(trained(config, adapter).values(), ranks)
 
 
-@lru_cache
-def num_parameters(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
-    """Of the whole model, or of an adapter."""
-    return sum(count * math.prod(shape) for (_, _, shape), count in masters(config, adapter).items())
+def state_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
+    """Of the optimizer's state of parameters of these names and shapes."""
+    return sum(bytes_of_state(name, shape, settings) for name, shape in shapes.items())
+
+
+def update_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
+    """What an update takes besides: sums of the gradients' rows in float64, or moments of a part
+    of a parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and
+    as they are rounded; whole matrices that Muon orthogonalizes."""
+    each = 0 if settings.masters == "fp32" else 6
+    low = [shape for name, shape in shapes.items() if settings.state == "8bit" and quantizable(name, shape)]
+    if low:
+        return max((32 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
+    masters = each * min(sum(map(math.prod, shapes.values())), AT_ONCE)
+    whole = muon.working_bytes([math.prod(s) for name, s in shapes.items() if muon.Muon.takes(name, s, settings)])
+    return max(masters + whole, sum(8 * shape[0] for shape in shapes.values()))
 
 
 @lru_cache
-def weights(
-    config: ModelConfig, precision: Precision, frozen: bool = False, adapter: AdapterConfig | None = None
-) -> Weights:
-    """Working weights of both uses, and an adapter's; of a `frozen` model the learner's only."""
-    vectors = {"sinks", "conv", "decay", "step_bias"}
-    vectors |= {"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set()
-    found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
-    for (layer, role, shape), count in masters(config).items():
-        rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
-        exact = role in vectors
-        dgrad = None if adapter is None else precision.backward(layer or 0, config.num_layers)[0]
-        kind, size = _working(role, shape, learner if frozen else rollout, precision, exact, dgrad)
-        found[kind] += count * size
-        if not frozen and not (precision.shared and rollout == learner):
-            found["own"] += count * _working(role, shape, learner, precision, exact, dgrad)[1]
-    if adapter is not None:
-        factors = adapter_bytes(config, precision, adapter)
-        found["plain"] += factors
-        found["own"] += 0.0 if precision.shared else factors
-    return Weights(**found)
-
-
-@lru_cache
-def packed_bytes(
-    config: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None, frozen: bool = False
-) -> float:
-    """What a CPU's backend packs of the weights of products: their codes or numbers once more, for each use that has
-    its own; of a `frozen` model for the learner's."""
-    total = 0.0
-    for (layer, role, shape), count in masters(config).items():
-        flows = [precision.flow(use, layer, config.num_layers) for use in ("learner", "rollout")]
-        dgrad = None if adapter is None else precision.backward(layer or 0, config.num_layers)[0]
-        for flow in flows[: 1 if frozen or (precision.shared and flows[0] == flows[1]) else 2]:
-            spec = precision.linear_flow(flow, role).weight if role in LINEAR_LAYERS else None
-            packed = role in (*LINEAR_LAYERS, "head", *(("embed",) if config.tie_embeddings else ()))
-            if packed and not (spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad)):
-                total += count * math.prod(shape) * (flow.compute.itemsize if spec is None else 1)
-    return total
-
-
-def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
-    """Working factors of one use."""
-    return float(precision.rollout.compute.itemsize * num_parameters(config, adapter))
-
-
-def _working(
-    role: str, shape: tuple[int, ...], flow: Flow, precision: Precision, exact: bool, dgrad: str | None
-) -> tuple[str, float]:
-    """(kind, bytes) of one working weight; `exact`: it is float32 in any case; `dgrad`: how that runs beside an
-    adapter, None without."""
-    count = math.prod(shape)
-    if role in ("router", "router_bias", "gates"):
-        return "router", 4.0 * count
-    if role in LINEAR_LAYERS:
-        spec = precision.linear_flow(flow, role).weight
-        if spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad):
-            return "quantized", packed_fp4.nbytes(shape[0], shape[1])
-        if spec is not None:
-            return "quantized", quantized_bytes(shape[0], shape[1], spec)
-    return "plain", float((4 if exact else flow.compute.itemsize) * count)
-
-
-def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
-    """Codes, a byte each, and a float32 scale for each block."""
-    high, wide = spec.block((int(rows), columns))
-    return rows * columns + 4 * math.ceil(rows / high) * math.ceil(columns / wide)
-
-
-def moment_bytes(config: ModelConfig, settings: OptimizerSettings, adapter: AdapterConfig | None = None) -> float:
-    """What the optimizer keeps of all that is trained."""
-    found = masters(config, adapter).items()
-    return sum(times * bytes_of_state(role, shape, settings) for (_, role, shape), times in found)
-
-
-def cache_bytes_of_a_token(config: ModelConfig, precision: Precision, page_size: int | None = None) -> float:
-    """Keys and values of one token in all layers, with their scales, and its part of the states of linear attention,
-    which each page has one of; `page_size` as in an engine."""
-    width, total, size = config.num_kv_heads * config.head_dim, 0.0, tokens_of_a_page(config, page_size)
-    for layer in range(config.num_layers):
-        flow = precision.flow("rollout", layer, config.num_layers)
-        if config.linear is not None and config.is_linear(layer):
-            inputs = flow.compute.itemsize * (config.linear.width - 1) * config.linear.channels
-            total += (4 * math.prod(config.linear.state) + inputs) / size
-        elif flow.kv is None:
-            total += 2 * flow.compute.itemsize * width
-        else:
-            total += 2 * width + (0 if flow.calibrated else 2 * 4 * config.num_kv_heads)
-    return total
-
-
-def cache_pages(job: Job, sequences: int, limit: float) -> int:
-    """Pages of an engine's cache, as `Engine.sized_for` chooses them; `limit` in bytes."""
-    engine, each = job.config.engine, job.pages_of_a_sequence
-    if engine.kv_pages is not None:
-        return engine.kv_pages
-    page = job.page_size * cache_bytes_of_a_token(job.model, job.precision, job.page_size)
-    # a prompt is held beside the sequences that share its pages
-    return max(each, min((min(sequences, engine.max_sequences) + 1) * each, int(limit // page)))
-
-
-def micro_batch_tokens(job: Job) -> float:
-    """Tokens of the largest micro-batch: the limit, or one longest sequence if that is more, but no more than all."""
-    longest = job.lengths.prompt + job.lengths.longest
-    whole = job.completions * longest
-    return min(max(job.micro_batch_limit, longest), max(whole, longest))
-
-
-def _copied_keys(job: Job) -> float:
-    """Keys, values and their gradients of rows that several sequences of a micro-batch see, while attention's backward
-    has them apart."""
-    sequences, config = job.sequences_of_a_micro_batch, job.model
-    copies = sequences * (job.lengths.sequence - job.rows_of_a_sequence)
-    return 4 * copies * config.num_kv_heads * config.head_dim * job.precision.learner.compute.itemsize
-
-
-def _learning(job: Job) -> Item:
-    tokens = micro_batch_tokens(job)
-    label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
-    return label, learning_bytes(job, tokens, max(HEAD_ROWS, HEAD_ELEMENTS // job.model.vocab_size), _copied_keys(job))
-
-
-def learning_bytes(job: Job, tokens: float, head_rows: int, copied: float = 0.0) -> float:
-    """What the forward keeps, and the larger of what the head and one layer take in the backward. `head_rows`: rows of
-    logits at a time; `copied`: keys and values of rows that several sequences see."""
-    config, adapter = job.model, job.config.adapter
-    hidden = job.precision.learner.compute.itemsize * config.hidden_size
-    level = job.config.optimizer.activation_checkpointing
-    kept = kept_bytes(config, job.precision, level, adapter) + 2 * hidden
-    again = backward_bytes(config, job.precision, level, adapter)
-    rows = min(tokens, head_rows)
-    outside = 4 * config.vocab_size * config.hidden_size
-    kept_outside = outside if adapter is None else 0
-    # the head's gradient is added up over chunks of logits, so it is there twice
-    head = outside + kept_outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
-    times = 3 if job.ranks > 1 else 1  # the gradients, the message to their owners, and what comes in
-    layer = times * gradient_bucket(config, adapter) + tokens * again + copied
-    return max(tokens * kept + max(head, layer), times * kept_outside)
-
-
-def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -> float:
+def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
     """The FP32 gradients of the largest layer, which are exchanged together."""
-    layers: Counter[int] = Counter()
-    for (layer, _, shape), count in masters(config, adapter).items():
-        if layer is not None:
-            layers[layer] += count * math.prod(shape)
-    return 4.0 * max(layers.values())
-
-
-def _rolling_out(job: Job) -> Item:
-    """Activations of one forward, and its logits in float32, twice."""
-    engine, config = job.config.engine, job.model
-    rows = min(engine.max_sequences, job.completions_of_a_rank)
-    wide = 2 * gate_bytes(config) + 2 * (2 * config.hidden_size + config.qkv_size)
-    label = f"rolling out: activations of {engine.max_batch_tokens:,} tokens, logits"
-    return label, engine.max_batch_tokens * wide + 8.0 * rows * config.vocab_size
+    layers: Counter[str] = Counter()
+    for name, shape in trained(config, adapter).items():
+        if name.startswith("layers."):
+            layers[name.split(".")[1]] += math.prod(shape)
+    return 4 * max(layers.values())

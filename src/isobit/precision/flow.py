@@ -220,7 +220,7 @@ class Precision:
                 value = f"fp8, activations {self.wgrad_activation}"
             rows.append((product, "", str(self.learner.compute) if value == "bf16" else value))
         if trained is not None:
-            rows.append(("masters, optimizer state", "", trained))
+            rows.append(("masters, moments", "", trained))
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"

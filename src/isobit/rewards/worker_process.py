@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from isobit.errors import IsobitError
 from isobit.rewards.environment import environment, hint
-from isobit.rewards.interpreter import module_command
+from isobit.run.interpreter import module_command
 
 START_DEADLINE_S = 300.0  # importing a reward function may import a large library
 MAX_LOG_BYTES = 4 << 20  # of output between two `new_output`; then it is dropped

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from isobit.config import Config
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
@@ -39,8 +38,9 @@ class Lesson:
 
 
 class Learning:
-    """`engines`: those that are put to sleep first. `settle` waits for what is sampled meanwhile, and returns what that
-    took. `failure_of(disagreement, step, unlearned)` is how a run ends that may not learn from tokens that differ."""
+    """`engines`: those that are put to sleep first, where `sleep` (always, auto or never) says so. `settle` waits for
+    what is sampled meanwhile, and returns what that took. `failure_of(disagreement, step, unlearned)` is how a run ends
+    that may not learn from tokens that differ."""
 
     def __init__(
         self,
@@ -51,16 +51,17 @@ class Learning:
         state: State,
         meter: Meter,
         saver: Saver,
-        config: Config,
         measures: Sequence[Measure],
         *,
+        quantization_every: int,
+        sleep: str,
         settle: Callable[[], Mapping[str, float]],
         failure_of: Callable[[Disagreement, int, bool], RunFailed],
         note: Callable[[str], None],
     ) -> None:
         self._learner, self._calibrator, self._engines, self._ahead = learner, calibrator, engines, ahead
         self._state, self._meter, self._saver = state, meter, saver
-        self._quantization_every, self._sleep = config.run.quantization_every, config.engine.sleep
+        self._quantization_every, self._sleep = quantization_every, sleep
         self._measures, self._settle = measures, settle
         self._failure_of, self._note = failure_of, note
         self._warned = False

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isobit.config import Config
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch
@@ -25,13 +24,6 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
 
-def keeps_weights(config: Config) -> bool:
-    """Whether the working weights that sample beside the learner are kept on the CPU while it learns, since it moves
-    its own."""
-    several = config.algorithm.updates_per_batch * config.algorithm.epochs > 1
-    return bool(config.fleet.engines and config.rollouts_ahead and config.mismatch.share_ahead) and several
-
-
 @dataclass(frozen=True, eq=False)
 class AheadCompared:
     """The completions that were compared, and how many tokens could have been."""
@@ -41,23 +33,25 @@ class AheadCompared:
 
 
 class SampledAhead:
-    """Compares what is sampled `ahead` steps before it is learned from. `late`: batches arrive when the learner has
-    learned."""
+    """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by `seed`. `late`: batches
+    arrive when the learner has learned, and with `keeps_weights` the weights of before are kept until then."""
 
     def __init__(
         self,
         learner: Learner,
-        config: Config,
         state: State,
         meter: Meter,
         saver: Saver,
         *,
+        share: float,
+        seed: int,
         ahead: int,
         late: bool,
+        keeps_weights: bool,
     ) -> None:
         self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
-        self._share, self._seed, self._keeps = config.mismatch.share_ahead, config.seed, keeps_weights(config)
-        self._ahead, self._late = ahead, late
+        self._share, self._seed = share, seed
+        self._ahead, self._late, self._keeps = ahead, late, keeps_weights
         self._version = 0
         self._kept: KeptWeights | None = None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import get_ops
+from isobit.kernels import Watching, get_ops
 from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.head import triton as head
 from isobit.kernels.triton.launch import compile_for, record_launches
@@ -201,18 +201,22 @@ def test_no_rows() -> None:
     keys = torch.empty(0, 4, dtype=torch.int64, device=DEVICE)
     assert [x.shape for x in head.head_sample(rows, weight, keys, 1.0)] == [(0,), (0,)]
     nothing = torch.empty(0, device=DEVICE)
-    products = (REFERENCE.product, REFERENCE.gradient_product)
-    dhidden, dweight = head.head_backward(nothing, rows, weight, chosen, 1.0, *products)
+    dhidden, dweight = head.head_backward(REFERENCE, nothing, rows, weight, chosen, 1.0)
     assert dhidden.shape == (0, C)
     assert not dweight.any()
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    return REFERENCE.product(a.cpu(), b.cpu(), bias, out).to(DEVICE)
+class _Products(Watching):
+    """The reference's, of operands on the device."""
+
+    def product(self, a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        return REFERENCE.product(a.cpu(), b.cpu(), bias, out).to(DEVICE)
+
+    def gradient_product(self, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+        return REFERENCE.gradient_product(a.cpu(), b.cpu(), out).to(DEVICE)
 
 
-def _gradient_product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    return REFERENCE.gradient_product(a.cpu(), b.cpu(), out).to(DEVICE)
+PRODUCTS = _Products(REFERENCE)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -224,9 +228,7 @@ def test_gradients_are_the_references(dtype: torch.dtype, temperature: float, mo
     dlogprobs = draw(5, T, dtype=torch.float32)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * V)  # two chunks of rows
     given = on_device(dlogprobs, hidden)
-    found = head.head_backward(
-        *given, head_on_device(weight), tokens.to(DEVICE), temperature, _product, _gradient_product
-    )
+    found = head.head_backward(PRODUCTS, *given, head_on_device(weight), tokens.to(DEVICE), temperature)
     wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, temperature)
     z = REFERENCE.product(hidden, weight, None, torch.float32) / temperature
     slope = (dlogprobs / temperature).unsqueeze(1).double()
@@ -249,7 +251,7 @@ def test_a_wrong_token_breaks_the_gradients_bound() -> None:
     dlogprobs = draw(5, T, dtype=torch.float32)
     other = (tokens + 1) % V
     given = on_device(dlogprobs, hidden)
-    found = head.head_backward(*given, head_on_device(weight), other.to(DEVICE), 1.0, _product, _gradient_product)
+    found = head.head_backward(PRODUCTS, *given, head_on_device(weight), other.to(DEVICE), 1.0)
     wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 1.0)
     assert float((found[0].cpu() - wanted[0]).abs().max()) > 0.1
 

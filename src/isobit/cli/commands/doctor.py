@@ -22,8 +22,8 @@ from isobit.kernels.backends.native import unsupported
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
 from isobit.kernels.ops import Ops
 from isobit.options.consistency import order, processor_features, resolved
+from isobit.plan.host import cores, memory_limit
 from isobit.precision import PRESETS
-from isobit.training.memory.host import cores, memory_limit
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
 _EXTRAS = {"data": "datasets", "math": "math_verify", "text": "rapidfuzz", "ray": "ray", "track": "wandb"}

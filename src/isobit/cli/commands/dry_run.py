@@ -1,7 +1,8 @@
-"""`isobit train --dry-run`: check everything that a run would open, and say what it is and what memory it takes.
+"""`isobit train --dry-run`: check everything that a run would open, and say what it is and what
+memory it takes.
 
-What needs no weights comes first: data, rewards, prompts, and the memory plan by shapes, which is wanted most where the
-weights do not fit. Then the weights are read, and memory is counted from them.
+What needs no weights comes first: data, rewards, prompts, and the memory plan, which is wanted
+most where the weights do not fit. Then the weights are read, and everything is opened.
 """
 
 from collections.abc import Callable
@@ -14,14 +15,14 @@ from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.targets import targeted
 from isobit.model.described import Described, described
-from isobit.plan.memory import num_parameters
+from isobit.plan.advice import advice, not_loaded
+from isobit.plan.host import this_machine
+from isobit.plan.job import Job, job_with
+from isobit.plan.memory import num_parameters, plan
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
 from isobit.training.adapting import rank_warning, text_rules
-from isobit.training.memory.forecast import forecast
-from isobit.training.memory.host import resident_bytes
-from isobit.training.memory.plan import MemoryPlan, advice, longest_sequence, measure_parts, plan
 from isobit.training.parts import Parts
 from isobit.training.resolved import objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
@@ -31,19 +32,11 @@ from isobit.training.session.cautions import cautions
 Say = Callable[[str], None]
 
 
-def planned(config: Config) -> MemoryPlan:
-    """The memory plan of a config."""
-    process = resident_bytes()
-    parts = open_parts(config, quiet=True)
-    parts.rewards.close()
-    return plan(parts, measure_parts(parts), process, parts.micro_batch_tokens)
-
-
 def dry_run(config: Config, say: Say) -> None:
-    """Check everything that the run would open, and say what it is, block by block; writes nothing but the cached base
-    model. Raises IsobitError for whatever does not fit, and where the weights are more than the memory."""
+    """Check everything that the run would open, and say what it is, block by block; writes
+    nothing but the cached base model. Raises IsobitError for whatever does not fit, and where
+    the weights are more than the memory."""
     refuse_existing(Path(config.run.dir))
-    process = resident_bytes()
     blocks = count()
 
     def separated(block: str) -> None:
@@ -52,17 +45,17 @@ def dry_run(config: Config, say: Say) -> None:
     prompts: list[str] = []
 
     def before_weights(task: Task, base: Path) -> None:
-        prompts.append(_say_without_weights(config, task, base, process, separated))
+        prompts.append(_say_without_weights(config, task, base, separated))
 
     parts = open_parts(config, quiet=False, before_weights=before_weights)
     parts.rewards.close()
-    separated(_measured(parts, process))
+    separated(_opened(parts))
     separated(prompts[0])
 
 
-def _say_without_weights(config: Config, task: Task, base: Path, process: int, say: Say) -> str:
-    """What needs no weights; returns the first prompt, which comes last. Raises IsobitError, after that, where the
-    weights do not fit into the memory."""
+def _say_without_weights(config: Config, task: Task, base: Path, say: Say) -> str:
+    """What needs no weights; returns the first prompt, which comes last. Raises IsobitError,
+    after that, where the weights do not fit into the memory."""
     adapter = None if config.adapter is None else config.adapter.init
     model = described(base, adapter, text_rules(config))
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True)
@@ -71,10 +64,10 @@ def _say_without_weights(config: Config, task: Task, base: Path, process: int, s
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model))
-    expected = forecast(config, model.config, longest, ops, process)
-    say(expected.text())
+    job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
+    say(_memory(job))
     prompt = first_prompt(fitted.task.train, model)
-    if (reason := expected.not_loaded()) is not None:
+    if (reason := not_loaded(job)) is not None:
         say(prompt)
         raise IsobitError(
             f"{reason}: the rest of the check, which needs them, is left out; lower the plan, or take a larger machine"
@@ -100,15 +93,16 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
     return heading
 
 
-def _measured(parts: Parts, process: int) -> str:
-    """Memory, counted from the tensors that there are, and measured on a few tokens."""
-    learning = measure_parts(parts)
-    return "\n".join(
-        [
-            "memory, counted from the weights that were read",
-            plan(parts, learning, process, parts.micro_batch_tokens).table(),
-            f"longest sequence: {longest_sequence(parts)} tokens; cache: {parts.engine.pages.num_pages} pages; "
-            f"micro-batches of {parts.micro_batch_tokens} tokens",
-            advice(parts, learning, process),
-        ]
+def _memory(job: Job) -> str:
+    """The plan, and whether it fits."""
+    found, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
+    return f"memory{whose}, planned from config.json\n{found.table()}\n{advice(job, found)}"
+
+
+def _opened(parts: Parts) -> str:
+    """What the weights and the memory decided."""
+    longest = parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
+    return (
+        f"weights are read; longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages; "
+        f"micro-batches of {parts.micro_batch_tokens} tokens"
     )

@@ -1,11 +1,11 @@
 """Causal grouped-query attention over stored keys and values, forward and backward, in float64 with one rounding.
 
-A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these, wherever their pages
-are. Rows are taken in *pieces*,
-at most 256 consecutive rows of a sequence; pieces of like size are batched and padded, and a padded key has
-probability exactly 0. The forward is the same for decoding, chunked prefill and the learner's packed rows; the
-backward takes packed rows only. Quantized keys and values are read as code times scale in float32, and the gradient
-goes straight through the quantization (Bengio et al. 2013), that of probabilities too.
+A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these,
+wherever their pages are. Rows are taken in *pieces*, at most 256 consecutive rows of a sequence;
+pieces of like size are batched and padded, and a padded key has probability exactly 0. The forward
+is the same for decoding, chunked prefill and the learner's packed rows; the backward takes packed
+rows only. Quantized keys and values are read as code times scale in float32, and the gradient goes
+straight through the quantization (Bengio et al. 2013), that of probabilities too.
 
 The sums of the forward are float64 trees (`sums.tree_sum`): a score's over the head dimension, the denominator's and
 P·V's over the keys by position, so that padded keys, whose probability is exactly 0, change nothing. A BLAS computes

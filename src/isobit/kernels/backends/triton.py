@@ -29,7 +29,7 @@ from isobit.kernels.head import triton as head
 from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
 from isobit.kernels.heads.triton.forward import attention_inputs as head_inputs
-from isobit.kernels.matrices import Gradients, Operand, Prepared, by_rows, plain, values, weight_of
+from isobit.kernels.matrices import Gradients, Operand, Prepared, by_rows, plain, weight_of
 from isobit.kernels.norms.triton import gate, norm
 from isobit.kernels.ops import Activation, Heads, Layout, Ops
 from isobit.kernels.optim import triton as optim
@@ -150,12 +150,6 @@ class TritonOps(Ops):
     def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
         return gate.gate_mul_quantized(activation, gate_up, spec, self._faults.of(name))
 
-    def head_backward(
-        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        given = (dlogprobs, hidden, values(weight), tokens, temperature)
-        return head.head_backward(*given, self.product, self.gradient_product)
-
     error_sums = staticmethod(quantize_definition.error_sums)
     prepare = staticmethod(product_definition.prepare)
     gradient_product = staticmethod(products.gradient_product)
@@ -180,6 +174,7 @@ class TritonOps(Ops):
     delta_rule_backward = staticmethod(delta_backward.delta_rule_backward)
     embedding_backward = staticmethod(head.embedding_backward)
     head_logprobs = staticmethod(head.head_logprobs)
+    head_backward = head.head_backward
     head_sample = staticmethod(head.head_sample)
     token_logprobs = staticmethod(sampling.token_logprobs)
     sample = staticmethod(sampling.sample)

@@ -1,9 +1,10 @@
-"""Routing in a mixture of experts: probabilities, the most probable experts and their gates, row by row.
+"""A mixture of experts: routing (probabilities, the most probable experts and their gates, row by row),
+products of the rows that each expert has, and the sums of what a token's experts give.
 
 softmax over the experts is float64 inside, its denominator the tree of `sums.tree_sum`, and rounded to float32; gates
 are added in float32 in the order of the experts they belong to. So no sum depends on the number of rows
-(`tests/kernels/test_routing.py`). Left out: the router's logits, which are a product, and gradients
-(`model/forward/moe.py`).
+(`tests/kernels/test_routing.py`). Left out: the router's logits, which are a product, and the gradient of
+routing (`model/forward/moe.py`).
 """
 
 from itertools import pairwise, zip_longest
@@ -60,7 +61,7 @@ def grouped_product(
 
 
 def grouped_input_gradient(ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor) -> Tensor:
-    """The same of every row's expert, in dy's type."""
+    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in dy's type."""
     if weights.common is None:
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
         return ops.grouped_product(dy, whole.transpose(), offsets, dy.dtype)

@@ -16,15 +16,13 @@ The backward (`head_backward`) works on logits in memory, a gibibyte at a time.
 Left out: the two products of the backward, which are passed in.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.matrices import Prepared, values
-from isobit.kernels.ops import Temperature
+from isobit.kernels.ops import Ops, Temperature
 from isobit.kernels.product.triton.plan import FEW_ROWS
 from isobit.kernels.sampling.triton import CHUNK, KINDS, VocabularyParts, scaled, summarize, summarize_logits
 from isobit.kernels.triton import numbers
@@ -42,9 +40,6 @@ VOCABULARY_TILE = {torch.bfloat16: 128, torch.float32: 64}
 
 LOGITS_AT_ONCE = 2**28
 """Logits that the backward holds at a time (1 GiB)."""
-
-Product = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
-GradientProduct = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 @triton.jit(
@@ -180,28 +175,22 @@ def logits_gradient(
 
 
 def head_backward(
-    dlogprobs: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    product: Product,
-    gradient_product: GradientProduct,
+    ops: Ops, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """(gradient of hidden [T, C] in its dtype, of the weight [V, C] float32) of that of the log-probabilities [T].
 
-    `product(a, b, bias, out)` and `gradient_product(a, b, out)` are those of `isobit.kernels.ops.Ops`; operands of
-    the second may be transposed views. Rows are taken so many at a time that their logits fill a gibibyte at most.
+    Rows are taken so many at a time that their logits fill a gibibyte at most.
     """
+    weight = values(weight)
     dhidden = torch.empty_like(hidden)
     dweight: Tensor | None = None
     size = max(1, LOGITS_AT_ONCE // weight.shape[0])
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
-        logits = product(hidden[rows], weight, None, torch.float32)
+        logits = ops.product(hidden[rows], weight, None, torch.float32)
         dlogits = logits_gradient(dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
-        dhidden[rows] = gradient_product(dlogits, weight.t(), hidden.dtype)
-        found = gradient_product(dlogits.t(), hidden[rows].t(), torch.float32)
+        dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
+        found = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32)
         dweight = found if dweight is None else dweight.add_(found)
     if dweight is None:
         dweight = torch.zeros(weight.shape, device=weight.device)

@@ -1,4 +1,4 @@
-"""The operators of a separate engine in C++: those of `kernels/inference_engine/definition.py`, which define them.
+"""The operators of a second engine in C++: those of `kernels/inference_engine/definition.py`, which define them.
 
 FP8 products run in the learner's order over the columns in reverse, so they cost what the learner's
 do on every instruction set, and their sums are others; blocks of 128 columns stay together, and

@@ -1,5 +1,6 @@
-"""Stochastic rounding from float32 to BF16 (Gupta et al. 2015, arXiv 1502.02551, section 3; for weights that are
-trained in BF16: Zamirai et al. 2020, arXiv 2010.06192).
+"""Sums of squares by row, in float64 and in a fixed order; and stochastic rounding from float32 to
+BF16 (Gupta et al. 2015, arXiv 1502.02551, section 3; for weights that are trained in BF16: Zamirai
+et al. 2020, arXiv 2010.06192).
 
 16 random bits are added to the magnitude's lower half, which is then cut off: a carry into the upper half, with the
 probability of that half's distance from the lower neighbour, is a step to the upper one, in every binade and below the

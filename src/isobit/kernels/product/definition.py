@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
-from isobit.kernels.matrices import Kept, Operand, Prepared, plain, values
+from isobit.kernels.matrices import Operand, Prepared, StoredWeight, plain, values
 from isobit.kernels.ops import Ops
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import product_sums
@@ -103,8 +103,9 @@ def added_product(ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tens
     return found if into is None else into.add_(found)
 
 
-def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of nibbles some columns at a time."""
+def input_gradient(ops: Ops, dy: Tensor, weight: StoredWeight, out: torch.dtype) -> Tensor:
+    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of two codes to a
+    byte some columns at a time."""
     if not isinstance(weight, PackedFP4):
         return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
     columns = panels(weight.shape[1], weight.shape[0])

@@ -76,6 +76,7 @@ class _HeadLogprobs(Function):
             dhidden[rows] = found[0]
             if trained:
                 dweight = found[1] if dweight is None else dweight.add_(found[1])
+            del found  # else a third matrix of the head's size is there while the next rows are computed
         if trained and dweight is None:
             dweight = torch.zeros(weight.shape, device=hidden.device)
         return dhidden, dweight, None, None, None, None, None, None, None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
-from isobit.kernels import Activation, Kept, Operand, Ops, Packed, Stacked, tensors_of
+from isobit.kernels import Activation, Operand, Ops, Packed, Stacked, StoredWeight, tensors_of
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, PackedFP4, QTensor
@@ -135,7 +135,7 @@ class Working:
         """Every weight and vector, which stay what they are: a sync writes into their tensors."""
         return tuple(_parts((self.outside, *self.layers)))
 
-    def tensors(self) -> Iterator[tuple[str, Kept, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, StoredWeight, Tensor]]:
         """(name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
         for part in self._all:
@@ -276,7 +276,7 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
     return value
 
 
-def nbytes(operand: Kept) -> int:
+def nbytes(operand: StoredWeight) -> int:
     """Bytes of a working tensor, scales included."""
     return operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
 
@@ -294,7 +294,7 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
         yield from _parts(tuple(vars(value).values()))
 
 
-def _stored(value: Weight | Vector) -> Iterator[tuple[str, Kept, Tensor]]:
+def _stored(value: Weight | Vector) -> Iterator[tuple[str, StoredWeight, Tensor]]:
     yield value.name, value.working, value.master
     if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
         yield f"{value.name}_bias", value.bias, value.bias_master

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isobit.kernels import Kept, Operand, Ops, Prepared, weight_of
+from isobit.kernels import Operand, Ops, Prepared, StoredWeight, weight_of
 from isobit.precision import QuantSpec, along_rows
 
 FROZEN = torch.empty(0)
@@ -39,7 +39,7 @@ class Weight:
     several: "OfRows | None" = None
 
     @property
-    def working(self) -> Kept:
+    def working(self) -> StoredWeight:
         """The working weight itself."""
         return weight_of(self.prepared)
 

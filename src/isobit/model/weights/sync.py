@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import RunFailed
-from isobit.kernels import Kept, Operand, Ops, tensors_of
+from isobit.kernels import Operand, Ops, StoredWeight, tensors_of
 from isobit.model.weights.layout import Working, nbytes, remake, write
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import working_vector
@@ -50,7 +50,7 @@ class Receiver:
         write(buffer, source)
 
 
-def poison(buffer: Kept) -> None:
+def poison(buffer: StoredWeight) -> None:
     """Make every element NaN."""
     for tensor in tensors_of(buffer):
         if tensor.element_size() == 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.foreign import read_bytes, reason_of
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.monitor.report import panels
 from isobit.monitor.report.charts import draw, draw_all
 from isobit.monitor.report.differences import differing, flattened
@@ -25,7 +25,7 @@ from isobit.monitor.report.summary import about, headline, summary
 from isobit.monitor.report.tables import html_table
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS
-from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, read_jsonl, require_run
+from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, RESOLVED, object_in, read_jsonl, require_run
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000
@@ -39,6 +39,7 @@ class _Run:
 
     name: str
     config: str
+    resolved: Mapping[str, str]
     series: Series
     heat: dict[str, Any] | None
     prompts: dict[str, Any]
@@ -96,6 +97,7 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
     return _Run(
         name,
         _config(directory / CONFIG),
+        _resolved(directory),
         Series(name, [_with_band(row, intervals, rollouts) for row in rows]),
         heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),
         prompt_table(rollouts, _PROMPT_BYTES // sharing),
@@ -108,6 +110,12 @@ def _config(path: Path) -> str:
         return read_bytes(path, _MOST_CONFIG).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"cannot read config {path}: {reason_of(error)}") from None
+
+
+def _resolved(directory: Path) -> dict[str, str]:
+    """What the config left open, as it was computed; empty of a run that has not recorded it."""
+    found = object_in(directory / RESOLVED) or {}
+    return {name: brief(value) for name, value in found.items() if not isinstance(value, (dict, list))}
 
 
 def _with_band(row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex) -> dict[str, Any]:
@@ -191,15 +199,28 @@ def _configuration(runs: Sequence[_Run]) -> str:
     """What differs first, where there are several; then each as it is."""
     different = ""
     if len(runs) > 1:
-        rows = differing([flattened(run.config, f"{run.name}/{CONFIG}") for run in runs])
+        rows = differing([_settings(run) for run in runs])
         table = html_table([["", *(run.name for run in runs)], *rows]) if rows else "<p>They do not differ.</p>"
         different = f"<h3>What differs</h3>{table}"
     texts = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{escaped(run.name)}</summary>"
-        f"<pre>{escaped(run.config)}</pre></details>"
+        f"<pre>{escaped(run.config)}</pre>{_left_open(run)}</details>"
         for run in runs
     )
     return different + texts
+
+
+def _settings(run: _Run) -> dict[str, str]:
+    """Of the config, and what it left open."""
+    resolved = {f"resolved: {name}": value for name, value in run.resolved.items()}
+    return {**flattened(run.config, f"{run.name}/{CONFIG}"), **resolved}
+
+
+def _left_open(run: _Run) -> str:
+    if not run.resolved:
+        return ""
+    lines = "\n".join(f"{name}: {value}" for name, value in run.resolved.items())
+    return f"<h3>Resolved: what the config left open</h3><pre>{escaped(lines)}</pre>"
 
 
 __all__ = ["write_report"]

@@ -19,8 +19,8 @@ import isobit
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.follow import LOG, TRACKING, State
 from isobit.monitor.trackers.settings import make_tracker
-from isobit.rewards.interpreter import module_command
 from isobit.run.directory import METRICS, read_jsonl
+from isobit.run.interpreter import module_command
 
 _INTERRUPTED = 130
 

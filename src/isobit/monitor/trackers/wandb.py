@@ -14,7 +14,7 @@ from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
-from isobit.rewards.interpreter import module_command
+from isobit.run.interpreter import module_command
 
 _NO_CREDENTIALS = (
     "tracking.trackers: wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay offline: "

@@ -19,13 +19,11 @@ def evaluated_only_as_the_last(config: Config, step: int) -> bool:
 
 
 class Evaluating:
-    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on."""
+    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on, `steps`: of the whole run."""
 
     def __init__(
         self,
         held_out: PeriodicEvaluation | None,
-        config: Config,
-        prompts: int,
         policy: Policy,
         learner: Learner,
         state: State,
@@ -33,8 +31,12 @@ class Evaluating:
         saver: Saver,
         best: Best,
         note: Callable[[str], None],
+        *,
+        every: int,
+        steps: int,
+        prompts: int,
     ) -> None:
-        self._held_out, self._every, self._steps = held_out, config.evaluation.every, config.steps
+        self._held_out, self._every, self._steps = held_out, every, steps
         self._prompts, self._policy, self._learner, self._state = prompts, policy, learner, state
         self._meter, self._saver, self._best, self._note = meter, saver, best, note
 

@@ -11,7 +11,7 @@ the others get its batches. Left out: who samples what (`isobit.fleet`).
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any
@@ -42,10 +42,11 @@ def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks)
 
 @dataclass(frozen=True, eq=False)
 class FleetGroups:
-    """A `sources.Sampler` that asks a fleet's engines."""
+    """A `sources.Sampler` that asks a fleet's engines; `note` shows when one of them comes or goes."""
 
     fleet: Fleet
     sampling: Sampling
+    note: Callable[[str], None]
 
     @property
     def n(self) -> int:
@@ -54,7 +55,7 @@ class FleetGroups:
     def __call__(
         self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        groups = self.fleet.generate(prompts, self.sampling, ids, on_group=on_group)
+        groups = self.fleet.generate(prompts, self.sampling, ids, on_group, self.note)
         return dict(enumerate(groups)), self.fleet.stats
 
 

@@ -28,7 +28,10 @@ from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
-from isobit.plan.job import architecture
+from isobit.plan.advice import cannot_fit
+from isobit.plan.host import this_machine
+from isobit.plan.job import architecture, job_with
+from isobit.plan.memory import fitting_tokens
 from isobit.rewards.pool import RewardPool
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
@@ -37,8 +40,6 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
-from isobit.training.memory.forecast import forecast
-from isobit.training.memory.plan import fitting_tokens
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
@@ -98,7 +99,8 @@ def open_parts(
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
     ops = get_ops(config.backend, config.consistency)
-    if (line := forecast(config, architecture(str(base)), 1, ops, 0).cannot_fit()) is not None:
+    job = job_with(config, architecture(str(base)), 1, this_machine(ops, config.ranks))
+    if (line := cannot_fit(job)) is not None:
         print(line, file=sys.stderr)
 
 
@@ -158,7 +160,9 @@ def _open_models(
         return parts_with(config, resolved)
     # as a number, in the config too: how a batch is split decides how gradients are rounded, so a run that goes on
     # repeats the number, wherever it does
-    fitting = min(ranks.all_gather_json(fitting_tokens(parts_with(config, resolved))))
+    machine = this_machine(model.ops, ranks.size)
+    job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
+    fitting = min(ranks.all_gather_json(fitting_tokens(job)))
     fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
     return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
 

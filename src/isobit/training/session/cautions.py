@@ -12,9 +12,9 @@ from isobit.config.sections import EvaluationConfig
 from isobit.data.dataset import Example
 from isobit.model import Model
 from isobit.model.described import Described
+from isobit.plan.host import cores
 from isobit.precision import precision_from
 from isobit.tasks import Task
-from isobit.training.memory.host import cores
 
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:

@@ -109,7 +109,7 @@ class Session:
         if parts.fleet is not None:
             computes = parts.scorer.models or self.objective.kl_in_reward  # which waits for the learner
             source = self._live(
-                FleetGroups(parts.fleet, parts.sampling),
+                FleetGroups(parts.fleet, parts.sampling, self.display.note),
                 ALONE,
                 Meter(lambda phase: None, torch.device("cpu")),
                 learned if computes else None,
@@ -156,7 +156,17 @@ class Session:
     ) -> Learning:
         parts, state, meter, saver = self.parts, self.state, self._meter, self.saver
         learner, config = parts.learner, self.config
-        early = SampledAhead(learner, config, state, meter, saver, ahead=ahead, late=self._on_fleet)
+        early = SampledAhead(
+            learner,
+            state,
+            meter,
+            saver,
+            share=config.mismatch.share_ahead,
+            seed=config.seed,
+            ahead=ahead,
+            late=self._on_fleet,
+            keeps_weights=config.keeps_weights,
+        )
         return Learning(
             learner,
             parts.calibrator,
@@ -165,8 +175,9 @@ class Session:
             state,
             meter,
             saver,
-            config,
             objects.measures if self.ranks.first else (),
+            quantization_every=config.run.quantization_every,
+            sleep=config.engine.sleep,
             settle=batches.settle,
             failure_of=partial(failure, learner, self.run.directory, recorded),
             note=self.display.note,
@@ -177,8 +188,6 @@ class Session:
         train = parts.task.train
         evaluating = Evaluating(
             parts.held_out,
-            self.config,
-            len(train),
             self.policy,
             parts.learner,
             state,
@@ -186,6 +195,9 @@ class Session:
             saver,
             self.best,
             note,
+            every=self.config.evaluation.every,
+            steps=self.config.steps,
+            prompts=len(train),
         )
         return Recorder(
             self.config,

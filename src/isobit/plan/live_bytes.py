@@ -1,20 +1,22 @@
-"""Bytes of tensors that are alive, and the most at a time: counted as PyTorch's operators return them, on any device.
+"""Bytes of tensors that are alive, and the most at a time: counted as PyTorch's operators return
+them, on any device.
 
-Counting does not depend on the machine, as resident memory does: an allocator keeps what was freed. Left out: what
-operators in C++ take for themselves and free, and weights that a library has reordered, which have no storage.
+Counting does not depend on the machine, as resident memory does: an allocator keeps what was
+freed. Left out: what operators in C++ take for themselves and free, and weights that a library
+has reordered, which have no storage.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Use as a context manager. `live` counts storages made since it was entered; `peak` is the most since `take`."""
+    """Use as a context manager. `live` counts storages made since it was entered; `peak` is the
+    most since `take`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +25,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch asks. True would import torch._dynamo, for seconds, to keep it from compiling this."""
+        """PyTorch asks. True would import torch._dynamo, for seconds, to keep it from compiling
+        this."""
         return False
 
     def take(self) -> int:
@@ -35,9 +38,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if _has_storage(tensor)}
-        for tensor in tree_leaves(result):
-            if _has_storage(tensor) and (key := _key(tensor)) not in given and key not in self._known:
+        given = {_key(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if (key := _key(tensor)) not in given and key not in self._known:
                 storage = tensor.untyped_storage()
                 self._known[key] = storage.nbytes()
                 self._made(storage.nbytes())
@@ -53,7 +56,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class LiveTrace(LiveBytes):
-    """It also remembers how it came to a peak: `moments` are `live` at each storage made since `take`, and before."""
+    """It also remembers how it came to a peak: `moments` are `live` at each storage made since
+    `take`, and before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +72,16 @@ class LiveTrace(LiveBytes):
         self.moments.append(self.live)
 
 
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is not torch._mkldnn  # type: ignore[attr-defined]
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in a nest of tuples, lists and mappings that have a storage."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
 
 
 def _key(tensor: torch.Tensor) -> int:

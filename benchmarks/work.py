@@ -1,28 +1,29 @@
-"""What a phase must compute and move on one GPU: operations of the matrix units, and bytes through its memory.
+"""What a phase must compute and move on one GPU: operations of the matrix units, and bytes through
+its memory.
 
-A kind of work takes the larger of two times: that of the bytes which must move (each weight, key, value and saved
-activation once), and that of the operations at the rate of the unit that does them; the kinds of a phase follow each
-other. At a device's full rates that is a lower bound (`benchmarks/roofline.py`), at calibrated ones an estimate
-(`seconds.py`).
+A kind of work takes the larger of two times: that of the bytes which must move (each weight, key,
+value and saved activation once), and that of the operations at the rate of the unit that does them;
+the kinds of a phase follow each other. At a device's full rates that is a lower bound
+(`roofline.py`, and the GPU's benchmarks).
 
-Counted: linear layers, experts, output head, attention with its cache, states of linear attention (read and written
-once for a sequence's rows, 7 operations a number and row), and the traffic of norms, gates and quantization between
-them. Left out: launches, waiting, sampling, collectives, and that linear attention goes from token to token.
+Counted: linear layers, experts, output head, attention with its cache, states of linear
+attention (read and written once for a sequence's rows, 7 operations a number and row), and the
+traffic of norms, gates and quantization between them. Left out: launches, waiting, sampling,
+collectives, and that linear attention goes from token to token.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isobit.model import ModelConfig
-from isobit.model.forward.recompute import Recompute
 from isobit.precision import Flow, Precision
 from isobit.precision.flow import LINEAR_LAYERS
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device, a second: bytes through its memory, operations of its matrix units in BF16 and in FP8."""
+    """Of one device, a second: bytes through its memory, operations of its matrix units in BF16
+    and in FP8."""
 
     bandwidth: float
     bf16: float
@@ -31,7 +32,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: operations of the matrix units in BF16 and in FP8, and bytes through memory."""
+    """One kind of work: operations of the matrix units in BF16 and in FP8, and bytes through
+    memory."""
 
     bf16: float = 0.0
     fp8: float = 0.0
@@ -45,9 +47,9 @@ Phase = dict[str, Work]
 """Kinds of work by name, one after the other."""
 
 
-def floor(phase: Phase, rates: Rates | Mapping[str, Rates]) -> float:
-    """Seconds; `rates` of all kinds of work, or by kind."""
-    return sum(work.seconds(rates if isinstance(rates, Rates) else rates[kind]) for kind, work in phase.items())
+def floor(phase: Phase, rates: Rates) -> float:
+    """Seconds."""
+    return sum(work.seconds(rates) for work in phase.values())
 
 
 def decode(config: ModelConfig, precision: Precision, batch: float, context: float) -> Phase:
@@ -62,63 +64,29 @@ def prefill(config: ModelConfig, precision: Precision, sequences: float, length:
     return phase | {"head": _head(config, sequences)}
 
 
-def score(config: ModelConfig, precision: Precision, tokens: float, length: float) -> Phase:
-    """The learner's forward without a backward: log-probabilities of packed sequences of this length."""
-    phase = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
-    return phase | {"head": _head(config, tokens)}
-
-
-def learn(
-    config: ModelConfig,
-    precision: Precision,
-    tokens: float,
-    length: float,
-    recompute: Recompute = False,
-    frozen: bool = False,
-) -> Phase:
-    """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters and moments.
-    With `recompute` the backward runs the layers' forward again, or their MLPs'; `frozen` weights have no WGrad."""
+def learn(config: ModelConfig, precision: Precision, tokens: float, length: float) -> Phase:
+    """Forward and backward of packed sequences of this length, and the optimizer's step over
+    FP32 masters and moments."""
     forward = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
-    linear, attention, again = forward["linear"], forward["attention"], 1 if recompute is True else 0
-    products_again = share_again(config, recompute)
+    linear, attention = forward["linear"], forward["attention"]
     operations = linear.bf16 + linear.fp8
     quantized = linear.fp8 / operations if precision.gradient is not None else 0.0
-    products = (precision.dgrad,) if frozen else (precision.dgrad, precision.wgrad)
-    low = operations * quantized * sum(product == "fp8" for product in products)
+    low = operations * quantized * ((precision.dgrad == "fp8") + (precision.wgrad == "fp8"))
     _, touched = elements(config, tokens)
+    outside = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     return {
-        "linear": Work(
-            (1 + products_again) * linear.bf16 + len(products) * operations - low,
-            (1 + products_again) * linear.fp8 + low,
-            (2 + products_again) * linear.bytes + (0 if frozen else 4 * touched),
-        ),
-        "between": Work(bytes=(3 + again) * forward["between"].bytes),
-        # 2 products forward, 5 backward
-        "attention": Work((3.5 + again) * attention.bf16, 0, (3 + again) * attention.bytes),
+        "linear": Work(linear.bf16 + 2 * operations - low, linear.fp8 + low, 2 * linear.bytes + 4 * touched),
+        "between": Work(bytes=3 * forward["between"].bytes),
+        "attention": Work(3.5 * attention.bf16, 0, 3 * attention.bytes),  # 2 products forward, 5 backward
         "head": _head(config, tokens, passes=4),  # logits twice, and their two gradients
-        "optimizer": update(touched + config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)),
+        # AdamW: gradient, master and moments read; the latter and working weights written
+        "optimizer": Work(bytes=(touched + outside) * (4 + 2 * 12 + 2)),
     }
 
 
-def share_again(config: ModelConfig, recompute: Recompute) -> float:
-    """The share of a forward's products that the backward runs again: at the level `mlp` that into the gates, and of
-    experts both."""
-    if recompute != "mlp":
-        return float(recompute)
-    sizes = _elements_of_a_layer(config)
-    slots = 1 if config.routed is None else config.routed.per_token
-    mlp = slots * (sizes["gate_up"] + sizes["down"])
-    return (sizes["gate_up"] if config.routed is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
-
-
-def update(parameters: float, master: float = 4, moments: float = 8) -> Work:
-    """AdamW: gradient, master and moments read; the latter and working weights written. `master` and `moments`: their
-    bytes of a parameter."""
-    return Work(bytes=parameters * (4 + 2 * (master + moments) + 2))
-
-
 def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's in a mixture."""
+    """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's
+    in a mixture."""
     inner = config.intermediate_size if config.routed is None else config.routed.intermediate_size
     hidden, heads, rows = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows
     if config.linear is not None and layer is not None and config.is_linear(layer):
@@ -138,7 +106,8 @@ def _elements_of_a_layer(config: ModelConfig) -> dict[str, float]:
 
 
 def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
-    """Weights of the linear layers that (one token multiplies, this many tokens touch between them)."""
+    """Weights of the linear layers that (one token multiplies, this many tokens touch between
+    them)."""
     sizes = _elements_of_a_layer(config)
     attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
     used, touched = 1.0, 1.0
@@ -154,16 +123,16 @@ def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
 
 
 def attended(config: ModelConfig, keys: float) -> float:
-    """Keys that a row attends to, in all layers together, where `keys` stand before it on average. Where a layer has a
-    window this is a bound: short rows see fewer."""
+    """Keys that a row attends to, in all layers together, where `keys` stand before it on
+    average. Where a layer has a window this is a bound: short rows see fewer."""
     if not config.windows:
         return keys * config.num_attentions
     return sum(keys if window is None else min(keys, window) for window in config.windows)
 
 
 def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
-    """Of the linear layers' weights, the share whose products a use runs in FP8: all but those of excepted layers and
-    of the matrices that stay in BF16."""
+    """Of the linear layers' weights, the share whose products a use runs in FP8: all but those
+    of excepted layers and of the matrices that stay in BF16."""
     found = 0.0
     for layer in range(config.num_layers):
         sizes = {name: n * k for name, (n, k) in linear_sizes(config, layer).items()}
@@ -175,7 +144,8 @@ def quantized_share(config: ModelConfig, precision: Precision, use: str) -> floa
 
 
 def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, keys: float, sequences: float) -> Phase:
-    """`rows` tokens, each attending to `keys` on average, of `sequences` whose caches are read once for all rows."""
+    """`rows` tokens, each attending to `keys` on average, of `sequences` whose caches are read
+    once for all rows."""
     flow: Flow = getattr(precision, use)
     active, touched = elements(config, rows)
     share = quantized_share(config, precision, use)
@@ -200,7 +170,8 @@ def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, k
 
 
 def _between(config: ModelConfig, quantized: bool) -> float:
-    """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read and write."""
+    """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read
+    and write."""
     operand = 1 + 4 / 128 if quantized else 2
     inner = config.intermediate_size
     if config.routed is not None:

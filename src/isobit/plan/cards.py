@@ -1,0 +1,66 @@
+"""Cards by name, and the memory that a program finds on each.
+
+Bytes are about what PyTorch reports of such a card, which is less than it is sold with. Nothing
+else is said of a card: how fast one is has not been measured with isobit.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isobit.errors import IsobitError, did_you_mean
+
+GIB, MIB = 2**30, 2**20
+_UNITS = {"gib": GIB, "mib": MIB, "gb": 10**9, "mb": 10**6}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(gib|mib|gb|mb)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank runs on: `memory` bytes of its own. `host`: it computes on a CPU, where
+    `packs`: weights are packed for products, as the C++ backend does."""
+
+    name: str
+    memory: int
+    host: bool = False
+    packs: bool = False
+
+
+CARDS: Mapping[str, Machine] = {
+    name: Machine(name, int(size * GIB))
+    for name, size in {
+        "rtx4090": 23.5,
+        "rtx5090": 31.4,
+        "a100-40": 39.4,
+        "l40s": 44.4,
+        "a100-80": 79.1,
+        "h100": 79.1,
+        "h200": 139.8,
+        "b200": 178.3,
+    }.items()
+}
+"""From the smallest to the largest."""
+
+
+def card_named(name: str) -> Machine:
+    """Raises IsobitError for another name, with those that are known."""
+    if name.lower() not in CARDS:
+        hint = did_you_mean(name.lower(), list(CARDS))
+        known = "" if hint.startswith("known") else f"; known: {', '.join(CARDS)}"
+        raise IsobitError(f"--device {name!r}: unknown card; {hint}{known}; or give --memory 24GiB")
+    return CARDS[name.lower()]
+
+
+def card_of(memory: str) -> Machine:
+    """A card with this much memory, such as 24GiB or 48 GB. Raises IsobitError for what is no
+    such size."""
+    found = _SIZE.fullmatch(memory.strip())
+    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    if not MIB <= size <= 1 << 50:
+        raise IsobitError(f"--memory {memory!r}: expected a size with its unit, such as 24GiB or 80GB")
+    return Machine(f"{memory.strip()} card", size)
+
+
+def gib(size: float) -> str:
+    """As text."""
+    return f"{size / GIB:.1f} GiB"

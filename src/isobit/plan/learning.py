@@ -1,0 +1,204 @@
+"""What learning takes of memory: a forward and a backward of a few tokens, counted, and carried on
+to many.
+
+Bytes grow with tokens in straight lines: from two lengths comes a line for each moment of a pass
+(`measure`), since few tokens may take most where a weight is unpacked, and many where
+activations are. In a mixture of experts the tokens are shared out, so that each expert has some.
+The planner measures a model on the `meta` device (`meta.py`); tests compare that with models
+that compute.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from isobit.kernels import Layout
+from isobit.model import ModelConfig
+from isobit.model.forward.moe import RouteTape
+from isobit.model.forward.recompute import Recompute
+from isobit.model.transformer import Transformer, head_rows
+from isobit.plan.live_bytes import LiveTrace
+
+_SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many
+_LONGER = 3  # times as many in the second
+_FEW, _MORE = 4, 12  # rows of logits at a time in these: never all, as in a long pass
+
+
+@dataclass(frozen=True)
+class LinearBytes:
+    """Bytes for a number of tokens: fixed + slope · tokens."""
+
+    fixed: float
+    slope: float
+
+    def at(self, tokens: int) -> int:
+        return int(self.fixed + self.slope * tokens)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes at each moment of a part of a pass; the largest counts. None is below another at any
+    number of tokens."""
+
+    lines: tuple[LinearBytes, ...]
+
+    def at(self, tokens: int) -> int:
+        return max(line.at(tokens) for line in self.lines)
+
+    @property
+    def slope(self) -> float:
+        """Bytes of a token, where there are many."""
+        return max(line.slope for line in self.lines)
+
+
+@dataclass(frozen=True)
+class LearningMemory:
+    """What one micro-batch takes besides its gradients. `phases`: the forward, the output head,
+    and the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows`
+    are there at a time."""
+
+    phases: tuple[Phase, ...]
+    head_row: float
+    head_rows: int
+
+    def at(self, tokens: int, exchanged: int = 0) -> int:
+        """`exchanged`: bytes that a layer's gradients take besides while ranks send them."""
+        forward, head, layers = (phase.at(tokens) for phase in self.phases)
+        rows = min(tokens, self.head_rows) - _FEW
+        return max(forward, head + int(self.head_row * rows), layers + exchanged)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes at the moments of the phases of two passes, over few tokens and more; `row`: of a row of
+    logits, where there are more of them at a time."""
+
+    few: tuple[list[int], ...]
+    more: tuple[list[int], ...]
+    row: float
+
+    def of_layers(self, others: "Passes", times: float) -> "Passes":
+        """Of a model with more layers of one kind than this one's: `others` are of one with some more
+        than this one, and it has `times` as many beyond these. What the layers between the first and
+        the last take is less than what one of these takes."""
+        few, more = (
+            tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
+            for mine, theirs in ((self.few, others.few), (self.more, others.more))
+        )
+        return Passes(few, more, others.row)
+
+
+def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
+    """The first and the last moments of a phase, carried on."""
+    half = (min(len(fewer), len(more)) + 1) // 2
+    pairs = [*zip(fewer[:half], more[:half]), *zip(fewer[-half:], more[-half:])]
+    return [b + round((b - a) * times) for a, b in pairs]
+
+
+def measure(transformer: Transformer, recompute: Recompute = False) -> LearningMemory:
+    """Forward and backward of a few tokens on a CPU."""
+    return carried(passes(transformer, recompute), transformer.config, host=True)
+
+
+def passes(transformer: Transformer, recompute: Recompute) -> Passes:
+    """A forward and a backward of few tokens, and of more, with gradients dropped as they come."""
+    short, long = _lengths(transformer.config)
+    _pass(transformer, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
+    few, more = (_pass(transformer, tokens, _FEW, recompute) for tokens in (short, long))
+    wide = _pass(transformer, long, _MORE, recompute)
+    return Passes(tuple(few), tuple(more), max(max(wide[1]) - max(more[1]), 0) / (_MORE - _FEW))
+
+
+def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
+    """Carried on to any number of tokens; logits in as many rows as on a CPU (`host`), or on a GPU."""
+    short, long = _lengths(config)
+    phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(found.few, found.more))
+    return LearningMemory(phases, found.row, head_rows(config.vocab_size, host))
+
+
+def forward_passes(transformer: Transformer) -> Passes:
+    """The same of a forward without gradients, as of a rollout, without its logits."""
+    _forward(transformer, _lengths(transformer.config)[0])
+    few, more = (_forward(transformer, tokens) for tokens in _lengths(transformer.config))
+    return Passes((few,), (more,), 0.0)
+
+
+def carried_forward(found: Passes, config: ModelConfig) -> Phase:
+    """Carried on to any number of tokens."""
+    short, long = _lengths(config)
+    return _phase(found.few[0], found.more[0], short, max(long - short, 1))
+
+
+def _lengths(config: ModelConfig) -> tuple[int, int]:
+    """Tokens of the two passes."""
+    experts = config.routed
+    least = _SHORT if experts is None else max(_SHORT, -(-experts.count // experts.per_token))
+    return min(least, config.max_positions), min(_LONGER * least, config.max_positions)
+
+
+@torch.no_grad()
+def _forward(transformer: Transformer, tokens: int) -> list[int]:
+    """Bytes at the moments of one sequence's forward."""
+    ids = torch.arange(tokens, dtype=torch.int64) % transformer.config.vocab_size
+    tape = RouteTape(_shared_out(transformer.config, tokens))
+    with LiveTrace() as meter:
+        transformer.hidden(ids, Layout.packed([tokens]), use="learner", tape=tape)
+        return meter.moments
+
+
+def _phase(first: list[int], second: list[int], tokens: int, span: int) -> Phase:
+    """Of the moments of two passes; where one has more of them, as a head over more rows has, of
+    their peaks."""
+    if len(first) != len(second):
+        first, second = [max(first)], [max(second)]
+    lines = {_line(a, b, tokens, span) for a, b in zip(first, second)}
+    kept: list[LinearBytes] = []
+    for line in sorted(lines, key=lambda line: (line.fixed, line.slope), reverse=True):
+        if not kept or line.slope > kept[-1].slope:
+            kept.append(line)
+    return Phase(tuple(kept))
+
+
+def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
+    slope = max(second - first, 0) / span
+    return LinearBytes(max(first - slope * tokens, 0), slope)
+
+
+def _pass(transformer: Transformer, tokens: int, chunk: int, recompute: Recompute) -> list[list[int]]:
+    """Bytes at the moments of the three phases of one sequence."""
+    config, device = transformer.config, transformer.ops["learner"].device
+    found: list[list[int]] = []
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in transformer.masters.leaves.values()]
+    ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
+    tape = RouteTape(_shared_out(config, tokens))
+
+    def take() -> None:
+        found.append(meter.moments)
+        meter.take()
+
+    try:
+        with torch.enable_grad(), LiveTrace() as meter:
+            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner", tape=tape, recompute=recompute)
+            take()
+            hidden.register_hook(lambda _: take())
+            logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
+            logprobs.sum().backward()
+            take()
+            del hidden, logprobs
+        return found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shared_out(config: ModelConfig, tokens: int) -> torch.Tensor | None:
+    """Experts for each token and layer in turn: [T, layers, k]."""
+    if config.routed is None:
+        return None
+    count, slots = config.routed.count, config.routed.per_token
+    turns = torch.arange(tokens * slots).view(tokens, 1, slots) % count
+    return turns.expand(tokens, config.num_layers, slots)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
