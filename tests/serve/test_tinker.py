@@ -53,8 +53,8 @@ def test_samples_are_those_of_the_other_routes(service: Any, running: Running) -
     """The control samples by another adapter."""
     tokens = running.gateway.tokenizer.encode("abc")
     clients = {
-        "tiny": service.create_sampling_client(base_model="tiny"),
-        "math": service.create_sampling_client(model_path="tinker://math"),
+        "tiny": service.create_sampling_client(base_model="tiny").result(),
+        "math": service.create_sampling_client(model_path="tinker://math").result(),
     }
     found = {}
     for name, client in clients.items():
@@ -70,8 +70,8 @@ def test_prompt_logprobs_are_those_of_sampling(service: Any, running: Running) -
     """For the base and each adapter, while all sample; the control scores by another adapter."""
     tokens = running.gateway.tokenizer.encode("12+3=")
     names = ["tiny", "math", "code"]
-    clients = [service.create_sampling_client(base_model="tiny")]
-    clients += [service.create_sampling_client(model_path=f"tinker://{name}") for name in names[1:]]
+    clients = [service.create_sampling_client(base_model="tiny").result()]
+    clients += [service.create_sampling_client(model_path=f"tinker://{name}").result() for name in names[1:]]
 
     def scored(client: Any, whole: list[int]) -> list[float]:
         found = client.compute_logprobs(tinker.ModelInput.from_ints(whole)).result()
@@ -93,19 +93,19 @@ def test_prompt_logprobs_are_those_of_sampling(service: Any, running: Running) -
 def test_a_sampling_client_is_pinned(service: Any, running: Running, folder: Path) -> None:
     """A new version of its adapter changes nothing for it; the control is a new client."""
     tokens = running.gateway.tokenizer.encode("abc")
-    old = service.create_sampling_client(model_path="tinker://math")
+    old = service.create_sampling_client(model_path="tinker://math").result()
     before = sampled(old, tokens)
     replaced(running, "math", folder / "code")
     assert sampled(old, tokens) == before
-    new = service.create_sampling_client(model_path="tinker://math")
+    new = service.create_sampling_client(model_path="tinker://math").result()
     assert sampled(new, tokens) != before
     replaced(running, "math", folder / "math")
-    assert sampled(service.create_sampling_client(model_path="tinker://math"), tokens) == before
+    assert sampled(service.create_sampling_client(model_path="tinker://math").result(), tokens) == before
 
 
 def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
     tokens = running.gateway.tokenizer.encode("abc")
-    client = service.create_sampling_client(base_model="tiny")
+    client = service.create_sampling_client(base_model="tiny").result()
     ((long, _, _),) = sampled(client, tokens, max_tokens=30, stop=[])
     assert len(long) == 30
     ((short, _, reason),) = sampled(client, tokens, max_tokens=30, stop=[long[6]])
@@ -117,7 +117,7 @@ def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
     with pytest.raises(tinker.RequestFailedError, match="prompt has 300 tokens"):
         sampled(client, tokens * 100)
     with pytest.raises(tinker.NotFoundError, match="model 'art' is not served"):
-        sampled(service.create_sampling_client(model_path="tinker://art"), tokens)
+        sampled(service.create_sampling_client(model_path="tinker://art").result(), tokens)
     with pytest.raises(tinker.BadRequestError, match="does not offer create_model of Tinker's routes"):
         service.create_lora_training_client(base_model="tiny", rank=4).result()
 
@@ -143,6 +143,14 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     assert post("retrieve_future", {"request_id": "other"}).status_code == 410
     assert post("retrieve_future", {"request_id": name}, **{"X-Api-Key": "tml-wrong"}).status_code == 401
     assert post("asample", asked | {"seq_id": 5, "topk_sample_logprobs": 3}).status_code == 400
+    long = asked | {"seq_id": 6, "sampling_params": {"max_tokens": 250, "stop": []}, "num_samples": 8}
+    cancelled = {"request_id": post("asample", long).json()["request_id"]}
+    assert post("cancel_future", cancelled).status_code == 200
+    assert post("retrieve_future", cancelled).json() == {"error": "the request was cancelled", "category": "user"}
+    end = time.monotonic() + 30
+    while running.gateway.device.num_open:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert post(f"sessions/{session}/finish", {}).status_code == 200
     assert post("asample", asked).status_code == 404
     assert post("session_heartbeat", {"session_id": session}).status_code == 410

@@ -235,14 +235,15 @@ class Device:
 
     def _isolate(self, error: NonFiniteError) -> None:
         """Begin all open requests again, each alone; one that was alone already is at fault."""
-        running = list(self._by_request.values())
+        running = dict(self._by_request)
         if len(running) == 1:
-            self._close(running[0])
-            self._post(running[0].job.post, Failed(500, str(error)))
+            (found,) = running.values()
+            self._close(found)
+            self._post(found.job.post, Failed(500, str(error)))
             return
-        for found in running:
-            self.engine.cancel(found.request)
-            del self._by_request[found.request]
+        for request, found in running.items():
+            self.engine.cancel(request)
+            del self._by_request[request]
             self._alone.append(found)
 
     def _close(self, found: _Open) -> None:

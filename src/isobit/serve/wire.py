@@ -89,8 +89,8 @@ class Guard:
             return
         path = scope["path"]
         headers = Headers(scope=scope)
-        given = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
-        tenant = tenant_of(*given, self._tokens)
+        given, key = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
+        tenant = tenant_of(given, key, self._tokens)
         status = 0
 
         async def watched(message: Message) -> None:
