@@ -62,11 +62,13 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         *Tinker(gateway).routes(),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, gateway=gateway, tokens=tokens)],
         exception_handlers=handlers,
     )
+    app.router.redirect_slashes = False  # a wrong path is an error in our words
+    return app
 
 
 class Server(uvicorn.Server):
