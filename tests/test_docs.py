@@ -186,9 +186,9 @@ def test_no_other_command_is_left_without_a_test() -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Path, quickstart_cache: Path) -> None:
-    """The first 30 steps of `make quickstart`, from a base that is trained by these tests: against what README and
-    picture say of it. After 30 the accuracy has risen by some 4 standard errors of a difference."""
-    command = f"isobit train configs/quickstart.yaml steps=30 --out {tmp_path / 'run'} --quiet"
+    """The first 60 steps of `make quickstart`, from a base that is trained by these tests: against what README and
+    picture say of it. After 30 the accuracy may not have moved yet, on a processor whose sums have another order."""
+    command = f"isobit train configs/quickstart.yaml steps=60 --out {tmp_path / 'run'} --quiet"
     succeed(command, ROOT, ISOBIT_CACHE=str(quickstart_cache))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     accuracies = [row["accuracy/held_out"] for row in rows if "accuracy/held_out" in row]
@@ -202,8 +202,8 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert accuracies[0] + 0.1 * (last - first) <= accuracies[-1] <= last + 0.03  # on its way
     whole = load_config(ROOT / "configs/quickstart.yaml").steps
     assert whole == 300
-    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 30 == pytest.approx(compared, rel=0.05)
-    assert len(rows) == 1 + 30
+    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 60 == pytest.approx(compared, rel=0.05)
+    assert len(rows) == 1 + 60
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
     draw = f"python -m benchmarks.pictures --run {tmp_path / 'run'} --out {tmp_path} --no-report"
     succeed(draw, ROOT)

@@ -92,7 +92,7 @@ def test_nothing_is_recomputed_where_nothing_will_go_backward(monkeypatch: pytes
         written.append(1)
         write(*arguments)
 
-    monkeypatch.setattr(type(model.ops), "kv_write", counted)
+    monkeypatch.setattr(type(model.ops), "kv_write", staticmethod(counted))
     layers = model.config.num_layers
     run(model, False)
     assert len(written) == 2 * layers  # keys and values are made again in any case

@@ -15,6 +15,7 @@ from isobit.kernels import KVStore, Layout
 from isobit.model import Model, RewardModel
 from isobit.precision.quantize import QTensor
 from isobit.rl.learner.agreement import Disagreement
+from isobit.rl.learner.schedule import Cutting
 from isobit.run import checkpoints
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
@@ -53,12 +54,12 @@ def test_in_keys_and_values_the_learner_notices(model: Model, monkeypatch: pytes
     operators = type(model.ops)
     write = operators.kv_write
 
-    def flipping(self: object, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        write(self, store, k, v, layout)  # type: ignore[arg-type]
+    def flipping(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        write(store, k, v, layout)
         assert store.k.dtype == torch.int8
         store.k.view(torch.uint8)[1::4] ^= SIGN
 
-    monkeypatch.setattr(operators, "kv_write", flipping)
+    monkeypatch.setattr(operators, "kv_write", staticmethod(flipping))
     samples = roll_out(model)
     monkeypatch.undo()
     with pytest.raises(Disagreement):
@@ -102,7 +103,8 @@ def a_master_so_that_it_is_infinite(parts: Parts) -> None:
 
 
 def a_moment(parts: Parts) -> None:
-    parts.optimizer._state["layers.0.o"]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 30
+    (adamw,) = parts.optimizer._optimizers.values()
+    adamw.tensors()["layers.0.o"]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 30
 
 
 def the_copy_of_a_second_engine(parts: Parts) -> None:
@@ -259,7 +261,7 @@ def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) 
 def test_a_step_without_an_update_notices_too(model: Model, flipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, learner = roll_out(model), make_learner(model)
     learner.optimizer.checksums.begin()
-    monkeypatch.setattr(learner, "_optimizer_batches", lambda count, step: iter(()))
+    monkeypatch.setattr(Cutting, "_parts", lambda self, count, step, epoch: [])
     if flipped:
         learner.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] ^= 1 << 20
         with pytest.raises(Corruption, match=r"master layers\.0\.o changed in memory"):

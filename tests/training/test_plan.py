@@ -81,7 +81,7 @@ def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
 
 
 def _peak(model: Model, tokens: int, recompute: Recompute) -> int:
-    return max(map(max, learning._pass(model.transformer, tokens, min(tokens, 200), recompute)))
+    return max(map(max, learning._pass(model.transformer, tokens, recompute, min(tokens, 200))))
 
 
 def test_more_chunks_of_logits_hold_no_more_of_the_heads_gradient() -> None:

@@ -33,14 +33,14 @@ def flipped_keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         finally:
             sampling.pop()
 
-    def writing(self: Any, store: Any, k: Any, v: Any, layout: Any) -> None:
-        write(self, store, k, v, layout)
+    def writing(store: Any, k: Any, v: Any, layout: Any) -> None:
+        write(store, k, v, layout)
         if sampling and sampling[-1]:
             store.k.view(torch.uint8)[1::4] ^= SIGN
             flips.append(1)
 
     monkeypatch.setattr(Engine, "step", stepping)
-    monkeypatch.setattr(ReferenceOps, "kv_write", writing)
+    monkeypatch.setattr(ReferenceOps, "kv_write", staticmethod(writing))
     return flips
 
 

@@ -8,6 +8,8 @@ The planner measures a model on the `meta` device (`meta.py`); tests compare tha
 that compute.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -103,10 +105,9 @@ def measure(transformer: Transformer, recompute: Recompute = False) -> LearningM
 def passes(transformer: Transformer, recompute: Recompute) -> Passes:
     """A forward and a backward of few tokens, and of more, with gradients dropped as they come."""
     short, long = _lengths(transformer.config)
-    _pass(transformer, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
-    few, more = (_pass(transformer, tokens, _FEW, recompute) for tokens in (short, long))
-    wide = _pass(transformer, long, _MORE, recompute)
-    return Passes(tuple(few), tuple(more), max(max(wide[1]) - max(more[1]), 0) / (_MORE - _FEW))
+    _forward(transformer, long)  # what is made at first use, such as rotary tables, is no part of a pass
+    few, more = (_pass(transformer, tokens, recompute) for tokens in (short, long))
+    return Passes(tuple(few), tuple(more), _row_of_logits(transformer, long))
 
 
 def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
@@ -164,11 +165,10 @@ def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
     return LinearBytes(max(first - slope * tokens, 0), slope)
 
 
-def _pass(transformer: Transformer, tokens: int, chunk: int, recompute: Recompute) -> list[list[int]]:
-    """Bytes at the moments of the three phases of one sequence."""
+def _pass(transformer: Transformer, tokens: int, recompute: Recompute, chunk: int = _FEW) -> list[list[int]]:
+    """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a time."""
     config, device = transformer.config, transformer.ops["learner"].device
     found: list[list[int]] = []
-    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in transformer.masters.leaves.values()]
     ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
     tape = RouteTape(_shared_out(config, tokens))
 
@@ -176,16 +176,38 @@ def _pass(transformer: Transformer, tokens: int, chunk: int, recompute: Recomput
         found.append(meter.moments)
         meter.take()
 
+    with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
+        layout = Layout.packed([tokens])
+        hidden = transformer.hidden(ids, layout, use="learner", tape=tape, recompute=recompute)
+        take()
+        hidden.register_hook(lambda _: take())
+        logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
+        logprobs.sum().backward()
+        take()
+        del hidden, logprobs
+    return found
+
+
+def _row_of_logits(transformer: Transformer, tokens: int) -> float:
+    """Bytes of one more row of logits at a time, in forward and backward of the output head."""
+    peaks, device = [], transformer.ops["learner"].device
+    shape, dtype = (tokens, transformer.config.hidden_size), transformer.precision.learner.compute.dtype
+    for chunk in (_FEW, _MORE):
+        hidden = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
+            transformer.head_logprobs(hidden, ids, chunk=chunk)[0].sum().backward()
+            peaks.append(meter.peak)
+    return max(peaks[1] - peaks[0], 0) / (_MORE - _FEW)
+
+
+@contextmanager
+def _gradients_dropped(transformer: Transformer) -> Iterator[None]:
+    """Inside, gradients of masters are dropped as they come."""
+    leaves = transformer.masters.leaves.values()
+    hooks = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
     try:
-        with torch.enable_grad(), LiveTrace() as meter:
-            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner", tape=tape, recompute=recompute)
-            take()
-            hidden.register_hook(lambda _: take())
-            logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
-            logprobs.sum().backward()
-            take()
-            del hidden, logprobs
-        return found
+        yield
     finally:
         for hook in hooks:
             hook.remove()

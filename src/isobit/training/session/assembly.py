@@ -33,6 +33,7 @@ from isobit.plan.host import this_machine
 from isobit.plan.job import architecture, job_with
 from isobit.plan.memory import fitting_tokens
 from isobit.rewards.pool import RewardPool
+from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
@@ -122,9 +123,7 @@ def _open_models(
     other = () if recorded is None else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
     objective = resolved.objective
-    if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
-        key = "router_replay" if objective.router_replay else "router_aux_coefficient"
-        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
+    _check_router(objective, model)
     check_functions(objective)
     reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
     optimizer = optimizer_of(config, model)
@@ -165,6 +164,12 @@ def _open_models(
     fitting = min(ranks.all_gather_json(fitting_tokens(job)))
     fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
     return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
+
+
+def _check_router(objective: ResolvedObjective, model: Model) -> None:
+    if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
+        key = "router_replay" if objective.router_replay else "router_aux_coefficient"
+        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
 
 
 def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
