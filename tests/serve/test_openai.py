@@ -114,6 +114,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"prompt": [99999]}, "token id 99999 is not in the model's vocabulary"),
         ({"prompt": "a" * 300}, "prompt has 300 tokens, but the model's context of 256 takes at most 255"),
         ({"temperature": -1}, "temperature: expected at least 0"),
+        ({"temperature": 1e299}, "temperature: expected at most 100"),
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature'; did you mean 'temperature'"),
         ({"n": 0}, "n: expected a whole number from 1 to 256, got 0"),
         ({"n": 200, "prompt": ["a", "b"]}, "a request may ask for 256 answers"),

@@ -114,6 +114,7 @@ class ChoiceStream:
         self._text = TextStream(asked.tokenizer, asked.prompts[prompt], sampling.stop, marks, ends)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._certain = ""  # text that is in no piece yet
         self._offset = 0
         self._before = asked.prompts[prompt][-1]
 
@@ -123,13 +124,18 @@ class ChoiceStream:
             return self._piece({"role": "assistant", "content": ""})
         return {**self._piece(""), "prompt_token_ids": list(prompt)} if self._asked.token_ids else None
 
-    def feed(self, token: int, logprob: float) -> dict[str, Any] | None:
-        """What one more token brings; None: nothing yet."""
+    def feed(self, token: int, logprob: float) -> None:
+        """One more token was sampled."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
-        text = self._text.feed(token)
-        if not text and not (self._asked.logprobs or self._asked.token_ids):
+        self._certain += self._text.feed(token)
+
+    def take(self) -> dict[str, Any] | None:
+        """What the tokens since the last piece bring; None: nothing yet."""
+        shows_tokens = self._asked.logprobs or self._asked.token_ids
+        if not self._certain and not (shows_tokens and self._tokens):
             return None
+        text, self._certain = self._certain, ""
         return self._piece({"content": text} if self._asked.chat else text)
 
     def end(self, completion: Completion) -> dict[str, Any]:
@@ -137,7 +143,7 @@ class ChoiceStream:
         reason, message = self._asked.message(completion)
         calls = message.get("tool_calls")
         whole = (message["content"] or "") if calls else completion.text
-        rest = self._text.rest(whole)
+        rest = self._certain + self._text.rest(whole)
         if not self._asked.chat:
             return self._piece(rest, reason)
         delta: dict[str, Any] = {"content": rest} if rest else {}

@@ -34,6 +34,37 @@ class Refused(Exception):
         self.status = status
 
 
+class Events:
+    """What happens to some requests, each event with the index of its prompt, until all are done. `left`:
+    how many answers of each prompt are to come; `begun` is called at the first token or answer."""
+
+    def __init__(self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]) -> None:
+        self._queue, self._left, self._begun = queue, left, begun
+        self._first = True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next event is there already."""
+        return not self._queue.empty()
+
+    def __aiter__(self) -> "Events":
+        return self
+
+    async def __anext__(self) -> Indexed:
+        if not any(self._left.values()):
+            raise StopAsyncIteration
+        index, event = await self._queue.get()
+        if isinstance(event, Failed):
+            self._left[index] = 0
+            raise _error(event)
+        if self._first and not isinstance(event, Begun):
+            self._begun()
+            self._first = False
+        if isinstance(event, Done):
+            self._left[index] -= 1
+        return index, event
+
+
 class Gateway:
     """One server: a device, the `name` of its model, and what all requests share."""
 
@@ -70,7 +101,7 @@ class Gateway:
         sampling: Sampling,
         adapter: str | Snapshot | None,
         streamed: bool,
-    ) -> AsyncIterator[AsyncIterator[Indexed]]:
+    ) -> "AsyncIterator[Events]":
         """Ask for answers to some prompts: events, each with the index of its prompt. Raises Refused
         and BadRequest, here or from the events."""
         count = len(prompts) * sampling.n
@@ -86,29 +117,13 @@ class Gateway:
             self.device.submit(job)
         left = dict.fromkeys(range(len(jobs)), sampling.n)
         try:
-            yield self._events(events, left, began)
+            yield Events(events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began))
         finally:
             self._open_samples -= count
             for index, job in enumerate(jobs):
                 if left[index]:
                     self.device.cancel(job)
             self.metrics.whole.observe(time.monotonic() - began)
-
-    async def _events(
-        self, events: "asyncio.Queue[Indexed]", left: dict[int, int], began: float
-    ) -> AsyncIterator[Indexed]:
-        first = True
-        while any(left.values()):
-            index, event = await events.get()
-            if isinstance(event, Failed):
-                left[index] = 0
-                raise _error(event)
-            if first and not isinstance(event, Begun):
-                self.metrics.first_token.observe(time.monotonic() - began)
-                first = False
-            if isinstance(event, Done):
-                left[index] -= 1
-            yield index, event
 
     async def work(self, tenant: str, work: Callable[[], _T]) -> _T:
         """What the device thread makes of `work`, between two steps. Raises Refused and BadRequest."""

@@ -16,7 +16,7 @@ from isobit.engine.prompts import encode_prompt
 from isobit.engine.types import Completion
 from isobit.serve import chat, sessions
 from isobit.serve.answers import Asked, ChoiceStream, chat_logprobs, event
-from isobit.serve.gateway import Gateway, Indexed, in_thread, unless_gone
+from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Token
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.wire import EventStream, error_value, read_fields
@@ -282,17 +282,18 @@ def _stream_of(fields: Fields) -> tuple[bool, bool]:
 async def _pieces(
     asked: Asked,
     first: Indexed,
-    events: AsyncIterator[Indexed],
+    events: Events,
     usage: bool,
     keep: Callable[[Completion], None] | None,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream, by OpenAI's protocol."""
+    """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
+    heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
 
-    def chunk(piece: dict[str, Any]) -> bytes:
+    def chunk(piece: dict[str, Any] | None) -> bytes:
         more = {"usage": None} if usage else {}
-        return event(asked.head(kind, version) | {"choices": [piece]} | more)
+        return b"" if piece is None else event(asked.head(kind, version) | {"choices": [piece]} | more)
 
     async def all_events() -> AsyncIterator[Indexed]:
         yield first
@@ -305,17 +306,20 @@ async def _pieces(
                 version = happened.weights_version
                 for sample in range(asked.sampling.n):
                     choices[prompt, sample] = ChoiceStream(asked, prompt, sample)
-                    if (piece := choices[prompt, sample].begin(asked.prompts[prompt])) is not None:
-                        yield chunk(piece)
+                    yield chunk(choices[prompt, sample].begin(asked.prompts[prompt]))
             elif isinstance(happened, Token):
-                stream = choices[prompt, happened.sample_index]
-                if (piece := stream.feed(happened.token, happened.logprob)) is not None:
-                    yield chunk(piece)
+                place = prompt, happened.sample_index
+                heard[place] = choices[place]
+                heard[place].feed(happened.token, happened.logprob)
             elif isinstance(happened, Done):
                 sampled += len(happened.completion.token_ids)
                 if keep is not None:
                     keep(happened.completion)
+                heard.pop((prompt, happened.completion.sample_index), None)
                 yield chunk(choices[prompt, happened.completion.sample_index].end(happened.completion))
+            if not events.waiting:
+                yield b"".join(chunk(stream.take()) for stream in heard.values())
+                heard.clear()
     except Exception as error:
         yield event(error_value(error)[1])
         return

@@ -51,6 +51,8 @@ IGNORED = frozenset(
 )
 """Keys that change no answer here."""
 
+_HOTTEST = 100.0  # a temperature without end makes logits that are no numbers
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -147,6 +149,8 @@ def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling
     seed = fields.take("seed")
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
     given = {key: value for key in keys if (value := fields.take(key)) is not None}
+    if isinstance(given.get("temperature"), (int, float)) and given["temperature"] > _HOTTEST:
+        raise BadRequest(f"temperature: expected at most {_HOTTEST:g}", "temperature")
     if given.get("top_k") == -1:  # vLLM's word for off
         given["top_k"] = 0
     stop, ids = _stop(fields, limits), fields.take("stop_token_ids", [])
