@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, brief
-from isobit.kernels import Operand, Ops, weight_of
+from isobit.kernels import Operand, Ops, plain, weight_of
 from isobit.model.adapters.low_rank import add, product
 from isobit.model.weights.stored import LowRank, Weight
 from isobit.precision import QTensor
@@ -85,9 +85,10 @@ class AdapterRows:
         places = torch.cat([rows for rows, _ in adapted])
         own = rows_at(x, places)
         total, start = ops.product(own, weight.prepared, weight.bias, torch.float32), 0
+        values = plain(own, dtype)  # once for all adapters
         for rows, factors in adapted:
             part = slice(start, start + len(rows))
-            add(total[part], _between(own, part), factors, ops, dtype)
+            add(total[part], values[part], factors, ops, dtype)
             start = part.stop
         y[places] = total.to(dtype)
         if others:
@@ -102,9 +103,3 @@ def rows_at(x: Operand, rows: Tensor) -> Operand:
         return x[rows]
     assert x.block[0] == 1, "rows share scales"
     return QTensor(x.data[rows], x.scale[rows], x.spec)
-
-
-def _between(x: Operand, part: slice) -> Operand:
-    if not isinstance(x, QTensor):
-        return x[part]
-    return QTensor(x.data[part], x.scale[part], x.spec)
