@@ -120,9 +120,9 @@ def main() -> None:
     if verb == "save":
         _save(folder, argument)
         return
-    from isobit.training import loop
+    from isobit.training.train import train
 
-    loop.train(load_config(argument), quiet=True)
+    train(load_config(argument), quiet=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ FLOWS = ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")
 @pytest.mark.parametrize(
     ("flow", "family", "experts"),
     [
-        *((flow, "qwen3", None) for flow in (*FLOWS, "nvfp4", "fp8-rollout-kv")),
+        *((flow, "qwen3", None) for flow in (*FLOWS, "fp8-rollout-kv")),
         *((flow, "qwen3_moe", experts) for flow in ("float32", "bf16", "fp8") for experts in (NARROW, WIDE)),
         *((flow, "qwen3_moe", MANY) for flow in ("bf16", "fp8")),
         *((flow, family, None) for family in ("olmo2", "gemma3_text", "qwen3_5_text") for flow in ("bf16", "fp8")),

@@ -297,7 +297,7 @@ def test_the_table_says_every_role_of_both_sides() -> None:
     lines = precision_from(given).table(6, "bf16, 8bit").splitlines()
     assert [tuple(re.split(r" {2,}", line)) for line in lines] == [
         ("tensor", "rollout", "learner"),
-        tuple("-" * width for width in (24, 28, 28)),
+        tuple("-" * width for width in (22, 28, 28)),
         ("weights", "e4m3 128x128 ue8m0", "e4m3 128x128 ue8m0"),
         ("activations", "e4m3 1x128 ue8m0", "e4m3 1x128 ue8m0"),
         ("keys and values", "int8 per token and head fp32", "int8 per token and head fp32"),
@@ -314,7 +314,7 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("o", "bf16", "bf16"),
     ]
     formats = [re.search("e4m3|int8", line) for line in lines if line.startswith(("weights", "keys"))]
-    assert [found and found.start() for found in formats] == [26, 26]
+    assert [found and found.start() for found in formats] == [24, 24]
     calibrated = precision_from("fp8-rollout-kv").table()
     assert "masters" not in calibrated, "no flow knows of them"
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)

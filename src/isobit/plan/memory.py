@@ -39,7 +39,7 @@ from isobit.rl.optim.sharded import bytes_of_state
 Item = tuple[str, int]
 Shapes = Mapping[str, tuple[int, ...]]
 PYTHON = "Python and its libraries"
-_PYTHON_BYTES = 320 * MIB  # of a process that has imported PyTorch and trains, before any model
+_PYTHON_BYTES = 240 * MIB  # of a process that has imported PyTorch, before any model
 _STEP = 128  # tokens; `auto` gives a multiple
 _USABLE = 0.9  # of the memory, for `auto`: allocators, libraries and other processes have the rest
 

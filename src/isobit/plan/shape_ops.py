@@ -5,7 +5,8 @@ The model's own forward and backward run with them, so what they keep and free i
 keeps and frees, for a model of any size, in seconds and without its memory. They make the
 tensors that the C++ operators make (`kernels/*/native.py`), one for each result; a product of a
 weight that is not packed packs it for its own duration (`packs`), as on a CPU. Left out: what an
-operator takes inside and frees, and the fused kernels of a GPU, which make fewer tensors.
+operator takes inside and frees, also where it is PyTorch's for want of a kernel (NVFP4 on a CPU),
+and the fused kernels of a GPU, which make fewer tensors.
 """
 
 import math
@@ -71,9 +72,14 @@ class ShapeOps(Composed):
         self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
     ) -> Tensor:
         a = a if rows is None else picked(a, rows)
-        result = empty(a.shape[0], weights.shape[1], dtype=out)
+        shape = a.shape[0], weights.shape[1]
+        apart = isinstance(a, Tensor) and a.dtype == torch.float32  # expert by expert, and then put together
+        packed = weights.data[0] if apart else weights.data
+        parts = empty(*shape, dtype=out) if apart else None
+        result = empty(*shape, dtype=out)
+        del parts
         if self._packs and weights.prepared is None and weights.common is None:
-            empty(weights.data.numel(), dtype=weights.data.dtype)
+            empty(packed.numel(), dtype=packed.dtype)
         return result
 
     def grouped_weight_gradient(
