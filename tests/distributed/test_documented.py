@@ -67,7 +67,7 @@ def test_the_ray_cluster(tmp_path: Path) -> None:
     (workers,) = cluster["spec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
     engines = workers["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"]
-    (command,) = re.findall(r"^isobit train run.yaml (.*fleet\.cluster.*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^isobit train run.yaml (.*fleet\.cluster.*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
     (head,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert head["resources"]["limits"]["nvidia.com/gpu"] == 1  # the learner's, which Ray has not
     assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"

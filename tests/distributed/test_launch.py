@@ -16,6 +16,7 @@ from isobit import cli
 from isobit.distributed import launch, supervisor
 from isobit.errors import IsobitError, RankLost
 from isobit.model import model
+from isobit.run.format import FORMAT, FORMAT_NOW
 from isobit.run.source import source_digest
 from isobit.training.session import opening
 from tests.distributed import threads
@@ -28,6 +29,7 @@ def test_ranks_are_started_with_the_command_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     config, again = write_config(tmp_path, tmp_path), tmp_path / "again"
+    (tmp_path / FORMAT).write_text(f"{FORMAT_NOW}\n")
     given = {
         "new": [str(config), "--out", str(again)],
         "--resume": [how, str(tmp_path)],
