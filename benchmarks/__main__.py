@@ -16,6 +16,7 @@ NAMES = (
     "memory_plan",
     "ranks",
     "optimizers",
+    "serve",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

@@ -2,7 +2,8 @@
 
 The convention of every page: a block with a title is a file, written where it stands; every line of a `sh` block is a
 command, run where it stands, in a folder with a model, prompts, `rewards.py` and `run.yaml`. `make`, `pip`,
-`mkdocs` and the `source` that activates the environment are checked and not run. `text` is output.
+`mkdocs` and the `source` that activates the environment are checked and not run. `isobit serve` runs to the page's end.
+`text` is output.
 """
 
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +133,28 @@ def check(command: str) -> None:
 
 def follow(text: str, folder: Path) -> None:
     """Do what a page says, in order: write its files, run its commands, parse the rest."""
+    with ExitStack() as servers:
+        _follow(text, folder, servers)
+
+
+@contextmanager
+def _serving(command: str, folder: Path) -> Iterator[None]:
+    """`isobit serve`, from when it listens."""
+    words = [sys.executable, "-m", "isobit", *shlex.split(command, comments=True)[1:]]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": paths, "XDG_STATE_HOME": str(folder / "state")}
+    process = subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("serving "), f"{command}: {line}"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _follow(text: str, folder: Path, servers: ExitStack) -> None:
     for block in parsed(text):
         if block.title:
             file = (folder / block.title).resolve()
@@ -144,6 +168,8 @@ def follow(text: str, folder: Path) -> None:
             assert word not in ("cd", "export", "."), f"{command}: the next command has a shell of its own"
             if word in CHECKED:
                 check(command)
+            elif shlex.split(command)[:2] == ["isobit", "serve"]:
+                servers.enter_context(_serving(command, folder))
             else:
                 succeed(command, folder)
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
     model = served(folder)
     with pytest.raises(IsobitError, match="adapter: 'c' is not served by this model; it serves a, b"):
         Engine(model).submit("1+1=", adapter="c")
-    with pytest.raises(IsobitError, match=r"it serves none; open it with Model\.serving"):
+    with pytest.raises(IsobitError, match=r"it serves none; Model\.serving opens it"):
         Engine(tiny_model()).submit("1+1=", adapter="a")
     with pytest.raises(IsobitError, match="adapters: expected one for each of 2 prompts, got 1"):
         Engine(model).generate(["1", "2"], adapters=["a"])
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
     ):
         Model.load(folder / "base", tensorwise, "native", "fast").serving({"a": folder / "a"})
     with pytest.raises(IsobitError, match="serving: expected folders of adapters by name"):
-        model.serving({})
+        model.serving(["a"])  # type: ignore[arg-type]
     with pytest.raises(IsobitError, match="nothing"):
         model.serving({"a": tmp_path / "nothing"})
 
@@ -170,3 +170,56 @@ def test_folders_that_belong_elsewhere_are_refused(folder: Path, tmp_path: Path)
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(IsobitError, match="a: its chat template is not the model's; serve it alone"):
         other.serving({"a": tmp_path / "a"})
+
+
+def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
+    """The control: by the other adapter's factors the same requests have other bits."""
+    wanted = drawn(Engine(served(folder), page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES))
+    model = Model.load(folder / "base", "fp8", "native", level("native")).serving({})
+    engine = Engine(model, page_size=4)
+    long = Sampling(n=2, max_new_tokens=40, seed=1, ignore_eos=True)
+    requests = {engine.submit("9-", long): -1}
+    found: dict[int, list[Completion]] = {}
+
+    def step() -> None:
+        for request, completion in engine.step():
+            found.setdefault(requests[request], []).append(completion)
+        engine.integrity()
+
+    for name in ("a", "b", None):
+        step()
+        if name is not None:
+            model.add_adapter(name, folder / name)
+        for index, (prompt, of) in enumerate(zip(PROMPTS, NAMES)):
+            if of == name:
+                requests[engine.submit(prompt, SAMPLING, index, adapter=of)] = index
+    while engine.num_open > 1:
+        step()
+    model.remove_adapter("a")
+    groups = [sorted(found[i], key=lambda c: c.sample_index) for i in range(len(PROMPTS))]
+    assert drawn(groups) == wanted
+    while engine.num_open:
+        step()
+    alone = Engine(Model.load(folder / "base", "fp8", "native", level("native")), page_size=4)
+    assert drawn([sorted(found[-1], key=lambda c: c.sample_index)]) == drawn(alone.generate(["9-"], long))
+    model.add_adapter("c", folder / "b")
+    other = drawn(engine.generate(PROMPTS, SAMPLING, adapters=["c" if n == "a" else n for n in NAMES]))
+    assert [ours == theirs for ours, theirs in zip(other, wanted)] == [name != "a" for name in NAMES]
+
+
+def test_an_adapter_that_left_is_said_and_its_name_is_used_up(folder: Path) -> None:
+    model = served(folder)
+    engine = Engine(model)
+    request = engine.submit("1+1=", SAMPLING, adapter="a")
+    engine.step()
+    model.remove_adapter("a")
+    with pytest.raises(IsobitError, match="adapter: 'a' is not served any more; cancel its requests"):
+        engine.step()
+    engine.cancel(request)
+    engine.integrity()
+    with pytest.raises(IsobitError, match="the name 'a' was given to another one before"):
+        model.add_adapter("a", folder / "a")
+    with pytest.raises(IsobitError, match="this model serves no adapters"):
+        tiny_model().add_adapter("a", folder / "a")
+    with pytest.raises(IsobitError, match="'a' is not served any more"):
+        model.remove_adapter("a")

@@ -317,6 +317,63 @@ def test_lengths_differ() -> None:
     assert len(set(LENGTHS)) == len(REQUESTS), "one setting for each"
 
 
+def test_each_token_is_reported_as_it_is_sampled(
+    make_engine: MakeEngine,
+    make_captured: MakeEngine,  # noqa: F811
+) -> None:
+    """With the completion's log-probabilities, in its order; cancelled requests report no more. The
+    control reports the tokens of the sequence after."""
+    model = tiny("fp8", "native")
+    for make, sizes in ((make_engine, {"kv_pages": 200}), (make_engine, TIGHT), (make_captured, TIGHT)):
+        engine = make(model, **sizes)
+        seen: dict[tuple[Request, int], list[tuple[int, float]]] = {}
+
+        def hear(request: Request, sample: int, token: int, logprob: float) -> None:
+            seen.setdefault((request, sample), []).append((token, logprob))  # noqa: B023
+
+        requests = [engine.submit(*asked) for asked in REQUESTS]
+        done: list[tuple[Request, Completion]] = []
+        while engine.num_open:
+            done += engine.step(hear)
+            engine.cancel(requests[0])
+        heard = {key: ([t for t, _ in got], [p for _, p in got]) for key, got in seen.items()}
+        whole = {(request, c.sample_index): (c.token_ids, c.logprobs) for request, c in done}
+        assert len(whole) == sum(sampling.n for _, sampling, _ in REQUESTS[1:])
+        assert {key: got for key, got in heard.items() if key[0] is not requests[0]} == whole
+        assert all(len(tokens) == 1 for key, (tokens, _) in heard.items() if key[0] is requests[0])
+
+
+def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny("fp8", "native"), kv_pages=200)
+    engine.submit(*REQUESTS[0])
+    heard: dict[int, list[int]] = {}
+    done = []
+    while engine.num_open:
+        done += engine.step(lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token))
+    assert any(heard[c.sample_index] != c.token_ids for _, c in done)
+
+
+def test_stop_tokens_end_a_completion_as_its_own_end_does(make_engine: MakeEngine) -> None:
+    """The control draws the same tokens without them, and goes on."""
+    model = tiny("fp8", "native")
+    sampling = Sampling(n=4, max_new_tokens=30, seed=6, ignore_eos=True)
+    engine = make_engine(model, kv_pages=200)
+    whole = complete(engine, engine.submit(PROMPTS[0], sampling))
+    stops = tuple({whole[0].token_ids[7], whole[1].token_ids[11]})
+    ended = complete(engine, engine.submit(PROMPTS[0], replace(sampling, stop_tokens=stops)))
+    for long, short in zip(whole, ended):
+        place = next((i for i, token in enumerate(long.token_ids) if token in stops), None)
+        count = len(long.token_ids) if place is None else place + 1
+        assert short.token_ids == long.token_ids[:count]
+        assert short.logprobs == long.logprobs[:count]
+        assert short.finish_reason == ("length" if place is None else "stop")
+        shown = short.token_ids if place is None else short.token_ids[:-1]
+        assert short.text == model.tokenizer.decode_completion(short.prompt_token_ids, shown)
+    assert any(short.finish_reason == "stop" for short in ended)
+    with pytest.raises(IsobitError, match="stop_tokens: expected a whole number from 0"):
+        Sampling(stop_tokens=(-1,))
+
+
 def test_extend_is_still_understood() -> None:
     engine = Engine(tiny(), kv_pages=20)
     [[before]] = engine.generate([[5, 6]], Sampling(max_new_tokens=2))

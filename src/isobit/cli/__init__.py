@@ -1,5 +1,5 @@
-"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export | watch | report |
-track | verify | doctor`.
+"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export | serve | watch |
+report | track | verify | doctor`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
@@ -11,12 +11,12 @@ import os
 import sys
 from typing import NoReturn
 
-from isobit.cli import training, planning, evaluation, models, pages, machine  # isort: skip (the order of the commands in --help)
+from isobit.cli import training, planning, evaluation, models, serving, pages, machine  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
 from isobit.errors import IsobitError, RankLost, RunFailed, brief, failed_allocation
 from isobit.run.private import PrivateFolder, say
 
-__all__ = ["app", "evaluation", "machine", "main", "models", "pages", "planning", "training"]
+__all__ = ["app", "evaluation", "machine", "main", "models", "pages", "planning", "serving", "training"]
 
 
 _OF_A_PLACE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EROFS)

@@ -1,5 +1,6 @@
 """Which sequences end with the token that they have just drawn, and what they have become: completions."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,6 +16,8 @@ from isobit.model import Model
 from isobit.model.forward.moe import encode_routes
 
 _KEPT_STOPS = 64
+OnToken = Callable[[Request, int, int, float], None]
+"""Called with a request, a sample index, the token that was sampled and its log-probability."""
 
 
 class Endings:
@@ -29,6 +32,16 @@ class Endings:
     def stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
         """A finder of these strings; None of none."""
         return self._stops(stop) if stop else None
+
+    def report(self, plan: StepPlan, tokens: NDArray[np.int64], on_token: OnToken | None) -> None:
+        """Call `on_token`, if there is one, for the tokens of a step, whose log-probabilities the record has."""
+        if on_token is None:
+            return
+        record, slots = self._scheduler.record, plan.sampled
+        logprobs = record.logprobs[slots, record.generated[slots]]
+        for slot, token, logprob in zip(slots.tolist(), tokens.tolist(), logprobs.tolist()):
+            sequence = self._scheduler.at[slot]
+            on_token(sequence.owner.request, sequence.sample_index, token, logprob)
 
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
@@ -51,8 +64,9 @@ class Endings:
 
     def _found(self, sequence: Sequence, token: int, count: int) -> bool:
         running, record = sequence.owner, self._scheduler.record
-        assert running.stop is not None
-        if not running.stop.may_end(token):
+        if token in running.request.sampling.stop_tokens:
+            return True
+        if running.stop is None or not running.stop.may_end(token):
             return False
         return running.stop.found(running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
 
@@ -61,7 +75,8 @@ class Endings:
     ) -> Completion:
         request, record = sequence.owner.request, self._scheduler.record
         token_ids = record.tokens[sequence.slot, :count].tolist()
-        visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
+        ended = record.ends[sequence.slot] and self._is_eos[token_ids[-1]]
+        visible = token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
         text = self._model.tokenizer.decode_completion(request.prompt_token_ids, visible)
         if (stop := sequence.owner.stop) is not None:
             text = stop.cut(request.prompt_token_ids, token_ids, text)

@@ -9,8 +9,6 @@ Requests arrive at any time with settings of their own (`submit`), are computed 
 (`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
 engine: `continue_from` goes on from its tokens, whose pages the prefix cache still has unless
 somebody needed them.
-
-Left out: streaming of single tokens.
 """
 
 import warnings
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from isobit.engine.calibration import Calibrator
-from isobit.engine.endings import Endings
+from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
@@ -215,8 +213,9 @@ class Engine:
         return self.continue_from(completion, tokens, sampling)
 
     @torch.no_grad()
-    def step(self) -> list[tuple[Request, Completion]]:
+    def step(self, on_token: OnToken | None = None) -> list[tuple[Request, Completion]]:
         """Compute one batch of what is open: the completions that ended with it, each with its request.
+        `on_token` is called with every token that was sampled, those of the completions included.
 
         Raises IsobitError if the weights have changed since the oldest open request arrived.
         """
@@ -228,6 +227,7 @@ class Engine:
                 "before Model.sync and Engine.calibrate"
             )
         plan, tokens = self._runner.run()
+        self._endings.report(plan, tokens, on_token)
         done, finished = self._endings.of(plan, tokens, self._routes if self.record_routes else None)
         self.scheduler.commit(plan, tokens, done)
         self._runner.copy_pages(self.scheduler.take_copies())
@@ -317,7 +317,7 @@ class Engine:
         served = self.model.transformer.served
         if adapter is None or (served is not None and adapter in served.names):
             return adapter
-        known = "none; open it with Model.serving" if served is None else ", ".join(served.names)
+        known = ", ".join(served.names if served is not None else ()) or "none; Model.serving opens it with some"
         raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
 
     def _submit(self, request: Request, where: str = "the prompt") -> Request:

@@ -8,8 +8,8 @@ Ints = NDArray[np.int64]
 
 class Record:
     """Per slot: tokens [S, C] and log-probabilities [S, C], of which the first `generated` [S] count, and at most
-    `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and whether a stop string may, `watched`
-    [S]."""
+    `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and whether a stop string or another token
+    may, `watched` [S]."""
 
     def __init__(self) -> None:
         self.tokens = np.empty((8, 64), np.int32)

@@ -302,7 +302,8 @@ class Scheduler:
         self.rows.widen(running.most_pages)
         sampling = running.request.sampling
         for sequence in running.members:
-            sequence.slot = self.record.take(running.limit, not sampling.ignore_eos, running.stop is not None)
+            watched = running.stop is not None or bool(sampling.stop_tokens)
+            sequence.slot = self.record.take(running.limit, not sampling.ignore_eos, watched)
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:

@@ -20,7 +20,8 @@ class Sampling:
     `repetition_penalty` divides positive logits of tokens that stand in prompt or completion so far, and multiplies the
     others of these (1: off). The filters act in this order, each on what the previous one kept: `top_k` (0: off),
     `top_p` (1: off), `min_p` (0: off). `stop`: the text ends before the first of these strings, or before this one.
-    `ignore_eos` samples on through the end-of-sequence token. Raises IsobitError for values that cannot work.
+    `ignore_eos` samples on through the end-of-sequence token; `stop_tokens` end a completion as that does. Raises
+    IsobitError for values that cannot work.
     """
 
     n: NotAnOption[int] = 1
@@ -39,6 +40,7 @@ class Sampling:
     repetition_penalty: Annotated[
         float, above(0), at_most(100), "makes tokens rarer that stand in prompt or completion; 1: off"
     ] = 1.0
+    stop_tokens: NotAnOption[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         read_own_fields(self, Sampling)
@@ -46,6 +48,8 @@ class Sampling:
         _check_count("seed", self.seed, 0, 2**63)
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise Expected(("temperature",), f"0 or at least {LOWEST_TEMPERATURE}", self.temperature)
+        for token in self.stop_tokens:
+            _check_count("stop_tokens", token, 0, 2**31)
         if "" in self.stop:
             raise Expected(("stop",), "texts that are not empty", list(self.stop))
 

@@ -132,7 +132,7 @@ def request(index: int, prompt: Sequence[int], prompt_id: int, sampling: Samplin
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """The settings of a request."""
-    return Sampling(**{**values, "stop": tuple(values["stop"])})
+    return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_tokens": tuple(values["stop_tokens"])})
 
 
 def completion_of(values: Mapping[str, Any]) -> Completion:

@@ -20,6 +20,7 @@ from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
 from isobit.model.adapters.targets import NewAdapter, new_adapter
 from isobit.model.described import check_vocabulary
@@ -153,15 +154,32 @@ class Model:
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
         """The frozen model over the same storage, for an engine whose requests each name one of several `adapters`, or
-        none: PEFT folders by name. An adapter that this model has itself is not among them. Raises IsobitError for one
-        that is not an adapter, is another model's or comes with another tokenizer, and for a precision with a
-        calibrated KV cache, or with scales that the rows of a batch share."""
-        if not isinstance(adapters, Mapping) or not adapters:
+        none: PEFT folders by name, to which `add_adapter` adds. An adapter that this model has itself is not among
+        them. Raises IsobitError for one that is not an adapter, is another model's or comes with another tokenizer, and
+        for a precision with a calibrated KV cache, or with scales that the rows of a batch share."""
+        if not isinstance(adapters, Mapping):
             raise IsobitError(f"serving: expected folders of adapters by name, got {adapters!r:.80}")
         found = {name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()}
         model = Model(self.transformer.serving(found), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
+
+    def add_adapter(self, name: str, adapter: str | Path | Adapter) -> None:
+        """Serve one more adapter, a PEFT folder or its factors, also while an engine has requests open. Raises
+        IsobitError as `serving`, for a name that another adapter had before, and in a model that serves none."""
+        self._multi_lora()
+        found = adapter if isinstance(adapter, Adapter) else self._served(model_folder(adapter, "adapter"))
+        self.transformer.add_adapter(name, found)
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve an adapter no longer; open requests by it can only be cancelled then. Raises IsobitError for one that
+        is not served."""
+        self._multi_lora().leave(name)
+
+    def _multi_lora(self) -> MultiLora:
+        if self.transformer.served is None:
+            raise IsobitError("this model serves no adapters; open it with Model.serving")
+        return self.transformer.served
 
     def _served(self, folder: Path) -> Adapter:
         check_served(folder, self.directory)
@@ -193,9 +211,14 @@ class Model:
 
     @torch.no_grad()
     def logprobs(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, use: str = "learner"
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        use: str = "learner",
+        adapter: str | None = None,
     ) -> list[Tensor]:
-        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t).
+        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t). By
+        an `adapter` that this model serves they are the rollout's.
 
         The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary,
         for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
@@ -205,7 +228,8 @@ class Model:
         if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
             raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature!r}")
         sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
-        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use)]
+        use = use if adapter is None else "rollout"
+        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use, adapter)]
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
@@ -258,14 +282,17 @@ class Model:
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
 
-    def _packed_logprobs(self, batch: Sequence[Sequence[int]], temperature: float, use: str) -> list[Tensor]:
+    def _packed_logprobs(
+        self, batch: Sequence[Sequence[int]], temperature: float, use: str, adapter: str | None = None
+    ) -> list[Tensor]:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
         tokens = torch.tensor([token for row in filled for token in row], dtype=torch.int64)
         targets = [token for sequence in batch for token in sequence[1:]]
         if not filled:
             return [torch.empty(0) for _ in batch]
-        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use)
+        numbers = None if adapter is None else torch.full(tokens.shape, self._multi_lora().number(adapter))
+        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use, adapters=numbers)
         ops = self.transformer.ops[use]
         wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()

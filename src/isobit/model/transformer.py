@@ -21,7 +21,8 @@ from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, Prepared, Store, StoredWeight, inference_engine_ops, tensors_of
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.adapters.multi_lora import AdapterRows, MultiLora
+from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs
@@ -172,8 +173,9 @@ class Transformer:
         return found
 
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
-        """A frozen model over the same storage that rolls out several adapters at once, each by its name. Raises
-        IsobitError for a flow whose KV cache is calibrated, or in which rows of one batch share scales."""
+        """A frozen model over the same storage that rolls out several adapters at once, each by its
+        name, and takes more later (`add_adapter`). Raises IsobitError for a flow whose KV cache is
+        calibrated, or in which rows of one batch share scales."""
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
                 f"precision {self.precision.name}: {reason}, so also by those of several adapters; serve them one at a "
@@ -184,22 +186,28 @@ class Transformer:
                 f"precision {self.precision.name} calibrates its KV cache, and each of several adapters would need "
                 "scales of its own; serve them one at a time, or take fp8"
             )
-        found, serving = (self if self.adapter is None else self.without_adapter()), MultiLora(tuple(adapters))
-        found = copy(found)
-        compute = self.precision.rollout.compute
+        found, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
+        adaptable = {one.weight for one in projections(self.config)}
 
         def change(part: Weight | Vector) -> Weight | Vector:
-            if not isinstance(part, Weight):
+            if not isinstance(part, Weight) or part.name not in adaptable:
                 return part
-            made = {n: factors(part.name, one, compute, self.ops["rollout"]) for n, one in enumerate(adapters.values())}
-            own = {number: each for number, each in made.items() if each}
-            return replace(part, several=AdapterRows(serving, own)) if own else part
+            return replace(part, several=serving.of(part.name))
 
         found._working = {**found._working, "rollout": map_parts(found._working["rollout"], change)}
         found.served, found._watches = serving, {}
         found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
         found.checksums = Checksums(found._written_by_sync)
+        for name, adapter in adapters.items():
+            found.add_adapter(name, adapter)
         return found
+
+    @torch.no_grad()
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Serve one more adapter from the next forward on. Raises IsobitError for a name that was used before."""
+        assert self.served is not None
+        compute, ops = self.precision.rollout.compute, self.ops["rollout"]
+        self.served.enter(name, lambda weight: factors(weight, adapter, compute, ops))
 
     @property
     def sync_bytes(self) -> int:

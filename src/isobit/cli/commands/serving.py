@@ -11,12 +11,18 @@ _OF_NOTHING = NewAdapter(1, 1.0, ())
 """An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
 
 
+def open_frozen(
+    path: Path, flow: tuple[str | Mapping[str, object], str, str], rules: TextRules = DEFAULT_RULES
+) -> Model:
+    """The model at `path` under `flow`, (precision, backend, consistency), without masters."""
+    return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules)
+
+
 def open_serving(
     path: Path,
     adapters: Mapping[str, Path],
     flow: tuple[str | Mapping[str, object], str, str],
     rules: TextRules = DEFAULT_RULES,
 ) -> Model:
-    """The model at `path` under `flow`, (precision, backend, consistency), with PEFT folders by name. Raises
-    IsobitError as `Model.serving`."""
-    return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules).serving(adapters)
+    """`open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""
+    return open_frozen(path, flow, rules).serving(adapters)

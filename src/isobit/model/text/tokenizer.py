@@ -135,14 +135,23 @@ class Tokenizer:
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return self._content().text(text, self.special_tokens_in_content, add_special)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of `render_chat`, in which the special tokens are the template's, as in `encode_text`."""
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
-            return self.render_chat(given, add_generation_prompt)
+            if variables is None:
+                return self.render_chat(given, add_generation_prompt)
+            return self.render_chat(given[0]["messages"], add_generation_prompt, given[0]["variables"])
 
+        # what others wrote is in both
+        written = messages if variables is None else [{"messages": messages, "variables": variables}]
         with _of_tokenizers("the tokenizer cannot encode a chat"):
-            return self._content().chat(messages, self.special_tokens_in_content, render)
+            return self._content().chat(written, self.special_tokens_in_content, render)
 
     def _content(self) -> ContentEncoder:
         """What encodes others' texts under the present template."""
@@ -178,15 +187,26 @@ class Tokenizer:
         """Whether a text has the name of such a token in it."""
         return any(name in text for name in self._special.values())
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The conversation as the template writes it, with the start of the assistant's turn unless it is whole. Where
         the assistant's turn is begun in it, by a last message of its own, the text ends with that, to be continued.
-        Raises IsobitError without a template, and for what the template refuses."""
+        `variables` of the template beside its own, such as `tools`. Raises IsobitError without a template, and for what
+        the template refuses."""
         if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
-            return chat.continued(messages, lambda given: self._render(given, False))
-        return self._render(messages, add_generation_prompt)
+            return chat.continued(messages, lambda given: self._render(given, False, variables))
+        return self._render(messages, add_generation_prompt, variables)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
         if self.chat_template is None:
             raise IsobitError(
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
@@ -198,6 +218,7 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        variables |= more or {}
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def _use_template(self, path: str | Path) -> None:

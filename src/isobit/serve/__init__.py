@@ -1,0 +1,1 @@
+"""A server over one model: OpenAI's routes. `isobit[serve]` brings what it needs beyond isobit."""

@@ -1,0 +1,146 @@
+"""The server: routes put together, started and ended.
+
+SIGTERM, or Ctrl-C, ends it: new requests are refused, open ones have `grace` seconds to end, and are
+then answered 503. Left out: TLS, which a proxy in front of it does.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from isobit.engine.engine import Engine
+from isobit.errors import IsobitError, RunFailed
+from isobit.serve.chat import format_of
+from isobit.serve.gateway import Gateway, Refused
+from isobit.serve.metrics import CONTENT_TYPE
+from isobit.serve.openai import OpenAI
+from isobit.serve.requests import Limits
+from isobit.serve.tinker import Tinker
+from isobit.serve.wire import Guard, error_response
+
+_MOST_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, and as what."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grace: float = 30.0
+    tool_format: str = "auto"
+    limits: Limits = field(default_factory=Limits)
+
+
+def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
+    """All routes of a gateway, for those who have one of the tokens."""
+
+    async def health(request: Request) -> Response:
+        if gateway.draining or not gateway.device.alive:
+            return error_response(request, Refused(503, "the server is ending"))
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+
+    routes = [
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        *OpenAI(gateway).routes(),
+        *Tinker(gateway).routes(),
+    ]
+    handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, gateway=gateway, tokens=tokens)],
+        exception_handlers=handlers,
+    )
+    app.router.redirect_slashes = False  # a wrong path is an error in our words
+    return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which lets open requests end within the grace."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, grace: float) -> None:
+        super().__init__(config)
+        self._gateway, self._grace = gateway, grace
+        self.on_start: Callable[[int], None] = lambda port: None
+        """Called with the port once it listens."""
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, and begin to work."""
+        await super().startup(sockets)
+        if self.started:
+            self._gateway.start()
+            self.on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: also where the device has failed."""
+        return await super().on_tick(counter) or self._gateway.device.failure is not None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal: end, and with the second one at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Let open requests end, then end all."""
+        self._gateway.draining = True
+        ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.device.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            self._gateway.device.stop()
+            await asyncio.to_thread(self._gateway.device.join, 60.0)
+
+
+def run(
+    engine: Engine,
+    name: str,
+    adapters: dict[str, Path],
+    tokens: tuple[str, ...],
+    options: ServerOptions,
+    on_start: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve an engine's model, which serves adapters, until a signal ends it. Raises IsobitError for an
+    adapter that cannot be served and a port that cannot be had, RunFailed if the device thread failed."""
+    tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
+    gateway = Gateway(engine, name, tools, options.limits)
+    for adapter, folder in adapters.items():
+        gateway.device.snapshots.put(adapter, folder)
+    config = uvicorn.Config(
+        make_app(gateway, tokens),
+        host=options.host,
+        port=options.port,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_graceful_shutdown=int(options.grace) + 10,
+        server_header=False,
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    server = Server(config, gateway, options.grace)
+    server.on_start = on_start
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's, where it cannot listen
+        raise IsobitError(f"--port {options.port}: cannot listen on {options.host}; is it in use?") from None
+    if gateway.device.failure is not None:
+        raise RunFailed(f"the server ended: {gateway.device.failure!r:.500}") from gateway.device.failure

@@ -1,0 +1,285 @@
+"""The device thread: it owns model and engine, and nothing else touches them.
+
+Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the engine
+the thread does one piece of work, if there is any, and gives the engine as many requests as it can
+run at once, so that the line in which others wait is the tenants' and not the engine's. What a step
+has sampled is posted together.
+
+A step that fails because logits are not finite does not say whose they were. All open requests are
+then begun again, one at a time: results do not depend on what runs beside them, so each goes on where
+it was, and the one at fault fails alone (tests/serve/test_device.py).
+"""
+
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Request
+from isobit.errors import IsobitError, NonFiniteError
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
+from isobit.serve.snapshots import Snapshot, Snapshots
+
+Deliver = Callable[[Sequence[tuple[Post, Event]]], None]
+_LOG = logging.getLogger("isobit.serve")
+STOPPING = Failed(503, "the server is shutting down; ask another one, or again later")
+
+
+@dataclass(frozen=True)
+class _Stop:
+    failed: Failed
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    job: SampleJob
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request in the engine. `drawn`: tokens of each sample since it was begun, of which `told`
+    are known to its client; `done`: samples that are complete."""
+
+    job: SampleJob
+    snapshot: Snapshot
+    request: Request | None = None
+    drawn: Counter[int] = field(default_factory=Counter)
+    told: Counter[int] = field(default_factory=Counter)
+    done: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Totals:
+    """Since the server began: tokens sampled, prompt tokens, those of them that were found in the
+    cache, engine steps."""
+
+    sampled: int = 0
+    prompt: int = 0
+    cached: int = 0
+    steps: int = 0
+
+
+class Device:
+    """Runs an engine in a thread. `deliver` is called there with events and whom to post them to, and
+    brings them to the main thread."""
+
+    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+        self.engine, self._deliver = engine, deliver
+        self.snapshots = Snapshots(engine.model)
+        self.totals = Totals()
+        self.failure: BaseException | None = None
+        """What ended the thread, if it was not `stop`: a fault of the server's own."""
+        self._inbox: queue.SimpleQueue[SampleJob | WorkJob | _Cancel | _Stop] = queue.SimpleQueue()
+        self._samples, self._work = Turns[SampleJob](), Turns[WorkJob]()
+        self._open: dict[SampleJob, _Open] = {}
+        self._by_request: dict[Request, _Open] = {}
+        self._alone = deque[_Open]()  # to be run again, each without the others
+        self._outbox: list[tuple[Post, Event]] = []
+        self._stopped: Failed | None = None
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+
+    # the main thread's side
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def submit(self, job: SampleJob | WorkJob) -> None:
+        """Ask for something; its events are posted."""
+        self._inbox.put(job)
+
+    def cancel(self, job: SampleJob) -> None:
+        """Nobody waits for a request any more: what it holds is freed with the next step."""
+        self._inbox.put(_Cancel(job))
+
+    def stop(self, failed: Failed = STOPPING) -> None:
+        """Answer all that is open or waits with `failed`, and end."""
+        self._inbox.put(_Stop(failed))
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(seconds)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it works."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests in the engine."""
+        return len(self._open)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for their turn."""
+        return len(self._samples) + len(self._work) + self._inbox.qsize()
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            while self._stopped is None:
+                self._receive()
+                self._do_work()
+                self._admit()
+                self._step()
+                self._send()
+        except BaseException as error:
+            self.failure, self._stopped = error, Failed(500, "the server failed; its log says why")
+            raise
+        finally:
+            self._end()
+
+    def _receive(self) -> None:
+        """Take in what came; with nothing to do, wait for something."""
+        idle = not (self._open or self._samples or self._work)
+        while idle or not self._inbox.empty():
+            job, idle = self._inbox.get(), False
+            if isinstance(job, SampleJob):
+                self._samples.put(job)
+            elif isinstance(job, WorkJob):
+                self._work.put(job)
+            elif isinstance(job, _Cancel):
+                self._drop(job.job)
+            else:
+                self._stopped = job.failed
+                return
+
+    def _drop(self, job: SampleJob) -> None:
+        if not self._samples.remove(job) and (found := self._open.get(job)) is not None:
+            self._close(found)
+
+    def _do_work(self) -> None:
+        if not self._work or self._stopped is not None:
+            return
+        job = self._work.take()
+        try:
+            self._post(job.post, Done(job.work()))
+        except IsobitError as error:
+            self._post(job.post, Failed(400, str(error)))
+        except Exception as error:  # a fault of this piece of work, and of nothing else
+            _LOG.error("a piece of work failed", exc_info=error)
+            self._post(job.post, Failed(500, "the server failed; its log says why"))
+
+    def _admit(self) -> None:
+        """Give the engine what it can run at once."""
+        if self._stopped is not None:
+            return
+        if self._alone:
+            if not self._by_request:
+                self._begin(self._alone.popleft())
+            return
+        running = sum(found.job.sampling.n for found in self._open.values())
+        while self._samples:
+            running += self._samples.first().sampling.n
+            if self._open and running > self.engine.max_sequences:
+                return
+            job = self._samples.take()
+            try:
+                found = _Open(job, self.snapshots.hold(job.adapter))
+            except IsobitError as error:  # the adapter was removed meanwhile
+                self._post(job.post, Failed(404, str(error)))
+                continue
+            self._open[job] = found
+            if self._begin(found):
+                self._post(job.post, Begun(found.snapshot.version))
+
+    def _begin(self, found: _Open) -> bool:
+        """Whether the engine took a request; what it refuses is told."""
+        job = found.job
+        try:
+            request = self.engine.submit(list(job.prompt), job.sampling, adapter=found.snapshot.served)
+        except IsobitError as error:
+            self._close(found)
+            self._post(job.post, Failed(400, str(error)))
+            return False
+        found.request, self._by_request[request] = request, found
+        found.drawn.clear()
+        return True
+
+    def _step(self) -> None:
+        if self._stopped is not None or not self._by_request:
+            return
+        stats = self.engine.stats
+        before = stats.prompt_tokens, stats.cached_tokens
+        try:
+            finished = self.engine.step(self._heard)
+        except NonFiniteError as error:
+            self._isolate(error)
+            return
+        self.totals.steps += 1
+        self.totals.prompt += stats.prompt_tokens - before[0]
+        self.totals.cached += stats.cached_tokens - before[1]
+        for request, completion in finished:
+            found = self._by_request[request]
+            if completion.sample_index in found.done:
+                continue
+            found.done.add(completion.sample_index)
+            self._post(found.job.post, Done(completion))
+            if len(found.done) == found.job.sampling.n:
+                self._close(found)
+
+    def _heard(self, request: Request, sample: int, token: int, logprob: float) -> None:
+        found = self._by_request[request]
+        self.totals.sampled += 1
+        found.drawn[sample] += 1
+        if found.job.streamed and found.drawn[sample] > found.told[sample]:
+            found.told[sample] += 1
+            self._post(found.job.post, Token(sample, token, logprob))
+
+    def _isolate(self, error: NonFiniteError) -> None:
+        """Begin all open requests again, each alone; one that was alone already is at fault."""
+        running = dict(self._by_request)
+        if len(running) == 1:
+            (found,) = running.values()
+            self._close(found)
+            self._post(found.job.post, Failed(500, str(error)))
+            return
+        for request, found in running.items():
+            self.engine.cancel(request)
+            del self._by_request[request]
+            self._alone.append(found)
+
+    def _close(self, found: _Open) -> None:
+        """A request is over."""
+        if found.request is not None:
+            self.engine.cancel(found.request)
+            self._by_request.pop(found.request, None)
+        if found in self._alone:
+            self._alone.remove(found)
+        del self._open[found.job]
+        self.snapshots.release(found.snapshot)
+
+    def _post(self, post: Post, event: Event) -> None:
+        self._outbox.append((post, event))
+
+    def _send(self) -> None:
+        if self._outbox:
+            self._deliver(self._outbox)
+            self._outbox = []
+
+    def _end(self) -> None:
+        """Answer all that is left."""
+        failed = self._stopped or STOPPING
+        while not self._inbox.empty():
+            job = self._inbox.get()
+            if isinstance(job, (SampleJob, WorkJob)):
+                self._post(job.post, failed)
+        for job in (*self._samples, *self._work):
+            self._post(job.post, failed)
+        for found in list(self._open.values()):
+            if self.failure is None:
+                self._close(found)
+            self._post(found.job.post, failed)
+        self._send()
+
+
+def put_adapter(device: Device, name: str, adapter: Any) -> Callable[[], int]:
+    """The work of `Snapshots.put`, for a `WorkJob`."""
+    return partial(device.snapshots.put, name, adapter)

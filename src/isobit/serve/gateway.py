@@ -1,0 +1,197 @@
+"""The main thread's side of a server: what routes need to ask the device, within the limits.
+
+A request is a few jobs whose events arrive in one queue. Who leaves the context, because all is done,
+because something failed or because the client went away, cancels what is still open.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
+from isobit.errors import listed
+from isobit.serve.chat import ToolFormat
+from isobit.serve.device import STOPPING, Device
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
+from isobit.serve.metrics import Metrics
+from isobit.serve.requests import BadRequest, Limits
+from isobit.serve.sessions import Sessions
+from isobit.serve.snapshots import Snapshot
+
+_T = TypeVar("_T")
+Indexed = tuple[int, Event]
+
+
+class Refused(Exception):
+    """The server does not do what was asked, though nothing is wrong with it: a `status` of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Events:
+    """What happens to some requests, each event with the index of its prompt, until all are done. `left`:
+    how many answers of each prompt are to come; `begun` is called at the first token or answer."""
+
+    def __init__(self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]) -> None:
+        self._queue, self._left, self._begun = queue, left, begun
+        self._first = True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next event is there already."""
+        return not self._queue.empty()
+
+    def __aiter__(self) -> "Events":
+        return self
+
+    async def __anext__(self) -> Indexed:
+        if not any(self._left.values()):
+            raise StopAsyncIteration
+        index, event = await self._queue.get()
+        if isinstance(event, Failed):
+            self._left[index] = 0
+            raise _error(event)
+        if self._first and not isinstance(event, Begun):
+            self._begun()
+            self._first = False
+        if isinstance(event, Done):
+            self._left[index] -= 1
+        return index, event
+
+
+class Gateway:
+    """One server: a device, the `name` of its model, and what all requests share."""
+
+    def __init__(self, engine: Engine, name: str, tools: ToolFormat, limits: Limits) -> None:
+        self.device = Device(engine, self._deliver)
+        self.name, self.tools, self.limits = name, tools, limits
+        self.model, self.tokenizer = engine.model, engine.model.tokenizer
+        self.metrics = Metrics(self.device)
+        self.sessions = Sessions(self.tokenizer)
+        self.started = int(time.time())
+        self.draining = False
+        self._open_samples = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begin to work, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.device.start()
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names; None: the base. Raises BadRequest for neither."""
+        if model is None or model in (self.name, str(self.model.directory)):
+            return None
+        if model in self.device.snapshots.names:
+            return model
+        known = listed([self.name, *self.device.snapshots.names])
+        raise BadRequest(f"model {model!r} is not served; there are {known}", "model", 404)
+
+    @asynccontextmanager
+    async def ask(
+        self,
+        tenant: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        adapter: str | Snapshot | None,
+        streamed: bool,
+    ) -> "AsyncIterator[Events]":
+        """Ask for answers to some prompts: events, each with the index of its prompt. Raises Refused
+        and BadRequest, here or from the events."""
+        count = len(prompts) * sampling.n
+        self.check_room(count)
+        events: asyncio.Queue[Indexed] = asyncio.Queue()
+        jobs = [
+            SampleJob(tenant, tuple(prompt), sampling, adapter, streamed, partial(_put, events, index))
+            for index, prompt in enumerate(prompts)
+        ]
+        self._open_samples += count
+        began = time.monotonic()
+        for job in jobs:
+            self.device.submit(job)
+        left = dict.fromkeys(range(len(jobs)), sampling.n)
+        try:
+            yield Events(events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began))
+        finally:
+            self._open_samples -= count
+            for index, job in enumerate(jobs):
+                if left[index]:
+                    self.device.cancel(job)
+            self.metrics.whole.observe(time.monotonic() - began)
+
+    async def work(self, tenant: str, work: Callable[[], _T]) -> _T:
+        """What the device thread makes of `work`, between two steps. Raises Refused and BadRequest."""
+        self.check_room(0)
+        happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+
+        def post(event: Event) -> None:
+            if not happened.done():
+                happened.set_result(event)
+
+        self.device.submit(WorkJob(tenant, work, post))
+        event = await happened
+        if isinstance(event, Failed):
+            raise _error(event)
+        assert isinstance(event, Done)
+        return event.value
+
+    def check_room(self, count: int) -> None:
+        """Raise Refused or BadRequest unless `count` more answers may be open."""
+        if self.draining or not self.device.alive:
+            raise Refused(STOPPING.status, STOPPING.message)
+        if count > self.limits.samples:
+            raise BadRequest(f"n: a request may ask for {self.limits.samples:,} answers, prompts times n", "n")
+        if self._open_samples + count > self.limits.open_samples:
+            raise Refused(429, f"{self._open_samples:,} answers are open, and {self.limits.open_samples:,} may be")
+
+    def _deliver(self, events: Sequence[tuple[Post, Event]]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_post_all, events)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+
+async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
+    """What would keep the event loop from others: rendering a template, encoding a long text."""
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[_T]) -> _T | None:
+    """The result of `work`, which is cancelled if the client goes away; then None. The request's body
+    must have been read."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _put(events: "asyncio.Queue[Indexed]", index: int, event: Event) -> None:
+    events.put_nowait((index, event))
+
+
+def _post_all(events: Sequence[tuple[Post, Event]]) -> None:
+    for post, event in events:
+        post(event)
+
+
+def _error(failed: Failed) -> Exception:
+    if failed.status < 500:
+        return BadRequest(failed.message, status=failed.status)
+    return Refused(failed.status, failed.message)

@@ -1,0 +1,121 @@
+"""What travels to the device thread and back, and whose turn it is.
+
+A job goes in, events come out: each is a frozen value with a `post`, a function of the main thread
+that is given the job's events in their order. Left out: who does a job (`device.py`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from isobit.engine.types import Completion, Sampling
+from isobit.serve.snapshots import Snapshot
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request was given to the engine; its tokens are sampled from these weights: how many times
+    the base, or the adapter that it names, has changed."""
+
+    weights_version: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that a sample has drawn, and its log-probability."""
+
+    sample_index: int
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """A sample is complete, or a piece of work with its result."""
+
+    value: Any
+
+    @property
+    def completion(self) -> Completion:
+        """Of a sample."""
+        assert isinstance(self.value, Completion)
+        return self.value
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job is over without a result. `status`: of HTTP."""
+
+    status: int
+    message: str
+
+
+Event = Begun | Token | Done | Failed
+Post = Callable[[Event], None]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleJob:
+    """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None: the
+    base alone; for a `tenant`. Each token is told where it is `streamed`."""
+
+    tenant: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | Snapshot | None
+    streamed: bool
+    post: Post
+
+
+@dataclass(frozen=True, eq=False)
+class WorkJob:
+    """Something that is done between two steps of the engine, on its thread: an adapter that is
+    added, and what trains. Of one `tenant` in the order in which it was given."""
+
+    tenant: str
+    work: Callable[[], Any]
+    post: Post
+
+
+_Job = TypeVar("_Job", SampleJob, WorkJob)
+
+
+class Turns(Generic[_Job]):
+    """Jobs that wait. Tenants take turns; of one tenant the oldest job is first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[_Job]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[_Job]:
+        return (job for jobs in self._waiting.values() for job in jobs)
+
+    def put(self, job: _Job) -> None:
+        """Add a job."""
+        self._waiting.setdefault(job.tenant, deque()).append(job)
+
+    def first(self) -> _Job:
+        """The next one, which stays."""
+        return next(iter(self._waiting.values()))[0]
+
+    def take(self) -> _Job:
+        """The next one; its tenant goes to the end of the line."""
+        tenant = next(iter(self._waiting))
+        jobs = self._waiting.pop(tenant)
+        job = jobs.popleft()
+        if jobs:
+            self._waiting[tenant] = jobs
+        return job
+
+    def remove(self, job: _Job) -> bool:
+        """Take out a job wherever it waits; False: it does not."""
+        jobs = self._waiting.get(job.tenant, deque())
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[job.tenant]
+        return True

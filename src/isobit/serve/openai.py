@@ -1,0 +1,328 @@
+"""OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and out.
+
+Left out: embeddings, images, audio, files, responses, log-probabilities of other tokens than the
+sampled ones and of prompts, and constrained decoding; each is refused by its key.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from isobit.engine.prompts import encode_prompt
+from isobit.engine.types import Completion
+from isobit.serve import chat, sessions
+from isobit.serve.answers import Asked, ChoiceStream, chat_logprobs, event
+from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
+from isobit.serve.jobs import Begun, Done, Token
+from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.wire import EventStream, error_value, read_fields
+
+_LEGACY_TOKENS = 16  # of a completion, unless the request says otherwise
+_LONGEST_SESSION = 256
+
+
+class OpenAI:
+    """The routes of a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._vocabulary = gateway.model.config.vocab_size
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+
+        def post(path: str, handler: Callable[[Request], Any]) -> Route:
+            return Route(path, handler, methods=["POST"])
+
+        return [
+            post("/v1/completions", self.completions),
+            post("/v1/chat/completions", self.chat_completions),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            post("/tokenize", self.tokenize),
+            post("/detokenize", self.detokenize),
+            post("/inference/v1/generate", self.generate),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """Continue a text, or token ids, or several of either."""
+        gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
+        model = fields.text("model")
+        adapter = gateway.adapter_of(model)
+        given = fields.take("prompt")
+        sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS)
+        logprobs = fields.take("logprobs", False) is not False
+        if logprobs and fields.take("logprobs") is not True:
+            fields.whole("logprobs", 0, 0, 1)
+        add_special = fields.flag("add_special_tokens", True)
+        shown = _shown(fields)
+        stream, usage = _stream_of(fields)
+        fields.finish()
+        prompts = await in_thread(self._prompts, given, add_special)
+        asked = Asked(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown)
+        return await self._answer(request, asked, adapter, stream, usage, None)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
+        model = fields.text("model")
+        adapter = gateway.adapter_of(model)
+        messages = chat.messages_of(fields.take("messages"))
+        tools, choice = fields.take("tools"), fields.take("tool_choice")
+        variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
+        sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
+        logprobs, shown = fields.flag("logprobs"), _shown(fields)
+        stream, usage = _stream_of(fields)
+        fields.finish()
+        session = request.headers.get("x-session-id")
+        if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
+            raise BadRequest(f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters")
+        before = None if session is None else gateway.sessions.find(request.state.tenant, session)
+        prompt = await in_thread(self._chat_prompt, messages, variables, before)
+        asked = Asked(
+            model or gateway.name,
+            gateway.tokenizer,
+            [prompt],
+            sampling,
+            True,
+            logprobs,
+            *shown,
+            tools=gateway.tools if "tools" in variables else None,
+        )
+
+        def keep(completion: Completion) -> None:
+            if session is not None:
+                answer = chat.messages_of([asked.message(completion)[1]])[0]
+                turn = sessions.Turn(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids), answer)
+                gateway.sessions.keep(request.state.tenant, session, turn)
+
+        return await self._answer(request, asked, adapter, stream, usage, keep)
+
+    async def generate(self, request: Request) -> Response:
+        """vLLM's token route: token ids in, token ids out."""
+        gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
+        model, given = fields.text("model"), token_list(fields.take("token_ids"), "token_ids")
+        name = fields.text("request_id")
+        if fields.flag("stream"):
+            raise BadRequest("stream: this route answers at once; /v1/completions streams", "stream")
+        inner = fields.inner("sampling_params")
+        sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
+        inner.whole("logprobs", 0, 0, 1)
+        fields.take("stream_options")
+        for each in (inner, fields):
+            each.finish()
+        prompt = self._checked("token_ids", given)
+        asked = Asked(model or gateway.name, gateway.tokenizer, [prompt], sampling)
+        found = await unless_gone(request.receive, self._completed(request, asked, gateway.adapter_of(model)))
+        if found is None:
+            return Response(status_code=499)
+        version, completions = found
+        choices = [
+            {
+                "index": completion.sample_index,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "logprobs": chat_logprobs([f"token_id:{token}" for token in completion.token_ids], completion.logprobs),
+            }
+            for _, completion in completions
+        ]
+        value = {"request_id": name or asked.id, "choices": choices, "weights_version": version}
+        return JSONResponse(value | {"seed": sampling.seed})
+
+    async def models(self, request: Request) -> Response:
+        """The base and the adapters."""
+        names = [None, *self._gateway.device.snapshots.names]
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return JSONResponse(self._described(self._gateway.adapter_of(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation, as a request with these would have them."""
+        fields = await read_fields(request, self._gateway.limits)
+        self._gateway.adapter_of(fields.text("model"))
+        messages, text = fields.take("messages"), fields.text("prompt")
+        add_special = fields.flag("add_special_tokens", True)
+        given = fields.take("tools"), None, fields.take("chat_template_kwargs")
+        fields.finish()
+        if (messages is None) == (text is None):
+            raise BadRequest("expected either prompt or messages", "prompt")
+        if messages is not None:
+            found = chat.messages_of(messages), chat.variables_of(*given)
+            tokens = await in_thread(self._chat_prompt, *found, None)
+        else:
+            tokens = await in_thread(self._gateway.tokenizer.encode_text, text, add_special)
+        positions = self._gateway.model.config.max_positions
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": positions})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        fields = await read_fields(request, self._gateway.limits)
+        self._gateway.adapter_of(fields.text("model"))
+        tokens = self._checked("tokens", token_list(fields.take("tokens"), "tokens"))
+        fields.finish()
+        return JSONResponse({"prompt": self._gateway.tokenizer.decode(tokens, special=True)})
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Asked,
+        adapter: str | None,
+        stream: bool,
+        usage: bool,
+        keep: Callable[[Completion], None] | None,
+    ) -> Response:
+        if stream:
+            return await self._streamed(request, asked, adapter, usage, keep)
+        found = await unless_gone(request.receive, self._completed(request, asked, adapter))
+        if found is None:
+            return Response(status_code=499)  # nobody reads it
+        version, completions = found
+        if keep is not None:
+            keep(completions[0][1])
+        value = asked.head("chat.completion" if asked.chat else "text_completion", version)
+        value["choices"] = [asked.choice(*each) for each in completions]
+        value["usage"] = asked.usage(sum(len(completion.token_ids) for _, completion in completions))
+        if asked.chat and asked.token_ids:
+            value["prompt_token_ids"] = list(asked.prompts[0])
+        return JSONResponse(value)
+
+    async def _completed(
+        self, request: Request, asked: Asked, adapter: str | None
+    ) -> tuple[int, list[tuple[int, Completion]]]:
+        """(version of the weights, each answer with the index of its prompt, in the order of choices)."""
+        version, found = 0, list[tuple[int, Completion]]()
+        given = request.state.tenant, asked.prompts, asked.sampling, adapter
+        async with self._gateway.ask(*given, streamed=False) as events:
+            async for prompt, happened in events:
+                if isinstance(happened, Begun):
+                    version = happened.weights_version
+                elif isinstance(happened, Done):
+                    found.append((prompt, happened.completion))
+        return version, sorted(found, key=lambda pair: asked.index(pair[0], pair[1].sample_index))
+
+    async def _streamed(
+        self,
+        request: Request,
+        asked: Asked,
+        adapter: str | None,
+        usage: bool,
+        keep: Callable[[Completion], None] | None,
+    ) -> Response:
+        """The answer as it is sampled. What is refused at once is an error and no stream."""
+        async with AsyncExitStack() as stack:
+            given = request.state.tenant, asked.prompts, asked.sampling, adapter
+            events = await stack.enter_async_context(self._gateway.ask(*given, streamed=True))
+            first = await unless_gone(request.receive, anext(events))
+            if first is None:
+                return Response(status_code=499)
+            return EventStream(_pieces(asked, first, events, usage, keep), stack.pop_all())
+        raise AssertionError("unreachable")
+
+    def _prompts(self, given: Any, add_special: bool) -> list[list[int]]:
+        """The token ids of a text, of token ids, or of a list of either."""
+        several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+        prompts = given if several else [given]
+        if len(prompts) > self._gateway.limits.samples:
+            raise BadRequest(f"prompt: at most {self._gateway.limits.samples:,} at a time", "prompt")
+        return [self._prompt(prompt, add_special) for prompt in prompts]
+
+    def _prompt(self, given: Any, add_special: bool) -> list[int]:
+        if isinstance(given, str):
+            given = self._gateway.tokenizer.encode_text(given, add_special)
+        elif not isinstance(given, list):
+            raise BadRequest("prompt: expected a text, token ids, or a list of either", "prompt")
+        return self._checked("prompt", given)
+
+    def _checked(self, key: str, tokens: list[int]) -> list[int]:
+        if tokens and not all(type(token) is int for token in tokens):
+            raise BadRequest(f"{key}: expected a text, token ids, or a list of either", key)
+        return encode_prompt(key, tokens, self._gateway.tokenizer, self._vocabulary)
+
+    def _chat_prompt(
+        self, messages: list[chat.Message], variables: dict[str, Any], before: sessions.Turn | None
+    ) -> list[int]:
+        tokenizer = self._gateway.tokenizer
+        if before is not None and sessions.goes_on(before, messages, variables):
+            return sessions.spliced(tokenizer, before, messages, variables)
+        return tokenizer.encode_chat(messages, True, variables)
+
+    def _described(self, name: str | None) -> dict[str, Any]:
+        gateway = self._gateway
+        return {
+            "id": gateway.name if name is None else name,
+            "object": "model",
+            "created": gateway.started,
+            "owned_by": "isobit",
+            "root": gateway.name,
+            "parent": None if name is None else gateway.name,
+            "max_model_len": gateway.model.config.max_positions,
+        }
+
+
+def _shown(fields: Fields) -> tuple[bool, bool]:
+    """Whether answers have token ids, and whether tokens are called by their ids."""
+    return fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
+
+
+def _stream_of(fields: Fields) -> tuple[bool, bool]:
+    """Whether to stream, and whether the stream ends with the usage."""
+    stream, options = fields.flag("stream"), fields.inner("stream_options")
+    usage = options.flag("include_usage")
+    options.flag("continuous_usage_stats")
+    options.finish()
+    return stream, usage and stream
+
+
+async def _pieces(
+    asked: Asked,
+    first: Indexed,
+    events: Events,
+    usage: bool,
+    keep: Callable[[Completion], None] | None,
+) -> AsyncIterator[bytes]:
+    """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
+    kind = "chat.completion.chunk" if asked.chat else "text_completion"
+    version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
+    heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
+
+    def chunk(piece: dict[str, Any] | None) -> bytes:
+        more = {"usage": None} if usage else {}
+        return b"" if piece is None else event(asked.head(kind, version) | {"choices": [piece]} | more)
+
+    async def all_events() -> AsyncIterator[Indexed]:
+        yield first
+        async for each in events:
+            yield each
+
+    try:
+        async for prompt, happened in all_events():
+            if isinstance(happened, Begun):
+                version = happened.weights_version
+                for sample in range(asked.sampling.n):
+                    choices[prompt, sample] = ChoiceStream(asked, prompt, sample)
+                    yield chunk(choices[prompt, sample].begin(asked.prompts[prompt]))
+            elif isinstance(happened, Token):
+                place = prompt, happened.sample_index
+                heard[place] = choices[place]
+                heard[place].feed(happened.token, happened.logprob)
+            elif isinstance(happened, Done):
+                sampled += len(happened.completion.token_ids)
+                if keep is not None:
+                    keep(happened.completion)
+                heard.pop((prompt, happened.completion.sample_index), None)
+                yield chunk(choices[prompt, happened.completion.sample_index].end(happened.completion))
+            if not events.waiting:
+                yield b"".join(chunk(stream.take()) for stream in heard.values())
+                heard.clear()
+    except Exception as error:
+        yield event(error_value(error)[1])
+        return
+    if usage:
+        yield event(asked.head(kind, version) | {"choices": [], "usage": asked.usage(sampled)})
+    yield event("[DONE]")

@@ -1,0 +1,187 @@
+"""What clients ask for: JSON objects of strangers, read key by key within limits.
+
+A key that nobody reads is refused, with the nearest one that is known: a misspelt option must not
+vanish. What is wrong is one line (`BadRequest`), in the words of the client's keys.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from isobit.data.foreign import BadJson, parse_json
+from isobit.engine.types import Sampling
+from isobit.errors import IsobitError, brief, did_you_mean
+from isobit.options.declare import at_least
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (0, False),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+"""Keys of the protocol that are taken where they ask for nothing, and the values that do."""
+IGNORED = frozenset(
+    (
+        "cache_salt",
+        "metadata",
+        "parallel_tool_calls",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    )
+)
+"""Keys that change no answer here."""
+
+_HOTTEST = 100.0  # a temperature without end makes logits that are no numbers
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client, and all together, may ask for."""
+
+    body_bytes: Annotated[int, at_least(1024)] = 8 << 20
+    body_seconds: Annotated[float, at_least(0.1)] = 30.0
+    open_samples: Annotated[int, at_least(1)] = 1024
+    samples: Annotated[int, at_least(1)] = 256  # of one request: prompts times n
+    stop_strings: Annotated[int, at_least(1)] = 16
+    stop_characters: Annotated[int, at_least(1)] = 1024  # of all stop strings of a request
+
+
+class BadRequest(IsobitError):
+    """What a client asked for cannot be done: the `status` of HTTP, and the key that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+class Fields:
+    """A JSON object of a client. `None` is as if the key was not there."""
+
+    def __init__(self, values: Any, where: str = "the body") -> None:
+        if not isinstance(values, dict):
+            raise BadRequest(f"{where}: expected a JSON object, got {_kind(values)}")
+        self._values, self._where = {k: v for k, v in values.items() if v is not None}, where
+        self._read = set[str]()
+
+    @staticmethod
+    def parse(body: bytes) -> "Fields":
+        """Those of a request's body. Raises BadRequest for what is no JSON object."""
+        try:
+            return Fields(parse_json(body.decode("utf-8")))
+        except UnicodeDecodeError:
+            raise BadRequest("the body is not UTF-8 text") from None
+        except BadJson as error:
+            place = "" if error.line is None else f", line {error.line} column {error.column}"
+            raise BadRequest(f"the body is not JSON{place}: {error.reason}") from None
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """A value of any kind."""
+        self._read.add(key)
+        return self._values.get(key, default)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise BadRequest(f"{key}: expected true or false, got {_kind(value)}", key)
+        return value
+
+    def whole(self, key: str, default: int, lowest: int, highest: int) -> int:
+        """A whole number within bounds, both included."""
+        value = self.take(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise BadRequest(f"{key}: expected a whole number from {lowest} to {highest:,}, got {_kind(value)}", key)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """A string."""
+        value = self.take(key, default)
+        if value is not None and not isinstance(value, str):
+            raise BadRequest(f"{key}: expected a string, got {_kind(value)}", key)
+        return value
+
+    def inner(self, key: str) -> "Fields":
+        """An object inside this one; an empty one where there is none."""
+        return Fields(self.take(key, {}), key)
+
+    def finish(self) -> None:
+        """Raise BadRequest for a key that nobody has read, unless it asks for nothing."""
+        for key in self._values.keys() - self._read - IGNORED:
+            if key not in NEUTRAL:
+                known = sorted(self._read | NEUTRAL.keys() | IGNORED)
+                raise BadRequest(f"{self._where}: unknown key {brief(key)!r}; {did_you_mean(key, known)}", key)
+            if self._values[key] not in NEUTRAL[key]:
+                raise BadRequest(f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}", key)
+
+
+def token_list(value: Any, key: str) -> list[int]:
+    """A list of token ids. Raises BadRequest; ids are checked against the vocabulary later."""
+    if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
+        raise BadRequest(f"{key}: expected a list of token ids, got {_kind(value)}", key)
+    return value
+
+
+def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling:
+    """How to sample, by OpenAI's and vLLM's keys. A request without a seed gets a random one."""
+    n = fields.whole("n", 1, 1, limits.samples)
+    longest = fields.whole("max_tokens", default_tokens, 1, 2**31 - 1)
+    longest = fields.whole("max_completion_tokens", longest, 1, 2**31 - 1)
+    seed = fields.take("seed")
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+    given = {key: value for key in keys if (value := fields.take(key)) is not None}
+    if isinstance(given.get("temperature"), (int, float)) and given["temperature"] > _HOTTEST:
+        raise BadRequest(f"temperature: expected at most {_HOTTEST:g}", "temperature")
+    if given.get("top_k") == -1:  # vLLM's word for off
+        given["top_k"] = 0
+    stop, ids = _stop(fields, limits), fields.take("stop_token_ids", [])
+    stop_tokens = tuple(token_list(ids, "stop_token_ids")) if ids != [] else ()
+    if len(stop_tokens) > limits.stop_characters:
+        raise BadRequest(f"stop_token_ids: at most {limits.stop_characters:,}", "stop_token_ids")
+    seed = secrets.randbits(62) if seed is None else fields.whole("seed", 0, 0, 2**63 - 1)
+    try:
+        return Sampling(n=n, max_new_tokens=longest, seed=seed, stop=stop, stop_tokens=stop_tokens, **given)
+    except BadRequest:
+        raise
+    except IsobitError as error:
+        raise BadRequest(str(error), str(error).partition(":")[0]) from None
+
+
+def _stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
+    value = fields.take("stop", [])
+    stop = [value] if isinstance(value, str) else value
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise BadRequest(f"stop: expected a text or a list of texts, got {_kind(value)}", "stop")
+    if len(stop) > limits.stop_strings or sum(map(len, stop)) > limits.stop_characters:
+        raise BadRequest(
+            f"stop: expected at most {limits.stop_strings} texts of {limits.stop_characters:,} "
+            f"characters together, got {len(stop):,} of {sum(map(len, stop)):,}",
+            "stop",
+        )
+    return tuple(stop)
+
+
+def _kind(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, dict):
+        return "an object"
+    return f"a list of {len(value):,}" if isinstance(value, list) else brief(repr(value), 80)

@@ -1,0 +1,101 @@
+"""Conversations of several turns in which an answer stays the tokens that were sampled.
+
+A client that sends `X-Session-ID` sends all messages in every turn, as always. Where they go on from the
+last turn of that session, its tokens, prompt and answer, are taken as they were, and only what the
+template writes behind the answer is encoded: a text that is tokenized again may become other tokens
+than the model has sampled, and its log-probabilities would be of another sequence.
+
+What is behind an answer is found by counting end-of-turn tokens, which only the template can have
+written (`model/text/escape_special.py`). An answer that was cut off by its length, or by a stop string,
+gets the end-of-turn token that it lacks. Messages that do not go on from the last turn begin anew.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model.text.tokenizer import Tokenizer
+
+MOST_SESSIONS, MOST_TOKENS = 4096, 1 << 21
+"""That are kept, of all clients together."""
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The messages of a request, the variables of its template, its tokens, the tokens of its answer, and
+    this as a message."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    message: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt) + len(self.answer)
+
+
+class Sessions:
+    """The last turn of each session, of those that were used last."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._turns: OrderedDict[tuple[str, str], Turn] = OrderedDict()
+        self._tokens = 0  # of all turns
+
+    def find(self, tenant: str, name: str) -> Turn | None:
+        """The last turn of a tenant's session."""
+        return self._turns.get((tenant, name))
+
+    def keep(self, tenant: str, name: str, turn: Turn) -> None:
+        """A turn is complete."""
+        self._drop(self._turns.pop((tenant, name), None))
+        self._turns[tenant, name] = turn
+        self._tokens += turn.num_tokens
+        while len(self._turns) > MOST_SESSIONS or (self._tokens > MOST_TOKENS and len(self._turns) > 1):
+            self._drop(self._turns.popitem(last=False)[1])
+
+    def _drop(self, turn: Turn | None) -> None:
+        self._tokens -= 0 if turn is None else turn.num_tokens
+
+
+def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any]) -> bool:
+    """Whether messages are those of a turn, its answer, and more."""
+    if turn is None or turn.variables != variables:
+        return False
+    count = len(turn.messages)
+    before = list(messages[:count]) == list(turn.messages)
+    return before and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
+
+
+def spliced(tokenizer: Tokenizer, turn: Turn, messages: Messages, variables: Mapping[str, Any]) -> list[int]:
+    """The tokens of a conversation that goes on from a turn. Raises IsobitError where the template has no
+    end-of-turn tokens by which the end of the answer could be found."""
+    count = len(turn.messages)
+    ends = set(tokenizer.eos_ids)
+    before = tokenizer.encode_chat(messages[:count], True, variables)
+    answered = tokenizer.encode_chat(messages[: count + 1], False, variables)
+    whole = tokenizer.encode_chat(messages, True, variables)
+    number = sum(token in ends for token in before)
+    if sum(token in ends for token in answered) != number + 1:
+        raise IsobitError(
+            "the model's chat template does not end an answer with its end-of-sequence token, so the tokens of a "
+            "session cannot be kept; leave X-Session-ID out"
+        )
+    place = [index for index, token in enumerate(whole) if token in ends][number]
+    rest = whole[place:]
+    if turn.answer and turn.answer[-1] == rest[0]:
+        rest = rest[1:]
+    return [*turn.prompt, *turn.answer, *rest]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a message says, without what clients add to it."""
+    calls = message.get("tool_calls") or []
+    asked = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
+    return message.get("role"), message.get("content") or "", asked

@@ -1,0 +1,79 @@
+"""The adapters that a server has, by the names that its clients know.
+
+An adapter is served as a *snapshot*: weights that never change, under a name in the model that is used
+once (`math@2`). A new version of an adapter is another snapshot, so an open request computes to its
+end with the weights that it began with. A snapshot that is replaced or removed leaves the model when
+nobody holds it any more. Only the device thread changes any of this.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.errors import IsobitError, listed
+from isobit.model import Model
+from isobit.model.adapters.low_rank import Adapter
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
+    open requests, and the name while it means this snapshot."""
+
+    served: str | None
+    version: int
+    holders: int = 0
+
+
+class Snapshots:
+    """Those of a model that serves adapters (`Model.serving`)."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._named: dict[str, Snapshot] = {}
+        self._versions: dict[str, int] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """That clients may ask for, beside the base."""
+        return tuple(self._named)
+
+    def put(self, name: str, adapter: str | Path | Adapter) -> int:
+        """Serve an adapter by a name, in the place of what it named before; its version, from 0.
+        Raises IsobitError as `Model.add_adapter`; the name then means what it meant."""
+        version = self._versions.get(name, -1) + 1
+        made = Snapshot(f"{name}@{version}", version, holders=1)
+        self._model.add_adapter(f"{name}@{version}", adapter)
+        self._versions[name] = version
+        before = self._named.get(name)
+        self._named[name] = made
+        if before is not None:
+            self.release(before)
+        return version
+
+    def remove(self, name: str) -> None:
+        """The name means nothing from now on. Raises IsobitError if it did not before."""
+        self._find(name)
+        self.release(self._named.pop(name))
+
+    def hold(self, name: str | Snapshot | None) -> Snapshot:
+        """What a request by this name, or by this snapshot that somebody holds, computes with, until
+        it is released. Raises IsobitError for an unknown name, and a snapshot that nobody holds."""
+        if isinstance(name, Snapshot):
+            if not name.holders and name.served is not None:
+                raise IsobitError(f"the snapshot {name.served!r} was dropped: nobody held it")
+            found = name
+        else:
+            found = Snapshot(None, self._model.weights_version) if name is None else self._find(name)
+        found.holders += 1
+        return found
+
+    def release(self, snapshot: Snapshot) -> None:
+        """One holder less."""
+        snapshot.holders -= 1
+        if not snapshot.holders and snapshot.served is not None:
+            self._model.remove_adapter(snapshot.served)
+
+    def _find(self, name: str) -> Snapshot:
+        if name not in self._named:
+            raise IsobitError(f"no adapter {name!r} is served; there are {listed(self.names) or 'none'}")
+        return self._named[name]

@@ -1,0 +1,130 @@
+"""HTTP: bodies within limits, tokens, errors in OpenAI's format, streams that end with their client."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from isobit.errors import IsobitError
+from isobit.serve.gateway import Gateway, Refused, unless_gone
+from isobit.serve.keys import tenant_of
+from isobit.serve.requests import BadRequest, Fields, Limits
+
+OPEN_TO_ALL = ("/health",)
+_LOG = logging.getLogger("isobit.serve")
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error. One that is no user's mistake is logged, and not shown."""
+    status, param, message = 500, None, "the server failed; its log says why"
+    if isinstance(error, BadRequest):
+        status, param, message = error.status, error.param, str(error)
+    elif isinstance(error, Refused):
+        status, message = error.status, str(error)
+    elif isinstance(error, IsobitError):
+        status, message = 400, str(error)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    else:
+        _LOG.error("a request failed", exc_info=error)
+    default = "invalid_request_error" if status < 500 else "server_error"
+    value = {"message": message, "type": _TYPES.get(status, default), "param": param, "code": None}
+    return status, {"error": value}
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """An error as a response."""
+    status, value = error_value(error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    if status == 413:
+        headers["Connection"] = "close"
+    return JSONResponse(value, status, headers)
+
+
+async def read_fields(request: Request, limits: Limits) -> Fields:
+    """The JSON object that is a request's body. Raises BadRequest; a long body is refused before it
+    is read, and a slow one after `limits.body_seconds`."""
+    too_long = BadRequest(f"the body is longer than {limits.body_bytes:,} bytes", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > limits.body_bytes):
+        raise too_long
+    parts, size = list[bytes](), 0
+
+    async def read() -> None:
+        nonlocal size
+        async for part in request.stream():
+            size += len(part)
+            if size > limits.body_bytes:
+                raise too_long
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(read(), limits.body_seconds)
+    except asyncio.TimeoutError:
+        raise BadRequest(f"the body took longer than {limits.body_seconds:g} seconds", status=408) from None
+    return Fields.parse(b"".join(parts))
+
+
+class Guard:
+    """In front of all routes: who has no token, and who comes when the server stops, goes no further."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...]) -> None:
+        self._app, self._gateway, self._tokens = app, gateway, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        headers = Headers(scope=scope)
+        given, key = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
+        tenant = tenant_of(given, key, self._tokens)
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        if tenant is None and path not in OPEN_TO_ALL:
+            error: Exception = Refused(401, "expected the server's token: Authorization: Bearer TOKEN")
+            await error_response(Request(scope), error)(scope, receive, watched)
+        else:
+            scope.setdefault("state", {})["tenant"] = tenant or ""
+            await self._app(scope, receive, watched)
+        known = getattr(scope.get("route"), "path", "other")
+        self._gateway.metrics.requests.labels(known, tenant or "", str(status)).inc()
+
+
+class EventStream(Response):
+    """Server-sent events. It ends, and closes what it stands on, with its last event or its client."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncIterator[bytes], stack: AsyncExitStack) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._pieces, self._stack = pieces, stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            await unless_gone(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces:
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,55 @@
+"""A model with two adapters, and a server over them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.model import Model
+from isobit.model.adapters.targets import NewAdapter
+from tests.models import require
+
+from .helpers import KEY, Running, base_model, serving
+
+ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and two adapters after an update, as their folders."""
+    require("native")
+    where = tmp_path_factory.mktemp("serve")
+    base_model(where / "base")
+    for number, (name, given) in enumerate(ADAPTERS.items()):
+        model = Model.load(where / "base", "bf16", adapter=given)
+        random = torch.Generator().manual_seed(number)
+        for key, parameter in model.named_parameters().items():
+            if key.endswith("lora_B"):
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+        model.save(where / name)
+    return where
+
+
+@pytest.fixture(scope="session")
+def adapters(folder: Path) -> dict[str, Path]:
+    """By name."""
+    return {name: folder / name for name in ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, adapters: dict[str, Path]) -> Iterator[Running]:
+    """A server with both."""
+    with serving(folder / "base", adapters) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path, adapters: dict[str, Path]) -> Iterator[Running]:
+    """Such a server with a key that Tinker's client takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serve.helpers.TOKENS", (KEY,))
+        patch.setenv("TINKER_TELEMETRY", "0")
+        with serving(folder / "base", adapters) as server:
+            server.token = KEY
+            yield server

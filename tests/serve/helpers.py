@@ -1,0 +1,110 @@
+"""A server over a tiny model, in a thread of the test's process."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from isobit.engine.engine import Engine
+from isobit.model import Model
+from isobit.serve.app import Server, make_app
+from isobit.serve.chat import format_of
+from isobit.serve.gateway import Gateway
+from isobit.serve.requests import Limits
+from tests.models import tiny_model
+
+TOKENS = ("test-token-0123456789", "other-token-0123456789")
+KEY = "tml-test-key-0123456789"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+TEMPLATE = (
+    "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def base_model(folder: Path, max_positions: int = 256) -> Path:
+    """A model directory with a chat template."""
+    model = tiny_model("bf16", alphabet=ALPHABET, scale=4, max_positions=max_positions)
+    model.tokenizer.chat_template = TEMPLATE
+    model.save(folder)
+    return folder
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    gateway: Gateway
+    server: Server
+    token: str = TOKENS[0]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def post(self, path: str, value: Any = None, **more: Any) -> httpx.Response:
+        """A request, with a JSON body unless `content` is given."""
+        given = more if "content" in more else {"json": value, **more}
+        headers = self.headers | given.pop("headers", {})
+        return httpx.post(self.url + path, headers=headers, timeout=60, **given)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=self.headers, timeout=60)
+
+    def stream(self, path: str, value: Any) -> list[str]:
+        """The data of a stream's events."""
+        with httpx.stream("POST", self.url + path, headers=self.headers, json=value, timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        return [line[6:] for line in lines]
+
+
+@contextmanager
+def serving(
+    base: Path,
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    limits: Limits = Limits(),  # noqa: B008
+    tools: str = "auto",
+    grace: float = 5.0,
+    **sizes: int,
+) -> Iterator[Running]:
+    """A server over the model at `base`; at the end all its pages must be free."""
+    model = Model.load(base, "fp8", "native").serving({})
+    engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
+    gateway = Gateway(engine, "tiny", format_of(tools, model.tokenizer.chat_template), limits)
+    for name, folder in (adapters or {}).items():
+        gateway.device.snapshots.put(name, folder)
+    config = uvicorn.Config(
+        make_app(gateway, TOKENS), port=0, log_config=None, access_log=False, lifespan="off", ws="none", http="h11"
+    )
+    server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
+
+    def on_start(chosen: int) -> None:
+        port.append(chosen)
+        started.set()
+
+    server.on_start = on_start
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        assert started.wait(30)
+        yield Running(f"http://127.0.0.1:{port[0]}", gateway, server)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+    assert gateway.device.failure is None
+    engine.integrity()
+    assert engine.num_open == 0
+    assert engine.pages.num_used == 0

@@ -1,0 +1,137 @@
+"""`isobit serve`: where it listens, its token, its end, and what it refuses in one line."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from isobit import cli
+from isobit.errors import IsobitError
+from isobit.serve.keys import read_or_make, tenant_of
+from tests import sockets
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
+
+
+@contextmanager
+def started(base: Path, *words: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the address that it prints."""
+    command = [sys.executable, "-m", "isobit", "serve", base, "--port", 0, "--kv-pages", 100, *words]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"on (http://\S+)", line)
+        assert found, line + process.stderr.read()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@LINUX
+def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: Path) -> None:
+    mark, file = f"serve-{os.getpid()}", tmp_path / "token"
+    words = ("--adapter", f"math={folder / 'math'}", "--token", file, "--name", "mine")
+    with started(folder / "base", *words, **{sockets.MARK: mark}) as (process, url):
+        assert process.stderr is not None
+        token = file.read_text().strip()
+        assert process.stderr.readline() == f"token: {token} in {file}\n"
+        assert file.stat().st_mode & 0o777 == 0o600
+        places = sockets.listening(sockets.marked(mark))
+        assert len(places) == 1
+        assert sockets.beyond_loopback(places) == []
+        headers = {"Authorization": f"Bearer {token}"}
+        models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+        assert [model["id"] for model in models] == ["mine", "math"]
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        given = {"model": "math", "prompt": "abc", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", headers=headers, json=given).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+    with started(folder / "base", "--token", file) as (process, _):
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"token: (the one) in {file}\n"
+
+
+def test_a_listener_beyond_the_machine_is_noticed() -> None:
+    """The control."""
+    assert sockets.beyond_loopback([("0.0.0.0", 80), ("127.0.0.1", 80)]) == [("0.0.0.0", 80)]
+
+
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["isobit", "serve", *map(str, words)])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_it_refuses(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, token = folder / "base", ("--token", tmp_path / "token")
+    assert "other machines could reach it; give the token's file" in said(
+        monkeypatch, capsys, base, "--host", "0.0.0.0"
+    )
+    assert "nothing" in said(monkeypatch, capsys, tmp_path / "nothing", *token)
+    assert "did you mean 'hermes'" in said(monkeypatch, capsys, base, "--tool-format", "hermess", *token)
+    assert "calibrates its KV cache" in said(monkeypatch, capsys, base, "--precision", "fp8-rollout-kv", *token)
+    wrong = ("--adapter", f"math={base}")
+    assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
+def test_without_the_extra_it_says_what_to_install(folder: Path, missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['isobit', 'serve', {str(folder / 'base')!r}]; "
+        "from isobit.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"isobit: serve needs {missing}[\w.]*: pip install 'isobit\[serve\]'\n", done.stderr)
+
+
+def test_a_port_that_is_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = ("--token", tmp_path / "token")
+    with started(folder / "base", *token) as (_, url):
+        port = url.rpartition(":")[2]
+        found = said(monkeypatch, capsys, folder / "base", "--port", port, "--kv-pages", 100, *token)
+    assert f"--port {port}: cannot listen on 127.0.0.1; is it in use?" in found
+
+
+def test_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "token"
+    (token,), made = read_or_make(file)
+    assert made
+    assert len(token) > 40
+    assert read_or_make(file) == ((token,), False)
+    file.write_text("first-token-0123456\nsecond-token-012345\n")
+    tokens, _ = read_or_make(file)
+    found = [tenant_of(f"Bearer {text}".encode(), b"", tokens) for text in (*tokens, "first", tokens[0][:-1])]
+    assert found == ["0", "1", None, None]
+    assert tenant_of(b"", b"", tokens) is None
+    assert tenant_of(b"", tokens[1].encode(), tokens) == "1"
+    file.chmod(0o640)
+    with pytest.raises(IsobitError, match="others may read it; run chmod 600"):
+        read_or_make(file)
+    file.chmod(0o600)
+    file.write_text("short\n")
+    with pytest.raises(IsobitError, match="expected in each line a token of at least 16"):
+        read_or_make(file)
+    with pytest.raises(IsobitError, match="cannot be read"):
+        read_or_make(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsobitError, match="cannot be read: Not a directory"):
+        read_or_make(tmp_path / "file" / "token")

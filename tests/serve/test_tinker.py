@@ -1,0 +1,174 @@
+"""Tinker's own client, unmodified, samples: the bits of the other routes, and log-probabilities of prompts that are
+those of sampling, bit for bit."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from isobit.serve import tinker as routes
+from isobit.serve.jobs import Done, WorkJob
+
+from .helpers import KEY, Running, serving
+
+tinker: Any = pytest.importorskip("tinker")
+
+
+@pytest.fixture(scope="module")
+def service(running: Running) -> Any:
+    return tinker.ServiceClient(base_url=running.url, api_key=KEY)
+
+
+def sampled(client: Any, tokens: list[int], **given: Any) -> list[tuple[list[int], list[float], str]]:
+    count = given.pop("num_samples", 1)
+    params = tinker.SamplingParams(**{"max_tokens": 8, "seed": 3, **given})
+    prompt = tinker.ModelInput.from_ints(tokens)
+    found = client.sample(prompt=prompt, num_samples=count, sampling_params=params).result()
+    return [(list(s.tokens), [float(x) for x in s.logprobs], s.stop_reason) for s in found.sequences]
+
+
+def replaced(server: Running, name: str, folder: Path) -> None:
+    """The adapter of this name is another one from now on."""
+    done = list[Any]()
+    work = server.gateway.device.snapshots.put
+    server.gateway.device.submit(WorkJob("test", lambda: work(name, folder), done.append))
+    end = time.monotonic() + 30
+    while not done:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert isinstance(done[0], Done)
+
+
+def test_capabilities(service: Any, running: Running, folder: Path) -> None:
+    models = service.get_server_capabilities().supported_models
+    assert [model.model_name for model in models] == [str(folder / "base"), "tiny"]
+    assert not any(model.trainable for model in models)
+
+
+def test_samples_are_those_of_the_other_routes(service: Any, running: Running) -> None:
+    """The control samples by another adapter."""
+    tokens = running.gateway.tokenizer.encode("abc")
+    clients = {
+        "tiny": service.create_sampling_client(base_model="tiny").result(),
+        "math": service.create_sampling_client(model_path="tinker://math").result(),
+    }
+    found = {}
+    for name, client in clients.items():
+        given = {"model": name, "prompt": tokens, "max_tokens": 8, "seed": 3, "n": 3, "logprobs": 1}
+        choices = running.post("/v1/completions", given | {"return_token_ids": True}).json()["choices"]
+        theirs = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+        found[name] = sampled(client, tokens, num_samples=3)
+        assert found[name] == theirs
+    assert found["tiny"] != found["math"]
+
+
+def test_prompt_logprobs_are_those_of_sampling(service: Any, running: Running) -> None:
+    """For the base and each adapter, while all sample; the control scores by another adapter."""
+    tokens = running.gateway.tokenizer.encode("12+3=")
+    names = ["tiny", "math", "code"]
+    clients = [service.create_sampling_client(base_model="tiny").result()]
+    clients += [service.create_sampling_client(model_path=f"tinker://{name}").result() for name in names[1:]]
+
+    def scored(client: Any, whole: list[int]) -> list[float]:
+        found = client.compute_logprobs(tinker.ModelInput.from_ints(whole)).result()
+        assert found[0] is None
+        return [float(np.float32(x)) for x in found[1:]]
+
+    def one(number: int) -> tuple[list[int], list[float]]:
+        ((answer, logprobs, _),) = sampled(clients[number % 3], tokens, seed=number, max_tokens=12)
+        whole = [*tokens, *answer]
+        assert scored(clients[number % 3], whole)[len(tokens) - 1 :] == logprobs
+        return whole, logprobs
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(18)))
+    whole, logprobs = found[1]
+    assert scored(clients[2], whole)[len(tokens) - 1 :] != logprobs
+
+
+def test_a_sampling_client_is_pinned(service: Any, running: Running, folder: Path) -> None:
+    """A new version of its adapter changes nothing for it; the control is a new client."""
+    tokens = running.gateway.tokenizer.encode("abc")
+    old = service.create_sampling_client(model_path="tinker://math").result()
+    before = sampled(old, tokens)
+    replaced(running, "math", folder / "code")
+    assert sampled(old, tokens) == before
+    new = service.create_sampling_client(model_path="tinker://math").result()
+    assert sampled(new, tokens) != before
+    replaced(running, "math", folder / "math")
+    assert sampled(service.create_sampling_client(model_path="tinker://math").result(), tokens) == before
+
+
+def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
+    tokens = running.gateway.tokenizer.encode("abc")
+    client = service.create_sampling_client(base_model="tiny").result()
+    ((long, _, _),) = sampled(client, tokens, max_tokens=30, stop=[])
+    assert len(long) == 30
+    ((short, _, reason),) = sampled(client, tokens, max_tokens=30, stop=[long[6]])
+    assert (short, reason) == (long[: long.index(long[6]) + 1], "stop")
+    with pytest.raises(tinker.BadRequestError, match="token id 99999 is not in the model's vocabulary"):
+        sampled(client, [99999])
+    with pytest.raises(tinker.BadRequestError, match="temperature: expected at least 0"):
+        sampled(client, tokens, temperature=-1.0)
+    with pytest.raises(tinker.RequestFailedError, match="prompt has 300 tokens"):
+        sampled(client, tokens * 100)
+    with pytest.raises(tinker.NotFoundError, match="model 'art' is not served"):
+        sampled(service.create_sampling_client(model_path="tinker://art").result(), tokens)
+    with pytest.raises(tinker.BadRequestError, match="does not offer create_model of Tinker's routes"):
+        service.create_lora_training_client(base_model="tiny", rank=4).result()
+
+
+def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> None:
+    headers = {"X-Api-Key": KEY}
+
+    def post(path: str, value: dict[str, Any], **more: str) -> httpx.Response:
+        return httpx.post(f"{running.url}/api/v1/{path}", json=value, headers=headers | more, timeout=60)
+
+    session = post("create_session", {"tags": [], "sdk_version": "0"}).json()["session_id"]
+    begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = post("create_sampling_session", begin).json()["sampling_session_id"]
+    assert post("create_sampling_session", begin).json()["sampling_session_id"] == sampler
+    chunk = {"type": "encoded_text", "tokens": [10, 11]}
+    asked = {"sampling_session_id": sampler, "seq_id": 4, "prompt": {"chunks": [chunk]}}
+    asked["sampling_params"] = {"max_tokens": 5}
+    names = {post("asample", asked).json()["request_id"] for _ in range(3)}
+    assert len(names) == 1
+    (name,) = names
+    results = {post("retrieve_future", {"request_id": name}).content for _ in range(2)}
+    assert len(results) == 1
+    assert post("retrieve_future", {"request_id": "other"}).status_code == 410
+    assert post("retrieve_future", {"request_id": name}, **{"X-Api-Key": "tml-wrong"}).status_code == 401
+    assert post("asample", asked | {"seq_id": 5, "topk_sample_logprobs": 3}).status_code == 400
+    long = asked | {"seq_id": 6, "sampling_params": {"max_tokens": 250, "stop": []}, "num_samples": 8}
+    cancelled = {"request_id": post("asample", long).json()["request_id"]}
+    assert post("cancel_future", cancelled).status_code == 200
+    assert post("retrieve_future", cancelled).json() == {"error": "the request was cancelled", "category": "user"}
+    end = time.monotonic() + 30
+    while running.gateway.device.num_open:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert post(f"sessions/{session}/finish", {}).status_code == 200
+    assert post("asample", asked).status_code == 404
+    assert post("session_heartbeat", {"session_id": session}).status_code == 410
+
+
+def test_an_idle_session_lets_go_of_its_snapshot(
+    folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.serve.helpers.TOKENS", (KEY,))
+    with serving(folder / "base", adapters) as server:
+        server.token = KEY
+        served = server.gateway.model.transformer.served
+        assert served is not None
+        session = server.post("/api/v1/create_session", {}).json()["session_id"]
+        begin = {"session_id": session, "sampling_session_seq_id": 0, "model_path": "tinker://math"}
+        assert server.post("/api/v1/create_sampling_session", begin).status_code == 200
+        replaced(server, "math", folder / "code")
+        assert sorted(served.names) == ["code@0", "math@0", "math@1"]
+        monkeypatch.setattr(routes, "IDLE_SECONDS", 0.0)
+        server.post("/api/v1/create_session", {})
+        assert sorted(served.names) == ["code@0", "math@1"]
