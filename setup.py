@@ -1,8 +1,10 @@
-"""What pyproject.toml cannot say: a wheel carries the compiled operators, where a compiler is found that can make them.
+"""What pyproject.toml cannot say: a wheel carries the compiled operators, where a compiler is found
+that can make them.
 
-They are called through ctypes and not linked with Python, so the wheel is for every Python 3 on the platform. Without a
-compiler, on other platforms, in an editable installation and with ISOBIT_PREBUILT=0 it carries none, and is pure;
-ISOBIT_PREBUILT=1 makes it an error that they cannot be compiled.
+They are called through ctypes and not linked with Python, so the wheel is for every Python 3 on the
+platform. Without a compiler, on other platforms, in an editable installation and with
+ISOBIT_PREBUILT=0 it carries none, and is pure; ISOBIT_PREBUILT=1 makes it an error that they cannot
+be compiled.
 """
 
 import os
@@ -61,7 +63,9 @@ class Wheel(bdist_wheel):
         self.run_command("build_native")  # decides what the wheel is before its files are laid out
         libraries = self.get_finalized_command("build_native").libraries
         self.root_is_pure = not libraries
-        self.distribution.has_ext_modules = lambda: bool(libraries)  # files then go where a platform's go
+        self.distribution.has_ext_modules = lambda: bool(
+            libraries
+        )  # files then go where a platform's go
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

@@ -23,11 +23,18 @@ LARGE = ("long_completions",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times, ratios and the claims they hold.")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(NAMES)}; by name also {', '.join(LARGE)}"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Times, ratios and the claims they hold."
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write one JSON file per benchmark")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"default: all of {', '.join(NAMES)}; by name also {', '.join(LARGE)}",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write one JSON file per benchmark"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="counted runs of every contestant")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""Compile recorded launches of Triton kernels for a GPU that need not be there, and read off what was made of them.
+"""Compile recorded launches of Triton kernels for a GPU that need not be there, and read off what
+was made of them.
 
-ptxas reports registers and spills, the disassembly shows which matrix instructions a kernel runs on. Needs Triton's own
-toolchain and no GPU; must not run where TRITON_INTERPRET is set.
+ptxas reports registers and spills, the disassembly shows which matrix instructions a kernel runs
+on. Needs Triton's own toolchain and no GPU; must not run where TRITON_INTERPRET is set.
 """
 
 import re
@@ -37,7 +38,8 @@ _MATRIX = re.compile(r"\b(QGMMA|HGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA)\.(\S+)")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel became: registers a thread, bytes spilled and of shared memory, matrix instructions by shape."""
+    """What a kernel became: registers a thread, bytes spilled and of shared memory, matrix
+    instructions by shape."""
 
     kernel: str
     constants: dict[str, object]
@@ -56,25 +58,29 @@ class Compiled:
 
 
 def kernel_name(launch: KernelLaunch) -> str:
-    """Its room, its file where the room has several, and its function, such as product.block_product."""
+    """Its room, its file where the room has several, and its function, such as
+    product.block_product."""
     path = launch.kernel.fn.__module__.split(".")[2:]
     places = [part for part in path if part not in ("triton", "kernels")]
     return ".".join([*places, launch.kernel.__name__.strip("_")])
 
 
 def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
-    """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
+    """Compile what `launch` would have run, with the specialization that Triton would have
+    chosen."""
     made = triton_compile(launch, GPUTarget("cuda", capability, 32))
     registers, stack, spills = _resources(made.asm["ptx"], capability)
     instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
     return Compiled(
-        kernel_name(launch), dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
+        kernel_name(launch), dict(launch.constants), launch.num_warps, launch.num_stages, registers,
+        spills, stack,
         made.metadata.shared, dict(instructions),
     )  # fmt: skip
 
 
 def matrix_layouts(launch: KernelLaunch, capability: int = 90) -> set[str]:
-    """How a launch's matrix products lie in registers: instructions, and warps along both sides, in Triton's words."""
+    """How a launch's matrix products lie in registers: instructions, and warps along both sides, in
+    Triton's words."""
     made = triton_compile(launch, GPUTarget("cuda", capability, 32))
     return set(re.findall(r"#ttg\.nvidia_mma<[^>]*>", made.asm["ttgir"]))
 
@@ -103,7 +109,11 @@ def triton_compile(launch: KernelLaunch, target: GPUTarget) -> Any:
             assert isinstance(value, float), f"{name}: {value!r}"
             signature[name] = "fp32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": False,
+    }
     options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
     return triton.compile(source, target=target, options=options)
 
@@ -125,6 +135,9 @@ def _resources(ptx: str, capability: int) -> tuple[int, int, int]:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     stack, stores, loads = map(
-        int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+        int,
+        re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+        ).groups(),
     )
     return registers, stack, stores + loads

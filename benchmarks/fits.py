@@ -1,11 +1,11 @@
-"""On how many GPUs of a memory a model trains, and which models one GPU trains, as `isobit plan` counts bytes: two
-tables for the documentation.
+"""On how many GPUs of a memory a model trains, and which models one GPU trains, as `isobit plan`
+counts bytes: two tables for the documentation.
 
     python -m benchmarks fits
 
-Qwen3-8B, or the largest dense Qwen3, 64 prompts of 512 tokens with 16 completions of at most 2,048, micro-batches of
-one such sequence, `activation_checkpointing: true` and `engine.sleep: always`. A run fits where a tenth of the memory
-is left. Nothing is measured here.
+Qwen3-8B, or the largest dense Qwen3, 64 prompts of 512 tokens with 16 completions of at most 2,048,
+micro-batches of one such sequence, `activation_checkpointing: true` and `engine.sleep: always`. A
+run fits where a tenth of the memory is left. Nothing is measured here.
 """
 
 from benchmarks.common import Result
@@ -14,7 +14,13 @@ from isobit.plan import plan
 from isobit.plan.advice import fits_well
 from isobit.plan.cards import GIB
 
-ONE_GPU = {"24 GB": "rtx4090", "32 GB": "rtx5090", "48 GB": "l40s", "80 GB": "h100", "141 GB": "h200"}
+ONE_GPU = {
+    "24 GB": "rtx4090",
+    "32 GB": "rtx5090",
+    "48 GB": "l40s",
+    "80 GB": "h100",
+    "141 GB": "h200",
+}
 MEMORIES = {name: card for name, card in ONE_GPU.items() if name != "32 GB"}
 """What a card is sold with, and one of them."""
 PRESETS = ("bf16", "fp8", "fp8-e2e")
@@ -31,7 +37,11 @@ ADAPTED = tuple(TRAINED)[-1]
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 RECIPES = (
     ("all weights", "fp8", ()),
-    ("all weights, BF16 masters, 8-bit moments", "fp8", ("optimizer.masters=bf16", "optimizer.state=8bit")),
+    (
+        "all weights, BF16 masters, 8-bit moments",
+        "fp8",
+        ("optimizer.masters=bf16", "optimizer.state=8bit"),
+    ),
     ("an adapter of rank 32", "fp8", ("adapter.rank=32",)),
     ("an adapter of rank 32", "nvfp4[activation=bf16]", ("adapter.rank=32",)),
 )
@@ -44,7 +54,8 @@ def run(rounds: int) -> Result:
 
 
 def table() -> list[str]:
-    """In Markdown: what is trained, the preset, and for each memory the fewest GPUs with the GiB of each."""
+    """In Markdown: what is trained, the preset, and for each memory the fewest GPUs with the GiB of
+    each."""
     lines = [f"| trained | preset | {' | '.join(MEMORIES)} |", f"|---|---|{'---|' * len(MEMORIES)}"]
     for what, changes in TRAINED.items():
         for preset in (*PRESETS, *(FROZEN if what == ADAPTED else ())):
@@ -54,7 +65,8 @@ def table() -> list[str]:
 
 
 def largest() -> list[str]:
-    """In Markdown: what is trained and how, and for each memory the largest model that one GPU trains."""
+    """In Markdown: what is trained and how, and for each memory the largest model that one GPU
+    trains."""
     lines = [f"| trained | preset | {' | '.join(ONE_GPU)} |", f"|---|---|{'---|' * len(ONE_GPU)}"]
     for what, preset, changes in RECIPES:
         cells = (_largest(preset, changes, card) for card in ONE_GPU.values())
@@ -76,8 +88,11 @@ def _fewest(preset: str, changes: tuple[str, ...], card: str) -> str:
     return "none"
 
 
-def _fitting(name: str, preset: str, changes: tuple[str, ...], card: str, ranks: int) -> float | None:
-    """Bytes of a GPU, or None where they are too many or a completion finds no room in the cache."""
+def _fitting(
+    name: str, preset: str, changes: tuple[str, ...], card: str, ranks: int
+) -> float | None:
+    """Bytes of a GPU, or None where they are too many or a completion finds no room in the
+    cache."""
     given = job(
         name,
         *changes,
@@ -90,4 +105,8 @@ def _fitting(name: str, preset: str, changes: tuple[str, ...], card: str, ranks:
         ranks=ranks,
     )
     planned = plan(given)
-    return planned.total if fits_well(given, planned) and planned.cache_tokens >= given.longest else None
+    return (
+        planned.total
+        if fits_well(given, planned) and planned.cache_tokens >= given.longest
+        else None
+    )

@@ -1,9 +1,11 @@
-"""What the frozen base of an adapter takes, by preset, and how long its products take where codes share a byte.
+"""What the frozen base of an adapter takes, by preset, and how long its products take where codes
+share a byte.
 
     python -m benchmarks frozen_base
 
-Bytes are counted in the storages of an open model: its linear layers, and what the backend packed of them besides.
-Times are of the native backend alone, of one matrix of 3,072 by 1,024, over the same weight with a code to a byte.
+Bytes are counted in the storages of an open model: its linear layers, and what the backend packed
+of them besides. Times are of the native backend alone, of one matrix of 3,072 by 1,024, over the
+same weight with a code to a byte.
 """
 
 import tempfile
@@ -30,7 +32,9 @@ def run(rounds: int) -> Result:
         for preset in PRESETS:
             result.parts[preset] = _bits(Model.load(path, preset, adapter=NewAdapter(8, 16)))
     stored = {preset: parts["codes and scales"] for preset, parts in result.parts.items()}
-    result.claims.append(Claim("nvfp4: bits a weight, scales included", stored["nvfp4"], "<=", 4.51))
+    result.claims.append(
+        Claim("nvfp4: bits a weight, scales included", stored["nvfp4"], "<=", 4.51)
+    )
     for other, limit in (("fp8", 0.57), ("bf16", 0.29)):
         ratio = stored["nvfp4"] / stored[other]
         result.claims.append(Claim(f"nvfp4: bytes of the base over {other}'s", ratio, "<=", limit))
@@ -42,9 +46,14 @@ def _bits(model: Model) -> dict[str, float]:
     """Of a weight of the linear layers."""
     linear = [weight for weight in model.transformer.rollout_weights() if "lora" not in weight.name]
     count = sum(weight.working.shape[0] * weight.working.shape[1] for weight in linear)
-    stored = sum(t.numel() * t.element_size() for weight in linear for t in tensors_of(weight.working))
+    stored = sum(
+        t.numel() * t.element_size() for weight in linear for t in tensors_of(weight.working)
+    )
     packs = sum(weight.prepared.nbytes for weight in linear if isinstance(weight.prepared, Packed))
-    return {"codes and scales": 8 * stored / count, "packs of the native backend": 8 * packs / count}
+    return {
+        "codes and scales": 8 * stored / count,
+        "packs of the native backend": 8 * packs / count,
+    }
 
 
 def _time(result: Result, rounds: int) -> None:
@@ -58,7 +67,10 @@ def _time(result: Result, rounds: int) -> None:
         for name, a in (("BF16", plain), ("NVFP4", quantized)):
             found = race(
                 f"{rows} rows in {name}",
-                {"a code to a byte": lambda a=a: ops.product(a, wide), "two": lambda a=a: ops.product(a, low)},
+                {
+                    "a code to a byte": lambda a=a: ops.product(a, wide),
+                    "two": lambda a=a: ops.product(a, low),
+                },
                 rounds,
             )
             result.rows += found

@@ -1,9 +1,10 @@
-"""Seconds of a GRPO step beside TRL's `GRPOTrainer` in float32: 64 prompts x 8 completions of 5 tokens, hidden 128,
-4 layers.
+"""Seconds of a GRPO step beside TRL's `GRPOTrainer` in float32: 64 prompts x 8 completions of 5
+tokens, hidden 128, 4 layers.
 
-A step is everything between two optimizer steps: rollout, rewards, advantages, forward, backward, AdamW. isobit's steps
-run inside TRL's loop, between two of its steps, so that both see the same machine. TRL needs `pip install trl==1.16.0`;
-without it, isobit's times stand alone and the claims are left out.
+A step is everything between two optimizer steps: rollout, rewards, advantages, forward, backward,
+AdamW. isobit's steps run inside TRL's loop, between two of its steps, so that both see the same
+machine. TRL needs `pip install trl==1.16.0`; without it, isobit's times stand alone and the claims
+are left out.
 """
 
 import contextlib
@@ -44,16 +45,25 @@ def run(rounds: int) -> Result:
 
         peer = _trl(path, folder, rounds + WARMUP, own_steps)
     for contestant, samples in [*times.items(), *peer.items()]:
-        result.rows.append(row("512 completions x 5 tokens", contestant, samples[WARMUP:], 512, "completions"))
+        result.rows.append(
+            row("512 completions x 5 tokens", contestant, samples[WARMUP:], 512, "completions")
+        )
     if peer:
         trl = result.median("TRL float32")
-        result.claims.append(Claim("isobit bf16 fast over TRL", result.median("isobit bf16 fast") / trl, "<=", 1.0))
-        result.claims.append(Claim("isobit fp8 over TRL", result.median("isobit fp8 bitwise") / trl, "<=", 0.6))
+        result.claims.append(
+            Claim("isobit bf16 fast over TRL", result.median("isobit bf16 fast") / trl, "<=", 1.0)
+        )
+        result.claims.append(
+            Claim("isobit fp8 over TRL", result.median("isobit fp8 bitwise") / trl, "<=", 0.6)
+        )
     return result
 
 
-def _trl(model: Path, folder: Path, steps: int, between: Callable[[], None]) -> dict[str, list[float]]:
-    """Seconds of TRL's steps; `between` runs after each. Without TRL: the same turns, and no times."""
+def _trl(
+    model: Path, folder: Path, steps: int, between: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Seconds of TRL's steps; `between` runs after each. Without TRL: the same turns, and no
+    times."""
     try:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -79,9 +89,12 @@ def _trl(model: Path, folder: Path, steps: int, between: Callable[[], None]) -> 
     rows = [{"prompt": f"{100 + i % 900}+{999 - i % 900}="} for i in range(PROMPTS * (steps + 1))]
     logging.disable(logging.WARNING)
     settings = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-        max_completion_length=NEW, generation_kwargs={"min_new_tokens": NEW}, learning_rate=1e-6, max_steps=steps,
-        beta=0.0, loss_type="grpo", use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+        output_dir=str(folder / "trl"), per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=NEW, generation_kwargs={"min_new_tokens": NEW}, learning_rate=1e-6,
+        max_steps=steps,
+        beta=0.0, loss_type="grpo", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to=[],
         save_strategy="no", logging_steps=1_000_000, disable_tqdm=True,
     )  # fmt: skip
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

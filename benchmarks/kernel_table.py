@@ -1,12 +1,14 @@
-"""Which Triton kernels a model of real size runs, and what they become on each architecture. Needs no GPU.
+"""Which Triton kernels a model of real size runs, and what they become on each architecture. Needs
+no GPU.
 
-The model itself is asked: its forward, its sampler and its backward run on PyTorch's meta device, where nothing is
-computed, and every launch is recorded (`record_launches`). So no kernel can be forgotten, and an operator that waited
-for the GPU, to read a number on the host, would raise. The distinct launches are then compiled: for sm_90 with a row
-for each kernel, for the other architectures of `isobit.kernels.gpu.ARCHITECTURES` with a row for all.
+The model itself is asked: its forward, its sampler and its backward run on PyTorch's meta device,
+where nothing is computed, and every launch is recorded (`record_launches`). So no kernel can be
+forgotten, and an operator that waited for the GPU, to read a number on the host, would raise. The
+distinct launches are then compiled: for sm_90 with a row for each kernel, for the other
+architectures of `isobit.kernels.gpu.ARCHITECTURES` with a row for all.
 
-`python -m benchmarks.kernel_table --out DIR` writes kernel_table.json and architectures.json and prints both tables;
-must not run where TRITON_INTERPRET is set.
+`python -m benchmarks.kernel_table --out DIR` writes kernel_table.json and architectures.json and
+prints both tables; must not run where TRITON_INTERPRET is set.
 """
 
 import argparse
@@ -37,10 +39,13 @@ _PRESETS = ("fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16")
 
 
 def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:
-    """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill, learner."""
+    """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill,
+    learner."""
     config = replace(config, num_layers=1, windows=config.windows[:1])
     ops = TritonOps("bitwise", "recorded", META)
-    masters = {name: torch.empty(shape, device=META) for name, shape in parameter_shapes(config).items()}
+    masters = {
+        name: torch.empty(shape, device=META) for name, shape in parameter_shapes(config).items()
+    }
     with record_launches() as found:
         transformer = Transformer(config, precision_from(precision), ops, masters)
     yield from (("sync", launch) for launch in found)
@@ -48,10 +53,14 @@ def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelL
         yield from (("decode", launch) for launch in _decode(transformer, batch))
     with record_launches() as found, torch.no_grad():
         layout = Layout.packed([2048] * 4)
-        transformer.hidden(torch.empty(8192, dtype=torch.int64), layout, [_store(transformer, layout)], "rollout")
+        transformer.hidden(
+            torch.empty(8192, dtype=torch.int64), layout, [_store(transformer, layout)], "rollout"
+        )
     yield from (("prefill", launch) for launch in found)
     with record_launches() as found:
-        hidden = transformer.hidden(torch.empty(8192, dtype=torch.int64, device=META), Layout.packed([2048] * 4))
+        hidden = transformer.hidden(
+            torch.empty(8192, dtype=torch.int64, device=META), Layout.packed([2048] * 4)
+        )
         targets = torch.empty(8192, dtype=torch.int64, device=META)
         transformer.head_logprobs(hidden, targets)[0].sum().backward()
     yield from (("learn", launch) for launch in found)
@@ -76,7 +85,8 @@ def _store(transformer: Transformer, layout: Layout) -> KVStore:
 
 
 def signature(launch: KernelLaunch) -> tuple[object, ...]:
-    """What makes Triton compile a kernel anew: types, constants, and which integers are 1 or multiples of 16."""
+    """What makes Triton compile a kernel anew: types, constants, and which integers are 1 or
+    multiples of 16."""
     parts: list[object] = [kernel_name(launch), launch.num_warps, launch.num_stages]
     parts += sorted((name, str(value)) for name, value in launch.constants.items())
     for parameter, value in zip(launch.kernel.params, launch.arguments):
@@ -92,7 +102,8 @@ def signature(launch: KernelLaunch) -> tuple[object, ...]:
 def for_architecture(
     capability: tuple[int, int], models: Sequence[str] = MODELS, variants: int | None = None
 ) -> dict[str, object]:
-    """What became of all kernels of these models on an architecture: FP8 presets too, where it multiplies FP8."""
+    """What became of all kernels of these models on an architecture: FP8 presets too, where it
+    multiplies FP8."""
     architecture = ARCHITECTURES[capability]
     compile_for(architecture)
     try:
@@ -110,7 +121,10 @@ def for_architecture(
         "failures": [row for row in rows if "failure" in row],
         "spilling": sum(size > 0 for size in spills),
         "most_spilled_bytes": max(spills),
-        "most_shared_kib": max(int(str(row["shared_bytes"])) for row in rows if "failure" not in row) / 1024,
+        "most_shared_kib": max(
+            int(str(row["shared_bytes"])) for row in rows if "failure" not in row
+        )
+        / 1024,
         "shared_limit_kib": architecture.shared_kib,
         "instruction_classes": dict(sorted(classes.items())),
     }
@@ -122,9 +136,9 @@ def compiled(
     variants: int | None = None,
     capability: int = 90,
 ) -> list[dict[str, object]]:
-    """A row for every distinct kernel of these models, with the models and phases that run it; with `variants`, for the
-    so many of each kernel that have the largest constants, such as tiles. What fails to compile has a row that says
-    why."""
+    """A row for every distinct kernel of these models, with the models and phases that run it; with
+    `variants`, for the so many of each kernel that have the largest constants, such as tiles. What
+    fails to compile has a row that says why."""
     uses: dict[tuple[object, ...], set[str]] = {}
     first: dict[tuple[object, ...], KernelLaunch] = {}
     for name in models:
@@ -133,7 +147,9 @@ def compiled(
                 key = signature(launch)
                 first.setdefault(key, launch)
                 uses.setdefault(key, set()).add(f"{name} {preset} {phase}")
-    by_size = sorted(first, key=lambda key: -sum(v for v in first[key].constants.values() if type(v) is int))
+    by_size = sorted(
+        first, key=lambda key: -sum(v for v in first[key].constants.values() if type(v) is int)
+    )
     by_kernel: dict[object, list[tuple[object, ...]]] = {}
     for key in by_size:
         by_kernel.setdefault(key[0], []).append(key)
@@ -159,16 +175,23 @@ def _row(made: Compiled) -> dict[str, object]:
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """A line for each kernel in Markdown: over its variants, the most registers, spills and shared memory."""
+    """A line for each kernel in Markdown: over its variants, the most registers, spills and shared
+    memory."""
     lines = [
-        "| kernel | matrix instructions | registers | spilled bytes | shared KiB | warps | variants | phases |",
+        "| kernel | matrix instructions | registers | spilled bytes | shared KiB | warps | "
+        "variants | phases |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kernel in sorted({str(row["kernel"]) for row in rows}):
         own = [row for row in rows if row["kernel"] == kernel]
         phases = sorted({str(use).rsplit(" ", 1)[1] for row in own for use in row["uses"]})  # type: ignore[attr-defined]
-        warps = "/".join(str(count) for count in sorted({int(str(row["num_warps"])) for row in own}))
-        most = {key: max(int(str(row[key])) for row in own) for key in ("registers", "spilled_bytes", "shared_bytes")}
+        warps = "/".join(
+            str(count) for count in sorted({int(str(row["num_warps"])) for row in own})
+        )
+        most = {
+            key: max(int(str(row[key])) for row in own)
+            for key in ("registers", "spilled_bytes", "shared_bytes")
+        }
         classes = ", ".join(sorted({str(row["instruction_class"]) for row in own}))
         lines.append(
             f"| `{kernel}` | {classes} | {most['registers']} | {most['spilled_bytes']} | "
@@ -180,22 +203,29 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 def architecture_table(found: Sequence[dict[str, object]]) -> str:
     """A line for each architecture in Markdown."""
     lines = [
-        "| architecture | cards | presets | variants | failures | spilling | spilled bytes | shared KiB, of | matrix |",
+        "| architecture | cards | presets | variants | failures | spilling | spilled bytes | "
+        "shared KiB, of | matrix |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         classes = [name for name in one["instruction_classes"] if name not in ("none", "None")]  # type: ignore[attr-defined]
         lines.append(
-            f"| `{one['architecture']}` | {one['cards']} | {', '.join(one['presets'])} | {one['variants']} | "  # type: ignore[arg-type]
+            f"| `{one['architecture']}` | {one['cards']} | {', '.join(one['presets'])} | "
+            f"{one['variants']} | "  # type: ignore[arg-type]
             f"{len(one['failures'])} | {one['spilling']} | {one['most_spilled_bytes']} | "  # type: ignore[arg-type]
-            f"{one['most_shared_kib']:.0f}, {one['shared_limit_kib']} | {', '.join(classes) or 'not named'} |"
+            f"{one['most_shared_kib']:.0f}, {one['shared_limit_kib']} | "
+            f"{', '.join(classes) or 'not named'} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_table", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write kernel_table.json there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_table", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write kernel_table.json there"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":

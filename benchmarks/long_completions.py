@@ -1,11 +1,12 @@
-"""Completions of 8,192 and 32,768 tokens: the learner's log-probabilities are the rollout's bits, on both CPU backends.
+"""Completions of 8,192 and 32,768 tokens: the learner's log-probabilities are the rollout's bits,
+on both CPU backends.
 
     python -m benchmarks long_completions
 
-Two samples of one prompt, whose prefill is cut into chunks, in a cache for one and a half of them: the younger gives
-its pages back and is computed again. A random model of one layer, since only length matters here. The control is a
-learner whose attention sees the last half of the keys: it differs where a token sees more, and nowhere before.
-`tests/engine/test_long.py` has shorter ones.
+Two samples of one prompt, whose prefill is cut into chunks, in a cache for one and a half of them:
+the younger gives its pages back and is computed again. A random model of one layer, since only
+length matters here. The control is a learner whose attention sees the last half of the keys: it
+differs where a token sees more, and nowhere before. `tests/engine/test_long.py` has shorter ones.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,9 @@ PROMPT, SAMPLES, PAGE, CHUNK = 700, 2, 64, 512
 
 @dataclass(frozen=True)
 class Compared:
-    """Places [tokens] of each completion at which a bit differs from the learner's, with the whole context and with
-    half of it; and what the engine has done: sequences preempted, tokens computed in chunks of prompts."""
+    """Places [tokens] of each completion at which a bit differs from the learner's, with the whole
+    context and with half of it; and what the engine has done: sequences preempted, tokens computed
+    in chunks of prompts."""
 
     differing: torch.Tensor
     control: torch.Tensor
@@ -43,7 +45,12 @@ def run(rounds: int) -> Result:
     for backend in BACKENDS:
         for length in LENGTHS:
             for preset in PRESETS:
-                _claims(result, f"{backend}, {preset}, {length:,} tokens", compare(backend, preset, length), length)
+                _claims(
+                    result,
+                    f"{backend}, {preset}, {length:,} tokens",
+                    compare(backend, preset, length),
+                    length,
+                )
     return result
 
 
@@ -56,8 +63,12 @@ def _claims(result: Result, case: str, found: Compared, length: int) -> None:
         "preemptions": float(found.preemptions),
         "tokens computed in chunks": float(found.prefilled),
     }
-    result.claims.append(Claim(f"{case}: tokens that differ", float(found.differing.sum()), "<=", 0))
-    result.claims.append(Claim(f"{case}: control, of late tokens differ", float(late.double().mean()), ">=", 0.5))
+    result.claims.append(
+        Claim(f"{case}: tokens that differ", float(found.differing.sum()), "<=", 0)
+    )
+    result.claims.append(
+        Claim(f"{case}: control, of late tokens differ", float(late.double().mean()), ">=", 0.5)
+    )
 
 
 def compare(backend: str, preset: str, length: int) -> Compared:
@@ -76,7 +87,8 @@ def compare(backend: str, preset: str, length: int) -> Compared:
 
 
 def long_model(backend: str, preset: str, positions: int, layers: int = 1) -> Model:
-    """A random Qwen3, 32 wide, with one key head of 16, and weights large enough for attention to look somewhere."""
+    """A random Qwen3, 32 wide, with one key head of 16, and weights large enough for attention to
+    look somewhere."""
     known = tokenizer()
     config = ModelConfig(
         family="qwen3",
@@ -111,4 +123,9 @@ def half_of_the_context(model: Model, keys: int) -> Any:
 def _places(model: Model, group: list[Completion]) -> torch.Tensor:
     """Where the learner's bits differ, [samples, tokens]."""
     rows = model.logprobs([[*c.prompt_token_ids, *c.token_ids] for c in group])
-    return torch.stack([differing_places(row[PROMPT - 1 :], torch.tensor(c.logprobs)) for row, c in zip(rows, group)])
+    return torch.stack(
+        [
+            differing_places(row[PROMPT - 1 :], torch.tensor(c.logprobs))
+            for row, c in zip(rows, group)
+        ]
+    )

@@ -1,10 +1,12 @@
-"""The memory that is planned beside the most that the run then takes: two steps of GRPO in a process of its own.
+"""The memory that is planned beside the most that the run then takes: two steps of GRPO in a
+process of its own.
 
     python -m benchmarks memory_plan
 
-The peak is that of the resident memory, as the system counts it for a process: without what is allocated and stays zero,
-such as most of an embedding's gradient. What is allocated is held to a tenth by `tests/plan/test_against_runs.py`. Three random models of Qwen3's form with
-tied heads; the largest has the sizes of Qwen3-0.6B, wants 16 GB and some minutes, and is left out where the machine
+The peak is that of the resident memory, as the system counts it for a process: without what is
+allocated and stays zero, such as most of an embedding's gradient. What is allocated is held to a
+tenth by `tests/plan/test_against_runs.py`. Three random models of Qwen3's form with tied heads; the
+largest has the sizes of Qwen3-0.6B, wants 16 GB and some minutes, and is left out where the machine
 has less.
 """
 
@@ -42,7 +44,10 @@ def run(rounds: int) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             planned, peak = compare(Path(folder), name)
         ratio = max(planned, peak) / min(planned, peak)
-        what = f"{name}: {planned >> 20} MiB planned, {peak >> 20} MiB measured, the larger over the smaller"
+        what = (
+            f"{name}: {planned >> 20} MiB planned, {peak >> 20} MiB measured, the larger "
+            "over the smaller"
+        )
         result.claims.append(Claim(what, ratio, "<=", 1.15))
     return result
 
@@ -67,7 +72,11 @@ def _config(folder: Path, new: int) -> Path:
     )
     values = {
         "model": {"path": str(folder / "model")},
-        "task": {"name": "arithmetic", "held_out_size": 0, "options": {"digits": 1, "train_size": 60}},
+        "task": {
+            "name": "arithmetic",
+            "held_out_size": 0,
+            "options": {"digits": 1, "train_size": 60},
+        },
         "prompts_per_step": 4,
         "sampling": {"group_size": 4, "max_new_tokens": new, "ignore_eos": True},
         "optimizer": {"learning_rate": 1e-5, "micro_batch_tokens": MICRO_BATCH},
@@ -84,7 +93,9 @@ def _child(folder: Path, *words: str) -> tuple[str, int]:
     """(the last line that it prints, its peak of resident memory in bytes) of a process."""
     output = folder / "output"
     with output.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-m", "benchmarks.memory_plan", str(folder), *words], stdout=file)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.memory_plan", str(folder), *words], stdout=file
+        )
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

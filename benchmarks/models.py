@@ -1,4 +1,5 @@
-"""Random models of the benchmarks, as Hugging Face directories, so that every contestant loads the same weights."""
+"""Random models of the benchmarks, as Hugging Face directories, so that every contestant loads the
+same weights."""
 
 import string
 from pathlib import Path
@@ -25,7 +26,8 @@ def save_model(
 ) -> Path:
     """A Qwen3 of random weights with heads of 64 (32 if that would leave fewer than four).
 
-    With `experts` a Qwen3-MoE, of which `per_token` experts together are as wide as the dense model's MLP.
+    With `experts` a Qwen3-MoE, of which `per_token` experts together are as wide as the dense
+    model's MLP.
     """
     known = tokenizer()
     head = 64 if hidden >= 256 else 32

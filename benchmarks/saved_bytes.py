@@ -1,11 +1,12 @@
-"""Bytes that the learner's forward keeps of a token for its backward, by preset, and of what they consist.
+"""Bytes that the learner's forward keeps of a token for its backward, by preset, and of what they
+consist.
 
     python -m benchmarks saved_bytes
 
-Counted from the recorded graph, not timed: every tensor that a node saved, each storage once, without weights; the
-difference of two lengths, so that what does not grow with tokens is left out. A test holds the sum to all that is
-alive after a forward (`tests/test_saved_bytes.py`). Models of two layers in Qwen3's form, with half as many key heads
-as query heads.
+Counted from the recorded graph, not timed: every tensor that a node saved, each storage once,
+without weights; the difference of two lengths, so that what does not grow with tokens is left out.
+A test holds the sum to all that is alive after a forward (`tests/test_saved_bytes.py`). Models of
+two layers in Qwen3's form, with half as many key heads as query heads.
 """
 
 from collections import Counter
@@ -43,9 +44,13 @@ def run(rounds: int) -> Result:
                 result.parts[f"{case}, {preset}"] = dict(parts)
                 what = f"{case}: {preset}'s {totals[preset]:,.0f} bytes a token and layer over"
                 ratio = totals[preset] / BEFORE[hidden]
-                result.claims.append(Claim(f"{what} {BEFORE[hidden]:,} of bf16 in 0.1.0", ratio, "<=", 0.55))
+                result.claims.append(
+                    Claim(f"{what} {BEFORE[hidden]:,} of bf16 in 0.1.0", ratio, "<=", 0.55)
+                )
             ratio = max(totals.values()) / totals["bf16"]
-            result.claims.append(Claim(f"{case}: the most of a preset over bf16's", ratio, "<=", 1.0))
+            result.claims.append(
+                Claim(f"{case}: the most of a preset over bf16's", ratio, "<=", 1.0)
+            )
     return result
 
 
@@ -78,7 +83,9 @@ def bytes_of_a_token(model: Model, recompute: Recompute = False) -> Counter[str]
 
 def in_layers(found: Counter[str], layers: int) -> Counter[str]:
     """Of one of the `layers`: without the embedding and the last norm."""
-    return Counter({label: size / layers for label, size in found.items() if not label.startswith("outside")})  # type: ignore[misc]
+    return Counter(
+        {label: size / layers for label, size in found.items() if not label.startswith("outside")}
+    )  # type: ignore[misc]
 
 
 def saved(model: Model, tokens: int, recompute: Recompute = False) -> Counter[str]:
@@ -110,7 +117,8 @@ def _nodes(last: Any) -> Iterator[Any]:
 
 
 def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a node keeps, with its name, the matrix that it multiplies, and their columns and type."""
+    """The tensors that a node keeps, with its name, the matrix that it multiplies, and their
+    columns and type."""
     name = type(node).__name__.removesuffix("Backward").lstrip("_")
     weight = getattr(node, "weight", None)
     owner = name if weight is None else f"{name} of {weight.name.rpartition('.')[2]}"

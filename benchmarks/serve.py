@@ -1,8 +1,10 @@
-"""Seconds that 32 clients of a server take beside `Engine.generate` for the same work, in one process.
+"""Seconds that 32 clients of a server take beside `Engine.generate` for the same work, in one
+process.
 
-Hidden 256, 4 layers, `fp8`; each client asks for one answer. The tokens are the same (tests/serve/test_bits.py). Beside
-them without a claim: answers that are streamed, a piece for a token, whose clients are in this process too; and 16
-adapters, whose factors are multiplied one after another. At this size calls from Python take most of the time of both.
+Hidden 256, 4 layers, `fp8`; each client asks for one answer. The tokens are the same
+(tests/serve/test_bits.py). Beside them without a claim: answers that are streamed, a piece for a
+token, whose clients are in this process too; and 16 adapters, whose factors are multiplied one
+after another. At this size calls from Python take most of the time of both.
 """
 
 import asyncio
@@ -50,7 +52,9 @@ def run(rounds: int) -> Result:
                 "generate": lambda: engine.generate(_PROMPTS, _SAMPLING, [0] * CLIENTS),
                 "server": lambda: asyncio.run(_ask(url, stream=False)),
                 "server, streamed": lambda: asyncio.run(_ask(url, stream=True)),
-                "server, 16 adapters": lambda: asyncio.run(_ask(url, stream=False, adapters=ADAPTERS)),
+                "server, 16 adapters": lambda: asyncio.run(
+                    _ask(url, stream=False, adapters=ADAPTERS)
+                ),
             }
             amount = float(CLIENTS * TOKENS)
             result.rows += race("answers", contestants, rounds, amount=amount, unit="tokens")
@@ -65,7 +69,9 @@ def _server(model: Model) -> Iterator[tuple[str, Gateway]]:
     engine = Engine(model, kv_pages=2000, max_sequences=64)
     gateway = Gateway(engine, "model", format_of("auto", None), Limits())
     app = make_app(gateway, (TOKEN,))
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", http="h11")
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", http="h11"
+    )
     server, ports, started = Server(config, gateway, 1.0), list[int](), threading.Event()
 
     def on_start(port: int) -> None:

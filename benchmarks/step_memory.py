@@ -1,12 +1,13 @@
-"""The most that a step of GRPO takes on a CPU, by preset, `optimizer.activation_checkpointing`, `masters` and `state`:
-counted tensors.
+"""The most that a step of GRPO takes on a CPU, by preset, `optimizer.activation_checkpointing`,
+`masters` and `state`: counted tensors.
 
     python -m benchmarks step_memory
 
-Every storage that PyTorch's operators return is counted while it lives (`isobit.plan.live_bytes`), so the
-figures are those of any machine, and nothing is timed. One run of two steps for each case, of a random model with
-hidden 512, 4 layers and a vocabulary of 4,096: 16 completions of 112 tokens, learned from in one micro-batch. The parts
-are what a run holds, and what it takes at the most besides.
+Every storage that PyTorch's operators return is counted while it lives (`isobit.plan.live_bytes`),
+so the figures are those of any machine, and nothing is timed. One run of two steps for each case,
+of a random model with hidden 512, 4 layers and a vocabulary of 4,096: 16 completions of 112 tokens,
+learned from in one micro-batch. The parts are what a run holds, and what it takes at the most
+besides.
 """
 
 import tempfile
@@ -42,11 +43,18 @@ def run(rounds: int) -> Result:
                 result.parts[f"{preset}, {level}"] = peak(folder, preset, level)
         for what, given in OPTIMIZERS.items():
             result.parts[f"fp8, {what}"] = peak(folder, "fp8", "false", **given)
-    least = {level: _besides(result, "fp8", level) / _besides(result, "fp8", "false") for level in LEVELS}
+    least = {
+        level: _besides(result, "fp8", level) / _besides(result, "fp8", "false") for level in LEVELS
+    }
     for level in LEVELS[1:]:
-        what = f"fp8, activation_checkpointing: {level}, over false: what a step takes besides what it holds"
+        what = (
+            f"fp8, activation_checkpointing: {level}, over false: what a step takes besides "
+            "what it holds"
+        )
         result.claims.append(Claim(what, least[level], "<=", 0.85))
-    plain, narrow = (result.parts[f"fp8, {what}8-bit moments"]["held"] for what in ("", "BF16 masters, "))
+    plain, narrow = (
+        result.parts[f"fp8, {what}8-bit moments"]["held"] for what in ("", "BF16 masters, ")
+    )
     what = "fp8, 8-bit moments: what is held with BF16 masters over FP32"
     result.claims.append(Claim(what, narrow / plain, "<=", 0.85))
     return result
@@ -62,7 +70,11 @@ def peak(folder: Path, preset: str, level: str, **optimizer: str) -> dict[str, f
     values = {
         "model": {"path": str(folder / "model")},
         "precision": preset,
-        "task": {"name": "arithmetic", "held_out_size": 0, "options": {"digits": 1, "train_size": 60}},
+        "task": {
+            "name": "arithmetic",
+            "held_out_size": 0,
+            "options": {"digits": 1, "train_size": 60},
+        },
         "prompts_per_step": 4,
         "sampling": {"group_size": 4, "max_new_tokens": 112, "ignore_eos": True},
         "optimizer": {

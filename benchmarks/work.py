@@ -75,9 +75,13 @@ def learn(config: ModelConfig, precision: Precision, tokens: float, length: floa
     _, touched = elements(config, tokens)
     outside = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     return {
-        "linear": Work(linear.bf16 + 2 * operations - low, linear.fp8 + low, 2 * linear.bytes + 4 * touched),
+        "linear": Work(
+            linear.bf16 + 2 * operations - low, linear.fp8 + low, 2 * linear.bytes + 4 * touched
+        ),
         "between": Work(bytes=3 * forward["between"].bytes),
-        "attention": Work(3.5 * attention.bf16, 0, 3 * attention.bytes),  # 2 products forward, 5 backward
+        "attention": Work(
+            3.5 * attention.bf16, 0, 3 * attention.bytes
+        ),  # 2 products forward, 5 backward
         "head": _head(config, tokens, passes=4),  # logits twice, and their two gradients
         # AdamW: gradient, master and moments read; the latter and working weights written
         "optimizer": Work(bytes=(touched + outside) * (4 + 2 * 12 + 2)),
@@ -102,7 +106,10 @@ def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tup
 def _elements_of_a_layer(config: ModelConfig) -> dict[str, float]:
     """Of each matrix, on average over the layers."""
     layers = [linear_sizes(config, layer) for layer in range(config.num_layers)]
-    return {name: sum(n * k for n, k in (own[name] for own in layers)) / len(layers) for name in LINEAR_LAYERS}
+    return {
+        name: sum(n * k for n, k in (own[name] for own in layers)) / len(layers)
+        for name in LINEAR_LAYERS
+    }
 
 
 def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
@@ -111,7 +118,12 @@ def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
     sizes = _elements_of_a_layer(config)
     attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
     used, touched = 1.0, 1.0
-    dense = 3 * config.hidden_size * config.intermediate_size * (config.num_layers - config.num_mixtures)
+    dense = (
+        3
+        * config.hidden_size
+        * config.intermediate_size
+        * (config.num_layers - config.num_mixtures)
+    )
     mixtures = config.num_layers if config.routed is None else config.num_mixtures
     if config.routed is None:
         dense = 0
@@ -138,12 +150,18 @@ def quantized_share(config: ModelConfig, precision: Precision, use: str) -> floa
         sizes = {name: n * k for name, (n, k) in linear_sizes(config, layer).items()}
         flow = precision.flow(use, layer, config.num_layers)
         linear = {name: precision.linear_flow(flow, name) for name in LINEAR_LAYERS}
-        low = [name for name, own in linear.items() if own.weight is not None and own.activation is not None]
+        low = [
+            name
+            for name, own in linear.items()
+            if own.weight is not None and own.activation is not None
+        ]
         found += sum(sizes[name] for name in low) / sum(sizes.values())
     return found / config.num_layers
 
 
-def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, keys: float, sequences: float) -> Phase:
+def _forward(
+    config: ModelConfig, precision: Precision, use: str, rows: float, keys: float, sequences: float
+) -> Phase:
     """`rows` tokens, each attending to `keys` on average, of `sequences` whose caches are read
     once for all rows."""
     flow: Flow = getattr(precision, use)
@@ -157,14 +175,17 @@ def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, k
     width = 2 * config.num_kv_heads * config.head_dim
     seen = attended(config, keys)
     between = share * _between(config, True) + (1 - share) * _between(config, False)
-    state = 0.0 if config.linear is None else len(config.linear.layers) * math.prod(config.linear.state)
+    state = (
+        0.0 if config.linear is None else len(config.linear.layers) * math.prod(config.linear.state)
+    )
     return {
         "linear": Work((1 - share) * operations, share * operations, touched * weight_bytes),
         "between": Work(bytes=rows * config.num_layers * between),
         "attention": Work(
             4 * rows * seen * config.num_heads * config.head_dim + 7 * rows * state,
             0,
-            width * kv_bytes * (sequences * seen + rows * config.num_attentions) + 2 * 4 * sequences * state,
+            width * kv_bytes * (sequences * seen + rows * config.num_attentions)
+            + 2 * 4 * sequences * state,
         ),
     }
 
@@ -177,10 +198,14 @@ def _between(config: ModelConfig, quantized: bool) -> float:
     if config.routed is not None:
         inner = config.routed.per_token * config.routed.intermediate_size
     heads = config.num_heads * config.head_dim
-    norms = 2 * (6 * config.hidden_size + 2 * operand * config.hidden_size)  # x, residual, sum; y written and read
+    norms = 2 * (
+        6 * config.hidden_size + 2 * operand * config.hidden_size
+    )  # x, residual, sum; y written and read
     norms += (len(config.norms) - 2) * 2 * 2 * config.hidden_size  # read, written
     attention = 2 * 2 * config.qkv_size + 2 * heads + (2 + 2 * operand) * heads
-    if config.qk_norm and config.norms_all_heads:  # copied out, normed, and put back beside the values
+    if (
+        config.qk_norm and config.norms_all_heads
+    ):  # copied out, normed, and put back beside the values
         attention += 2 * 2 * (3 * config.qkv_size - 2 * config.num_kv_heads * config.head_dim)
     return norms + attention + 2 * 2 * 2 * inner + 2 * operand * inner + 2 * 2 * config.hidden_size
 

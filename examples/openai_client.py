@@ -1,5 +1,5 @@
-"""OpenAI's client against `isobit serve`: an answer, log-probabilities, a stream, and a conversation
-whose answers stay the tokens that were sampled.
+"""OpenAI's client against `isobit serve`: an answer, log-probabilities, a stream, and a
+conversation whose answers stay the tokens that were sampled.
 
     isobit serve MODEL --token serve.token
     python examples/openai_client.py http://127.0.0.1:8000 serve.token
@@ -16,11 +16,15 @@ def main(url: str, token: str) -> None:
     names = [model.id for model in client.models.list()]
     print("models:", ", ".join(names))
 
-    answer = client.completions.create(model=names[0], prompt="Once upon a time", max_tokens=16, seed=1, logprobs=1)
+    answer = client.completions.create(
+        model=names[0], prompt="Once upon a time", max_tokens=16, seed=1, logprobs=1
+    )
     print("answer:", repr(answer.choices[0].text))
     print("log-probability:", sum(answer.choices[0].logprobs.token_logprobs))
 
-    again = client.completions.create(model=names[0], prompt="Once upon a time", max_tokens=16, seed=1, stream=True)
+    again = client.completions.create(
+        model=names[0], prompt="Once upon a time", max_tokens=16, seed=1, stream=True
+    )
     streamed = "".join(chunk.choices[0].text for chunk in again)
     print("the same, streamed:", streamed == answer.choices[0].text)
 

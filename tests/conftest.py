@@ -1,5 +1,5 @@
-"""What the tests share: a tiny base model on disk, the real model beside the checkout, one cache for compiled
-kernels."""
+"""What the tests share: a tiny base model on disk, the real model beside the checkout, one cache
+for compiled kernels."""
 
 import os
 import sys
@@ -11,12 +11,16 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before Triton is imported: kernels then run on the CPU, slowly
+    )
 
 with suppress(ImportError):  # a machine with a GPU may lack it
     import hypothesis
 
-    hypothesis.settings.register_profile("repeatable", derandomize=True)  # what fails here fails everywhere
+    hypothesis.settings.register_profile(
+        "repeatable", derandomize=True
+    )  # what fails here fails everywhere
     hypothesis.settings.load_profile("repeatable")
 
 from isobit.kernels.native import build
@@ -58,8 +62,9 @@ def gsm8k_test() -> Path:
 
 @pytest.fixture(scope="session")
 def quickstart_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which no model was made before the tests, for all workers: $ISOBIT_CACHE of what runs the
-    quickstart's configs, whose base is trained once. Operators are compiled in the usual cache."""
+    """A cache in which no model was made before the tests, for all workers: $ISOBIT_CACHE of what
+    runs the quickstart's configs, whose base is trained once. Operators are compiled in the usual
+    cache."""
     own = tmp_path_factory.getbasetemp()
     cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
     cache.mkdir(exist_ok=True)

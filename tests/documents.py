@@ -1,9 +1,10 @@
-"""Documents as their readers use them: their code blocks, the commands in these, and a folder to run them in.
+"""Documents as their readers use them: their code blocks, the commands in these, and a folder to
+run them in.
 
-The convention of every page: a block with a title is a file, written where it stands; every line of a `sh` block is a
-command, run where it stands, in a folder with a model, prompts, `rewards.py` and `run.yaml`. `make`, `pip`,
-`mkdocs` and the `source` that activates the environment are checked and not run. `isobit serve` runs to the page's end.
-`text` is output.
+The convention of every page: a block with a title is a file, written where it stands; every line of
+a `sh` block is a command, run where it stands, in a folder with a model, prompts, `rewards.py` and
+`run.yaml`. `make`, `pip`, `mkdocs` and the `source` that activates the environment are checked and
+not run. `isobit serve` runs to the page's end. `text` is output.
 """
 
 import json
@@ -43,9 +44,14 @@ class Block:
     text: str
 
     def commands(self) -> list[str]:
-        """Lines of a `sh` block without comments; a backslash at the end goes on with the next line."""
+        """Lines of a `sh` block without comments; a backslash at the end goes on with the next
+        line."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if shlex.split(line, comments=True)] if self.language == "sh" else []
+        return (
+            [line for line in lines if shlex.split(line, comments=True)]
+            if self.language == "sh"
+            else []
+        )
 
 
 def parsed(text: str) -> list[Block]:
@@ -57,7 +63,11 @@ def parsed(text: str) -> list[Block]:
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return [block.text for block in parsed(path.read_text(encoding="utf-8")) if block.language == language]
+    return [
+        block.text
+        for block in parsed(path.read_text(encoding="utf-8"))
+        if block.language == language
+    ]
 
 
 def commands(path: Path) -> Iterator[str]:
@@ -72,8 +82,8 @@ def first_word(command: str) -> str:
 
 
 def run(command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """One command in a shell in which `isobit` and `python` are those under test; in a fork of a warm interpreter where
-    it needs no shell (`warm.py`)."""
+    """One command in a shell in which `isobit` and `python` are those under test; in a fork of a
+    warm interpreter where it needs no shell (`warm.py`)."""
     forked = warm.plain(command)
     return (
         warm.start(forked[0], folder, **forked[1], **environment).wait()
@@ -86,8 +96,15 @@ def shell(command: str, folder: Path, **environment: str) -> "subprocess.Complet
     """One command in a shell of its own, from nothing."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "PYTHON": sys.executable, **environment}
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # this process's own
+    variables = {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": threads,
+        "PYTHON": sys.executable,
+        **environment,
+    }
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }  # this process's own
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", _SHELL + command],
         cwd=folder,
@@ -116,13 +133,16 @@ def _printed(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def check(command: str) -> None:
-    """That a command which is not run could be: a target of the Makefile, an extra of pyproject.toml, mkdocs.yml."""
+    """That a command which is not run could be: a target of the Makefile, an extra of
+    pyproject.toml, mkdocs.yml."""
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         succeed(shlex.join(["make", "--dry-run", *words[1:]]), ROOT)
         return
     if words[0] == "source":
-        assert f"{shlex.join(words)} " in succeed("make --dry-run install", ROOT), f"{command}: no such environment"
+        assert f"{shlex.join(words)} " in succeed("make --dry-run install", ROOT), (
+            f"{command}: no such environment"
+        )
         return
     assert words[:2] in (["pip", "install"], ["mkdocs", "build"], ["mkdocs", "serve"]), command
     assert words[0] == "pip" or (ROOT / "mkdocs.yml").is_file()
@@ -143,7 +163,9 @@ def _serving(command: str, folder: Path) -> Iterator[None]:
     words = [sys.executable, "-m", "isobit", *shlex.split(command, comments=True)[1:]]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": paths, "XDG_STATE_HOME": str(folder / "state")}
-    process = subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -165,7 +187,9 @@ def _follow(text: str, folder: Path, servers: ExitStack) -> None:
             compile(block.text, "block", "exec")
         for command in block.commands():
             word = first_word(command)
-            assert word not in ("cd", "export", "."), f"{command}: the next command has a shell of its own"
+            assert word not in ("cd", "export", "."), (
+                f"{command}: the next command has a shell of its own"
+            )
             if word in CHECKED:
                 check(command)
             elif shlex.split(command)[:2] == ["isobit", "serve"]:
@@ -175,9 +199,12 @@ def _follow(text: str, folder: Path, servers: ExitStack) -> None:
 
 
 def reader_folder(folder: Path) -> Path:
-    """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py and run.yaml. The
-    model ends at punctuation too, or every completion would be as long as it may."""
-    tokenizer = Tokenizer.characters(string.ascii_letters + string.digits + string.punctuation + " ")
+    """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py
+    and run.yaml. The model ends at punctuation too, or every completion would be as long as it
+    may."""
+    tokenizer = Tokenizer.characters(
+        string.ascii_letters + string.digits + string.punctuation + " "
+    )
     tokenizer.eos_ids += tuple(tokenizer.encode("!?.,;:'()-"))
     config = ModelConfig(
         family="llama",
@@ -192,7 +219,10 @@ def reader_folder(folder: Path) -> Path:
         eos_ids=tokenizer.eos_ids,
     )
     Model.init(config, tokenizer, "float32").save(folder / "path" / "to" / "hf_checkpoint")
-    prompts = [{"prompt": f"Tell me about {thing}."} for thing in ("rain", "the sea", "bread", "a fox", "two cats")]
+    prompts = [
+        {"prompt": f"Tell me about {thing}."}
+        for thing in ("rain", "the sea", "bread", "a fox", "two cats")
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts * 4))
     (folder / "rewards.py").write_text(blocks(README, "python")[0])
     (folder / "run.yaml").write_text(blocks(README, "yaml")[0])

@@ -29,8 +29,8 @@ def require(backend: str) -> None:
 
 
 def level(backend: str) -> str:
-    """A backend's consistency in tests of what is above it: ordered sums take the reference backend, which only defines
-    it (tests/kernels/test_ordered.py), a hundred times as long."""
+    """A backend's consistency in tests of what is above it: ordered sums take the reference
+    backend, which only defines it (tests/kernels/test_ordered.py), a hundred times as long."""
     return "exact" if backend == "reference" else "bitwise"
 
 
@@ -45,8 +45,8 @@ def tiny_model(
     masters: str = "fp32",
     **sizes: Any,
 ) -> Model:
-    """A random model of a few thousand parameters over the digits, or another alphabet. Matrices are multiplied by
-    `scale`: with some size to them, distributions are not flat."""
+    """A random model of a few thousand parameters over the digits, or another alphabet. Matrices
+    are multiplied by `scale`: with some size to them, distributions are not flat."""
     tokenizer = Tokenizer.characters(alphabet)
     shape = {
         "hidden_size": 32,
@@ -56,12 +56,15 @@ def tiny_model(
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 64,
-        "experts": {"qwen3_moe": Experts(5, 2, 24), "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48))}.get(
-            family
-        ),
+        "experts": {
+            "qwen3_moe": Experts(5, 2, 24),
+            "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48)),
+        }.get(family),
     }
     layers = range(sizes.get("num_layers", 2) - 1)
-    linear = LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
+    linear = (
+        LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
+    )
     rope = Rope.of(10000.0, 1.0 if FAMILIES[family].partial_rotary == 1.0 else 0.5)
     config = ModelConfig(
         family=family,

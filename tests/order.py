@@ -1,8 +1,9 @@
 """The order of the tests under xdist's `worksteal`: what takes long comes first, on every worker.
 
-Each worker begins with an equal, contiguous part of the list, and steals from the end of another's when it is through
-with its own. A long test at the end of a part would keep one worker busy while the others have nothing left. Tests of a
-file stay together, since they share fixtures; only two files are cut, where a part ends.
+Each worker begins with an equal, contiguous part of the list, and steals from the end of another's
+when it is through with its own. A long test at the end of a part would keep one worker busy while
+the others have nothing left. Tests of a file stay together, since they share fixtures; only two
+files are cut, where a part ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,13 @@ _Item = TypeVar("_Item")
 
 
 def longest_first(
-    items: Sequence[_Item], workers: int, file: Callable[[_Item], str], slow: Callable[[_Item], bool]
+    items: Sequence[_Item],
+    workers: int,
+    file: Callable[[_Item], str],
+    slow: Callable[[_Item], bool],
 ) -> list[_Item]:
-    """The same items: in each worker's part the files with slow tests first, dealt out in turn, then the others."""
+    """The same items: in each worker's part the files with slow tests first, dealt out in turn,
+    then the others."""
     files = [list(group) for _, group in groupby(items, key=file)]
     long = [each for each in files if any(map(slow, each))]
     quick = iter([item for each in files if not any(map(slow, each)) for item in each])

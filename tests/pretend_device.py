@@ -1,9 +1,11 @@
-"""A GPU that is not there: tensors that hold their values on the CPU and say that they are on `cuda:0`.
+"""A GPU that is not there: tensors that hold their values on the CPU and say that they are on
+`cuda:0`.
 
-On it the code for a GPU can run, and be wrong, where there is none. An operation over tensors of two devices raises, as
-CUDA's do; a single number on the CPU is allowed beside them, as there, but not in the fused optimizer. Every time that
-the host reads a value, and so would wait, is counted by the operator's name. PyTorch's own fake tensors cannot do this
-in a build without CUDA (autograd ends the process), and have no values to compare. Left out: whatever a kernel does.
+On it the code for a GPU can run, and be wrong, where there is none. An operation over tensors of
+two devices raises, as CUDA's do; a single number on the CPU is allowed beside them, as there, but
+not in the fused optimizer. Every time that the host reads a value, and so would wait, is counted by
+the operator's name. PyTorch's own fake tensors cannot do this in a build without CUDA (autograd
+ends the process), and have no values to compare. Left out: whatever a kernel does.
 """
 
 from collections import Counter
@@ -24,7 +26,14 @@ _WAITS = (
     "aten.masked_select.default",
     "aten.equal.default",
 )
-_WITHOUT_EXCEPTION = ("aten._fused", "aten._foreach", "aten.index", "aten.embedding", "aten.cat", "aten.stack")
+_WITHOUT_EXCEPTION = (
+    "aten._fused",
+    "aten._foreach",
+    "aten.index",
+    "aten.embedding",
+    "aten.cat",
+    "aten.stack",
+)
 
 
 class Mixed(RuntimeError):
@@ -41,7 +50,9 @@ class Elsewhere(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "Elsewhere":
         strides, offset = held.stride(), held.storage_offset()
-        made = Tensor._make_wrapper_subclass(cls, held.shape, strides=strides, storage_offset=offset, dtype=held.dtype)
+        made = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=strides, storage_offset=offset, dtype=held.dtype
+        )
         made.held = held
         return made
 
@@ -50,13 +61,18 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return _run(func, args, kwargs or {}, Counter())
 
 
 class PretendDevice(TorchFunctionMode):
-    """Within it the device can be used; `waits` counts, by operator, what the host would have waited for."""
+    """Within it the device can be used; `waits` counts, by operator, what the host would have
+    waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +89,11 @@ class PretendDevice(TorchFunctionMode):
         self._operators.__exit__(*error)
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (Tensor.backward, torch.autograd.grad):
             return self._backward(*args, **(kwargs or {}))
@@ -90,7 +110,9 @@ class PretendDevice(TorchFunctionMode):
             self.waits["tolist"] += 1
             return args[0].held.tolist()
         if func is Tensor.to:
-            places = [i for i, value in enumerate(args[1:], 1) if isinstance(value, (torch.device, str))]
+            places = [
+                i for i, value in enumerate(args[1:], 1) if isinstance(value, (torch.device, str))
+            ]
             device = args[places[0]] if places else named.pop("device", None)
             if device is None:
                 return func(*args, **named)
@@ -104,16 +126,26 @@ class PretendDevice(TorchFunctionMode):
         return func(*args, **named)
 
     def _backward(
-        self, outputs: Any, inputs: Sequence[Tensor] | None = None, grad_outputs: Any = None, **_: Any
+        self,
+        outputs: Any,
+        inputs: Sequence[Tensor] | None = None,
+        grad_outputs: Any = None,
+        **_: Any,
     ) -> tuple[Tensor | None, ...]:
         """Through the engine itself, with the mode on again, which is off in here."""
         found = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        given = tuple(torch.ones_like(t) for t in found) if grad_outputs is None else tuple(grad_outputs)
+        given = (
+            tuple(torch.ones_like(t) for t in found)
+            if grad_outputs is None
+            else tuple(grad_outputs)
+        )
         engine, outer = torch.autograd.Variable._execution_engine, self._operators.in_engine
         self._operators.in_engine = True
         super().__enter__()
         try:
-            return engine.run_backward(found, given, False, False, tuple(inputs or ()), True, not inputs)
+            return engine.run_backward(
+                found, given, False, False, tuple(inputs or ()), True, not inputs
+            )
         finally:
             super().__exit__(None, None, None)
             self._operators.in_engine = outer
@@ -136,7 +168,11 @@ class _Operators(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = _run(func, args, kwargs or {}, self.waits)
         # zeros for a gradient that nobody gave: autograd takes the device for the CPU
@@ -166,18 +202,24 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], waits: "Coun
     if ours and len(ours) < len(tensors) and name != "aten.copy_.default":
         strict = name.startswith(_WITHOUT_EXCEPTION)
         if any(strict or t.ndim > 0 for t in tensors if not isinstance(t, Elsewhere)):
-            raise Mixed(f"{name} over {', '.join(f'{t.device.type}{list(t.shape)}' for t in tensors)}")
+            raise Mixed(
+                f"{name} over {', '.join(f'{t.device.type}{list(t.shape)}' for t in tensors)}"
+            )
     if ours:
         masked = name.startswith("aten.index") and any(t.dtype == torch.bool for t in tensors[1:])
         if name in _WAITS or masked or not there:
             waits[name] += 1
     kept = {id(t.held): t for t in ours}
-    given, named = tree_map(lambda t: t.held if isinstance(t, Elsewhere) else t, (tuple(args), dict(kwargs)))
+    given, named = tree_map(
+        lambda t: t.held if isinstance(t, Elsewhere) else t, (tuple(args), dict(kwargs))
+    )
     result = func(*given, **named)
 
     def back(value: Any) -> Any:
         if not isinstance(value, Tensor) or not there:
             return value
-        return kept[id(value)] if id(value) in kept else Elsewhere(value)  # in place: the very tensor
+        return (
+            kept[id(value)] if id(value) in kept else Elsewhere(value)
+        )  # in place: the very tensor
 
     return tree_map(back, result)

@@ -1,8 +1,10 @@
-"""What a test can reach: the files that it imports, and those that they import, read from the sources.
+"""What a test can reach: the files that it imports, and those that they import, read from the
+sources.
 
-An import counts wherever it stands, in a function too; so does a text that is a module's name, since processes are
-started and objects looked up by such. Only what `if TYPE_CHECKING` imports does not: nothing runs by it. What starts
-a command can reach everything, and a file that is no Python source can be read by any test.
+An import counts wherever it stands, in a function too; so does a text that is a module's name,
+since processes are started and objects looked up by such. Only what `if TYPE_CHECKING` imports does
+not: nothing runs by it. What starts a command can reach everything, and a file that is no Python
+source can be read by any test.
 """
 
 import ast
@@ -15,12 +17,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = {"isobit": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}
-_EVERYTHING = {"subprocess", "run_isobit", "refused", "quickstart_cache", "opened", "documents", "warm"}
+_EVERYTHING = {
+    "subprocess",
+    "run_isobit",
+    "refused",
+    "quickstart_cache",
+    "opened",
+    "documents",
+    "warm",
+}
 _EVERYTHING |= {"ROOT", "SOURCE", "isobit.__file__"}
-"""Names that a test or its helpers use where they may start a command, or read any file of the tree."""
+"""Names that a test or its helpers use where they may start a command, or read any file of the
+tree."""
 _MODEL = "base_model"
 """A fixture that every test may name, and that comes of `models.py`."""
-_SHARED = ("tests/conftest.py", "tests/__init__.py", "src/isobit/__init__.py", "src/isobit/__main__.py")
+_SHARED = (
+    "tests/conftest.py",
+    "tests/__init__.py",
+    "src/isobit/__init__.py",
+    "src/isobit/__main__.py",
+)
 """Python files that every test depends on."""
 
 
@@ -41,7 +57,8 @@ def module_of(path: Path) -> str:
 
 @functools.cache
 def imports(path: Path) -> frozenset[Path]:
-    """The files that a file imports or names, with the packages around them, which are imported first."""
+    """The files that a file imports or names, with the packages around them, which are imported
+    first."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found: set[Path] = set()
@@ -50,7 +67,9 @@ def imports(path: Path) -> frozenset[Path]:
         around = [".".join(parts[:end]) for end in range(2, len(parts) + 1)]
         surface = parts == ["isobit"] or (len(parts) == 2 and file_of(name) is None)
         if surface and ROOT / "src" not in path.parents:
-            around.append(parts[0])  # whose public names are looked up; the source itself does not use them
+            around.append(
+                parts[0]
+            )  # whose public names are looked up; the source itself does not use them
         found |= {file for each in around if (file := file_of(each))}
     return frozenset(found - {path})
 
@@ -66,7 +85,9 @@ def named(tree: ast.AST, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             whole = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{whole}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -74,7 +95,8 @@ def named(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _in_text(text: str) -> Iterator[str]:
-    """The modules that a text names: `isobit.a.b`, `isobit.a.b:function`, or all of a package, as `isobit.a.`."""
+    """The modules that a text names: `isobit.a.b`, `isobit.a.b:function`, or all of a package, as
+    `isobit.a.`."""
     name = text.partition(":")[0]
     if not re.fullmatch(r"(isobit|tests|benchmarks)(\.\w+)+\.?", name):
         return
@@ -108,7 +130,8 @@ def reached_by_test(path: Path) -> frozenset[Path] | None:
 
 @functools.cache
 def _used(path: Path) -> frozenset[str]:
-    """Every name in a source: of variables, arguments and modules, `a.b` of attributes, and texts that are names."""
+    """Every name in a source: of variables, arguments and modules, `a.b` of attributes, and texts
+    that are names."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Name):
@@ -121,14 +144,19 @@ def _used(path: Path) -> frozenset[str]:
             found |= set((node.module or "").split("."))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found.add(f"{node.value.id}.{node.attr}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+        ):
             found.add(node.value)
     return frozenset(found)
 
 
 def changed_since(revision: str) -> set[str] | None:
-    """Files, relative to the root, that differ from where this branch left a revision, committed or not. None where git
-    does not say, or where nothing was committed since: then it is not known against what to compare."""
+    """Files, relative to the root, that differ from where this branch left a revision, committed or
+    not. None where git does not say, or where nothing was committed since: then it is not known
+    against what to compare."""
     base, head = _git("merge-base", revision, "HEAD"), _git("rev-parse", "HEAD")
     changed = _git("diff", "--name-only", *base) if base and base != head else None
     new = _git("ls-files", "--others", "--exclude-standard")
@@ -141,7 +169,8 @@ def _git(*words: str) -> list[str] | None:
 
 
 def can_reach(test: Path, changed: set[str] | None) -> bool:
-    """Whether one of the changed files can make a difference to a file of tests; yes, when in doubt."""
+    """Whether one of the changed files can make a difference to a file of tests; yes, when in
+    doubt."""
     if changed is None or any(name in _SHARED or not name.endswith(".py") for name in changed):
         return True
     found = reached_by_test(test)
@@ -152,5 +181,7 @@ def digest(paths: Iterable[Path], *words: str) -> str:
     """SHA-256 of files, by name and content, and of some words."""
     whole = hashlib.sha256("\n".join(words).encode())
     for path in sorted(paths):
-        whole.update(f"\n{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+        whole.update(
+            f"\n{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest()
+        )
     return whole.hexdigest()

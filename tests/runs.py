@@ -19,7 +19,11 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     """A run of a few steps on one-digit additions, in `folder / "run"`."""
     values: dict[str, Any] = {
         "model": {"path": str(model)},
-        "task": {"name": "arithmetic", "held_out_size": 8, "options": {"digits": 1, "train_size": 60}},
+        "task": {
+            "name": "arithmetic",
+            "held_out_size": 8,
+            "options": {"digits": 1, "train_size": 60},
+        },
         "prompts_per_step": 4,
         "sampling": {"group_size": 4, "max_new_tokens": 3},
         "optimizer": {"learning_rate": 1e-3},
@@ -29,7 +33,9 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     }
     for key, value in changes.items():
         values[key] = (
-            {**values[key], **value} if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+            {**values[key], **value}
+            if isinstance(value, dict) and isinstance(values.get(key), dict)
+            else value
         )
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -47,20 +53,30 @@ def digit_reward_file(folder: Path) -> Path:
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """Weights (as `model.safetensors`, also where they are an adapter's), optimizer, all else of the last checkpoint,
-    metrics without timings, completions, and the best model where one is kept: what an exact repetition has in
-    common."""
+    """Weights (as `model.safetensors`, also where they are an adapter's), optimizer, all else of
+    the last checkpoint, metrics without timings, completions, and the best model where one is kept:
+    what an exact repetition has in common."""
     newest = all_checkpoints(run / "checkpoints")[-1]
-    files = {name: newest / name for name in ("model.safetensors", "trainer/optimizer.safetensors", "manifest.json")}
+    files = {
+        name: newest / name
+        for name in ("model.safetensors", "trainer/optimizer.safetensors", "manifest.json")
+    }
     if (newest / "adapter_model.safetensors").is_file():
         files["model.safetensors"] = newest / "adapter_model.safetensors"
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     manifest = json.loads(files["manifest.json"].read_text())
-    manifest.pop("trainer/certificate.json", None)  # which also depends on the config's words, such as paths
+    manifest.pop(
+        "trainer/certificate.json", None
+    )  # which also depends on the config's words, such as paths
     hashes["manifest.json"] = json.dumps(manifest)
-    rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
+    rows = [
+        {k: v for k, v in row.items() if not metrics.is_timing(k)}
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
     lines = {"completions": COMPLETIONS, "quantization": QUANTIZATION}
-    hashes |= {name: hashlib.sha256((run / file).read_bytes()).hexdigest() for name, file in lines.items()}
+    hashes |= {
+        name: hashlib.sha256((run / file).read_bytes()).hexdigest() for name, file in lines.items()
+    }
     kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
     best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
     return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}

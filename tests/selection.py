@@ -1,8 +1,11 @@
-"""Which cases run: `make test` leaves out what takes long and says little more, `make test-full` nothing.
+"""Which cases run: `make test` leaves out what takes long and says little more, `make test-full`
+nothing.
 
-- Where a test has three parameters or more, `make test` runs a covering of all pairs of their values (`pairwise.py`).
-- Triton's cases, in its interpreter and its compiler, are run by `make test` if anything that they reach has changed
-  since they passed here: a digest of it is kept in `.pytest_cache`. A fresh checkout has none, and runs them.
+- Where a test has three parameters or more, `make test` runs a covering of all pairs of their
+  values (`pairwise.py`).
+- Triton's cases, in its interpreter and its compiler, are run by `make test` if anything that they
+  reach has changed since they passed here: a digest of it is kept in `.pytest_cache`. A fresh
+  checkout has none, and runs them.
 - What is marked slow is left to `make test-rest`, which runs all that `make test` leaves out.
 """
 
@@ -22,18 +25,27 @@ from tests.reach import ROOT, can_reach, changed_since, digest, reached
 TRITON = (ROOT / "tests/kernels/triton", ROOT / "tests/kernels/test_kernel_table.py")
 WORKERS = ("-n", "2", "--dist", "worksteal")
 FAST, FULL = (*WORKERS, "-m", "not slow"), (*WORKERS, "--full")
-"""What follows `python -m pytest` in the Makefile, for `test` and `test-full`: only after these a digest is kept, and
-only in the first Triton's cases may be left out."""
+"""What follows `python -m pytest` in the Makefile, for `test` and `test-full`: only after these a
+digest is kept, and only in the first Triton's cases may be left out."""
 _PASSED = "isobit/triton"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     group = parser.getgroup("isobit")
-    group.addoption("--full", action="store_true", help="every combination of parameters, and Triton's cases")
+    group.addoption(
+        "--full", action="store_true", help="every combination of parameters, and Triton's cases"
+    )
     group.addoption("--rest", action="store_true", help="only what `make test` leaves out")
-    group.addoption("--since", default="", metavar="REVISION", help="only files that a change since then can reach")
-    group.addoption("--without-triton", action="store_true", help="leave out the cases of Triton's interpreter")
+    group.addoption(
+        "--since",
+        default="",
+        metavar="REVISION",
+        help="only files that a change since then can reach",
+    )
+    group.addoption(
+        "--without-triton", action="store_true", help="leave out the cases of Triton's interpreter"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,7 +71,11 @@ _KEY = pytest.StashKey[str]()
 def pytest_report_header(config: pytest.Config) -> str | None:
     """That Triton's cases are left out, and why."""
     without = _command(config) == FAST and config.option.without_triton
-    return "Triton's cases passed here, and nothing that they reach has changed since" if without else None
+    return (
+        "Triton's cases passed here, and nothing that they reach has changed since"
+        if without
+        else None
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -75,9 +91,11 @@ def _command(config: pytest.Config) -> tuple[str, ...]:
 
 
 def triton_digest() -> str:
-    """Of the sources that Triton's cases reach, of all operators, of what they compile for the page of kernels, and of
-    the versions that run them."""
-    tests = [path for place in TRITON for path in (place.rglob("*.py") if place.is_dir() else [place])]
+    """Of the sources that Triton's cases reach, of all operators, of what they compile for the page
+    of kernels, and of the versions that run them."""
+    tests = [
+        path for place in TRITON for path in (place.rglob("*.py") if place.is_dir() else [place])
+    ]
     own = [ROOT / name for name in ("tests/conftest.py", "tests/models.py", "docs/gpu.md")]
     folders = [ROOT / name for name in ("src/isobit/kernels", "src/isobit/precision", "benchmarks")]
     files = {path for folder in folders for path in folder.rglob("*.*") if path.is_file()}
@@ -124,7 +142,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def paired(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The items, and of a function with three parameters or more only a covering of the pairs of their values."""
+    """The items, and of a function with three parameters or more only a covering of the pairs of
+    their values."""
     kept: list[pytest.Item] = []
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
@@ -135,12 +154,14 @@ def paired(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _values(item: pytest.Item) -> tuple[tuple[int, ...], ...]:
-    """What a case has of every `parametrize` and of every fixture with parameters, by identity: the cases of a function
-    share their values."""
+    """What a case has of every `parametrize` and of every fixture with parameters, by identity: the
+    cases of a function share their values."""
     first = {}
     for mark in item.iter_markers("parametrize"):
         given = mark.args[0] if mark.args else mark.kwargs["argnames"]
-        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+        names = (
+            [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+        )
         first |= dict.fromkeys(names, names[0])
     values: dict[str, list[int]] = {}
     for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():

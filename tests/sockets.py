@@ -1,4 +1,5 @@
-"""Which sockets processes listen on, as the kernel says it (/proc/net/tcp, as `ss -ltnp` reads it)."""
+"""Which sockets processes listen on, as the kernel says it (/proc/net/tcp, as `ss -ltnp` reads
+it)."""
 
 import ipaddress
 import os

@@ -1,4 +1,5 @@
-"""The shape of the code: imports one way, small files and functions, nothing that executes what a user loads."""
+"""The shape of the code: imports one way, small files and functions, nothing that executes what a
+user loads."""
 
 import ast
 import functools
@@ -23,7 +24,8 @@ FLOORS = [
     {"distributed", "kernels", "precision"},
     {"monitor", "run", "tasks", "rewards", "data", "options", "errors"},
 ]
-"""From the top down: a room imports what stands below it, and rooms of its own floor where no circle comes of it."""
+"""From the top down: a room imports what stands below it, and rooms of its own floor where no
+circle comes of it."""
 LIGHT = FLOORS[-1]
 """Nothing here imports torch: reward workers, pages and trackers start at once."""
 MOST_LOOSE = {"model": 8, "rl": 0, "training": 10, "monitor": 0, "kernels": 9}
@@ -78,7 +80,11 @@ def imported_modules(path: Path) -> frozenset[str]:
     """Modules of isobit that a file imports when it runs, itself aside."""
     known = {module(p) for p in MODULES}
     tree = parsed(path)
-    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    typing = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+    ]
     skipped = {id(inner) for node in typing for inner in ast.walk(node)}
     found = set[str]()
     for node in ast.walk(tree):
@@ -100,11 +106,14 @@ def allowed(own: str) -> set[str]:
 
 
 def room(name: str) -> str:
-    """The innermost package that a module is in; a module that lies beside packages is a room of its own."""
+    """The innermost package that a module is in; a module that lies beside packages is a room of
+    its own."""
     path = SOURCE.joinpath(*name.split(".")[1:])
     if path.is_dir():
         return name
-    beside = any(each.is_dir() and (each / "__init__.py").exists() for each in path.parent.iterdir())
+    beside = any(
+        each.is_dir() and (each / "__init__.py").exists() for each in path.parent.iterdir()
+    )
     return name if beside else name.rpartition(".")[0]
 
 
@@ -113,8 +122,13 @@ def test_imports_go_one_way() -> None:
     wrong = {
         short(path): foreign
         for path, own in rooms.items()
-        if own not in ("", "__main__")  # `isobit` itself names its public surface, and starts the command
-        and (foreign := {name for name in imported(path) if not name.startswith("__")} - allowed(own) - {own})
+        if own
+        not in ("", "__main__")  # `isobit` itself names its public surface, and starts the command
+        and (
+            foreign := {name for name in imported(path) if not name.startswith("__")}
+            - allowed(own)
+            - {own}
+        )
     }
     assert not wrong
 
@@ -124,7 +138,11 @@ def test_every_module_has_a_place() -> None:
 
 
 def test_only_errors_and_main_are_loose_modules() -> None:
-    assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+    assert {path.name for path in SOURCE.glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
+        "errors.py",
+    }
 
 
 def test_large_rooms_have_inner_rooms() -> None:
@@ -202,9 +220,13 @@ def test_files_and_functions_are_small() -> None:
 
 def test_modules_and_what_is_public_in_them_are_documented() -> None:
     """A module opens with what it computes."""
-    wanting = [short(path) for path in MODULES if parsed(path).body and not ast.get_docstring(parsed(path))]
+    wanting = [
+        short(path) for path in MODULES if parsed(path).body and not ast.get_docstring(parsed(path))
+    ]
     for path in MODULES:
-        definitions = [n for n in parsed(path).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        definitions = [
+            n for n in parsed(path).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+        ]
         wanting += [
             f"{short(path)}: {node.name}"
             for node in definitions
@@ -224,7 +246,8 @@ TESTS = {path.name for path in (ROOT / "tests").rglob("*.py")}
 
 
 def unknown_files(text: str, folder: Path) -> set[str]:
-    """The files that a text of `folder` names, and that are neither in it, nor in the room around it, nor isobit's."""
+    """The files that a text of `folder` names, and that are neither in it, nor in the room around
+    it, nor isobit's."""
     places = (folder, folder.parent, SOURCE, ROOT)
     return {
         name
@@ -239,7 +262,9 @@ def test_files_that_the_source_names_exist() -> None:
 
 
 def test_a_file_that_has_moved_is_noticed() -> None:
-    assert unknown_files("(`loop.py`, `opening.py`, `session/opening.py`)", SOURCE / "training") == {"opening.py"}
+    assert unknown_files(
+        "(`loop.py`, `opening.py`, `session/opening.py`)", SOURCE / "training"
+    ) == {"opening.py"}
 
 
 def test_native_sources_are_small() -> None:
@@ -261,14 +286,20 @@ FORBIDDEN = re.compile(
 
 
 def test_nothing_is_unpickled_evaluated_or_fetched() -> None:
-    found = {short(path): match.group() for path in MODULES if (match := FORBIDDEN.search(code_of(path)))}
+    found = {
+        short(path): match.group() for path in MODULES if (match := FORBIDDEN.search(code_of(path)))
+    }
     assert not found
 
 
 def code_of(path: Path) -> str:
     """The text of a file without its docstrings."""
     code = text_of(path)
-    documented = {ast.get_docstring(n, clean=False) or "" for n in ast.walk(parsed(path)) if _can_have_docstring(n)}
+    documented = {
+        ast.get_docstring(n, clean=False) or ""
+        for n in ast.walk(parsed(path))
+        if _can_have_docstring(n)
+    }
     for text in sorted(documented, key=len, reverse=True):
         code = code.replace(text, "")
     return code
@@ -284,22 +315,38 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit", ("torch", "pydantic", "matplotlib")),
         ("import isobit.cli", ("torch", "pydantic", "matplotlib")),
         ("import isobit.tasks, isobit.rewards.pool, isobit.config", ("torch", "transformers")),
-        ("import isobit.rewards.worker", ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic")),
-        ("import isobit.rl, isobit.rl.algorithm.correction_rule, isobit.rl.algorithm.replay", ("torch", "pydantic")),
+        (
+            "import isobit.rewards.worker",
+            ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic"),
+        ),
+        (
+            "import isobit.rl, isobit.rl.algorithm.correction_rule, isobit.rl.algorithm.replay",
+            ("torch", "pydantic"),
+        ),
         ("import isobit.monitor.report", ("torch",)),
         ("import isobit.evaluation.shown", ("torch",)),
-        ("import isobit.monitor.trackers.process", ("torch", "pydantic", "tensorboard", "wandb", "trackio", "mlflow")),
+        (
+            "import isobit.monitor.trackers.process",
+            ("torch", "pydantic", "tensorboard", "wandb", "trackio", "mlflow"),
+        ),
         ("import isobit.training.loop", ("transformers",)),
         (
-            "import torch; from isobit.plan.live_bytes import LiveBytes\nwith LiveBytes(): torch.ones(1)",
+            "import torch; from isobit.plan.live_bytes import LiveBytes\nwith LiveBytes(): "
+            "torch.ones(1)",
             ("torch._dynamo",),
         ),
     ],
 )
 def test_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:
     code = f"{statement}; import sys; print(sorted(set({absent!r}) & set(sys.modules)))"
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    environment = {
+        "PYTHONPATH": str(ROOT / "src"),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(Path.home()),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -307,14 +354,19 @@ def test_the_public_surface_is_small_and_there() -> None:
     import isobit
 
     assert len(isobit.__all__) <= 12
-    assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(isobit.__all__)
+    assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(
+        isobit.__all__
+    )
     assert all(getattr(isobit, name) is not None for name in isobit.__all__)
 
 
 def test_dependencies_are_declared() -> None:
-    """Every module that the source imports is isobit's own, Python's, or named in pyproject.toml."""
+    """Every module that the source imports is isobit's own, Python's, or named in
+    pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
-    declared = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)(?:\[\w+\])?[>=]', text)} | {"yaml", "mlflow"}
+    declared = {
+        name.replace("-", "_") for name in re.findall(r'"([\w-]+)(?:\[\w+\])?[>=]', text)
+    } | {"yaml", "mlflow"}
     names = set()
     for path in MODULES:
         for node in ast.walk(parsed(path)):

@@ -1,4 +1,5 @@
-"""A user's mistake: one clear line on stderr, exit code 2, nothing written; the same message from Python."""
+"""A user's mistake: one clear line on stderr, exit code 2, nothing written; the same message from
+Python."""
 
 import json
 import os
@@ -35,7 +36,9 @@ def _python_memory() -> None:
 
 
 def _gpu_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation"
+    )
 
 
 def _another_error() -> None:
@@ -52,9 +55,13 @@ def _another_error() -> None:
     ],
 )
 def test_memory_that_is_not_there_is_said_in_one_line(
-    ask: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ask: Callable[[], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With real allocations on the host. The control: another RuntimeError is a bug, and keeps its traceback."""
+    """With real allocations on the host. The control: another RuntimeError is a bug, and keeps its
+    traceback."""
     monkeypatch.setattr(cli, "app", lambda **_: ask())
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -78,27 +85,45 @@ def config(tmp_path: Path, base_model: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sampling.temprature=1"], "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)"),
-        (["sampling.top_p=0.9", "precision=fp8-rollout"], "may keep other tokens than the rollout drew from"),
+        (
+            ["sampling.temprature=1"],
+            "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)",
+        ),
+        (
+            ["sampling.top_p=0.9", "precision=fp8-rollout"],
+            "may keep other tokens than the rollout drew from",
+        ),
         (["algorithm.overlong_buffer=3"], "must be below sampling.max_new_tokens"),
-        (["algorithm.correction=token_tis", "algorithm.recompute_old_logprobs=never"], "makes equal"),
+        (
+            ["algorithm.correction=token_tis", "algorithm.recompute_old_logprobs=never"],
+            "makes equal",
+        ),
         (["steps"], "expected key.sub=value"),
         (["precision=fp9"], "did you mean 'fp8'"),
         (["model.path=nowhere"], "nowhere: no such directory"),
         (["task.options.digts=2"], "digts"),
         (["task.name=chess"], "chess"),
         (["sampling.max_new_tokens=40", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
-        (["sampling.max_new_tokens=64"], "leaves no room for a prompt in the model's context of 64"),
+        (
+            ["sampling.max_new_tokens=64"],
+            "leaves no room for a prompt in the model's context of 64",
+        ),
         (["rewards.functions=[{function: 'gone.py:score'}]"], "gone.py"),
         (["rewards.functions=[{function: 'reward.py:scor'}]"], "scor"),
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
         (["task.prompt_template='no place for it'"], "{prompt}"),
         (["task.held_out_size=0", "evaluation.every=1"], "the held-out split is empty"),
-        (["precision.kv_cache=fp16"], "precision.kv_cache: expected bf16, e4m3, e4m3-calibrated or int8"),
+        (
+            ["precision.kv_cache=fp16"],
+            "precision.kv_cache: expected bf16, e4m3, e4m3-calibrated or int8",
+        ),
         (["precision={preset: bf16, kv_calibration: learner}"], "there is no calibrated KV cache"),
         (["algorithm.correction=token_tiss"], "correction"),
         (["algorithm.router_replay=true"], "algorithm.router_replay: the model is dense"),
-        (["replay={capacity: 4, groups_per_step: 2, max_staleness: 0}"], "max_staleness: 0 forgets every past group"),
+        (
+            ["replay={capacity: 4, groups_per_step: 2, max_staleness: 0}"],
+            "max_staleness: 0 forgets every past group",
+        ),
         (["replay.groups_per_step=2"], "groups_per_step 2 exceeds capacity 0"),
         (["rollouts_ahead=9"], "rollouts_ahead 9 exceeds replay.max_staleness 8"),
         (["rewards.models=[{path: model}]"], "no tensor score.weight"),
@@ -114,11 +139,16 @@ def config(tmp_path: Path, base_model: Path) -> Path:
             "no metric 'accuracy/held'; did you mean 'accuracy/held_out'?",
         ),
         (["evaluation={every: 1, tag: level}"], "tag 'level': example 0 has no such column"),
-        (["evaluation={every: 1, answer_pattern: '['}"], "answer pattern '[': not a regular expression"),
+        (
+            ["evaluation={every: 1, answer_pattern: '['}"],
+            "answer pattern '[': not a regular expression",
+        ),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else None,
 )
-def test_train(config: Path, refused: Callable[..., str], overrides: list[str], message: str) -> None:
+def test_train(
+    config: Path, refused: Callable[..., str], overrides: list[str], message: str
+) -> None:
     (config.parent / "reward.py").write_text(REWARD)
     (config.parent / "broken.py").write_text("def score(:\n")
     assert message in refused("train", config, *overrides, "--quiet")
@@ -137,7 +167,16 @@ def test_train(config: Path, refused: Callable[..., str], overrides: list[str], 
         ('{"prompt": "' + "1" * 80 + '"}\n', "context of 64"),
         ('{"prompt": "abc"}\n', "abc"),
     ],
-    ids=["missing", "empty", "not JSON", "no object", "no prompt", "number", "too long", "alphabet"],
+    ids=[
+        "missing",
+        "empty",
+        "not JSON",
+        "no object",
+        "no prompt",
+        "number",
+        "too long",
+        "alphabet",
+    ],
 )
 def test_data(config: Path, refused: Callable[..., str], content: str | None, message: str) -> None:
     rows = config.parent / "rows.jsonl"
@@ -153,18 +192,29 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
         ("path: rows.csv", "rows.csv:3: 1 field, but the header names 2"),
         ("path: cut.parquet", "cut.parquet: truncated or corrupt Parquet"),
         ("path: folder", "folder: no data in this directory: expected Parquet, JSONL or CSV files"),
-        ("path: splits, split: trian", "task.split: splits has no split 'trian'; known: test, train"),
+        (
+            "path: splits, split: trian",
+            "task.split: splits has no split 'trian'; known: test, train",
+        ),
         ("path: splits, format: csv", "splits: no data in this directory: expected csv files"),
-        ("path: splits, format: arrow", "task.format: expected auto, jsonl, csv, parquet or dataset"),
+        (
+            "path: splits, format: arrow",
+            "task.format: expected auto, jsonl, csv, parquet or dataset",
+        ),
         ("path: splits, columns: {prompt: question}", "no column 'question' (task.columns.prompt)"),
         ("path: splits, columns: [question]", "task.columns: expected a mapping"),
         ("path: splits, too_long: skip", "task.too_long: expected stop or drop"),
         ("path: splits, max_prompt_tokens: 2", "splits/train.jsonl:1: the prompt has 4 tokens"),
-        ("path: splits, chat: true", "splits/train.jsonl:1: the prompt is a chat, but the model has no chat template"),
+        (
+            "path: splits, chat: true",
+            "splits/train.jsonl:1: the prompt is a chat, but the model has no chat template",
+        ),
         ("path: splits, system: Hi", "splits/train.jsonl:1: task.system needs a chat"),
     ],
 )
-def test_data_of_any_format(config: Path, refused: Callable[..., str], task: str, message: str) -> None:
+def test_data_of_any_format(
+    config: Path, refused: Callable[..., str], task: str, message: str
+) -> None:
     """No run directory is written; `tests/data/test_readers.py` has the rest of the messages."""
     folder = config.parent
     (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n1+2=\n")
@@ -292,7 +342,9 @@ def test_run_directories(config: Path, refused: Callable[..., str]) -> None:
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else None,
 )
-def test_generate(config: Path, refused: Callable[..., str], options: list[str], message: str) -> None:
+def test_generate(
+    config: Path, refused: Callable[..., str], options: list[str], message: str
+) -> None:
     assert message in refused("generate", config.parent / "model", "--prompt", "1+1=", *options)
 
 
@@ -301,18 +353,36 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     arithmetic = ("--task", "arithmetic", "--option", "digits=1")
     assert "give a model to evaluate" in refused("eval", *arithmetic)
-    assert "give a model to evaluate" in refused("eval", model, *arithmetic, "--completions", "answer")
-    assert "no such column" in refused("eval", "--task", "gsm8k", "--data", rows, "--completions", "gold")
+    assert "give a model to evaluate" in refused(
+        "eval", model, *arithmetic, "--completions", "answer"
+    )
+    assert "no such column" in refused(
+        "eval", "--task", "gsm8k", "--data", rows, "--completions", "gold"
+    )
     assert "expected whole numbers" in refused("eval", model, *arithmetic, "--pass-at", "one")
-    assert "needs 1 to -n samples, and -n is 4" in refused("eval", model, *arithmetic, "--pass-at", "9", "-n", "4")
-    assert "is not from 1 to num_samples, which is 8" in refused("eval", model, *arithmetic, "--pass-at", "9")
-    assert "expected KEY=VALUE" in refused("eval", model, "--task", "arithmetic", "--option", "digits")
+    assert "needs 1 to -n samples, and -n is 4" in refused(
+        "eval", model, *arithmetic, "--pass-at", "9", "-n", "4"
+    )
+    assert "is not from 1 to num_samples, which is 8" in refused(
+        "eval", model, *arithmetic, "--pass-at", "9"
+    )
+    assert "expected KEY=VALUE" in refused(
+        "eval", model, "--task", "arithmetic", "--option", "digits"
+    )
     assert "expected KEY=VALUE" in refused("eval", model, "--option", "digits")
     assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
     assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
-    assert "--column 'question': expected NAME=COLUMN" in refused("eval", model, "--data", rows, "--column", "question")
-    assert "a file, which has no splits" in refused("eval", model, "--data", rows, "--split", "test")
-    for asked in ((), ("--data", rows), ("--adapter", "a=b")):  # before what a run there would have said
+    assert "--column 'question': expected NAME=COLUMN" in refused(
+        "eval", model, "--data", rows, "--column", "question"
+    )
+    assert "a file, which has no splits" in refused(
+        "eval", model, "--data", rows, "--split", "test"
+    )
+    for asked in (
+        (),
+        ("--data", rows),
+        ("--adapter", "a=b"),
+    ):  # before what a run there would have said
         assert "model gone: no such directory" in refused("eval", "gone", *asked)
 
 
@@ -325,7 +395,14 @@ RESULT = {
         {
             "prompt": "1+1=",
             "tag": None,
-            "greedy": {"completion": "2", "reward": 1, "answer": "2", "tokens": 1, "truncated": False, "error": None},
+            "greedy": {
+                "completion": "2",
+                "reward": 1,
+                "answer": "2",
+                "tokens": 1,
+                "truncated": False,
+                "error": None,
+            },
             "samples": [],
         }
     ],
@@ -335,8 +412,14 @@ RESULT = {
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model", "--tag", "levle"), "tag 'levle': example 0 has no such column; did you mean 'level'?"),
-        (("model", "--tag", "parts"), "tag 'parts': expected text or a number, got a list in example 0"),
+        (
+            ("model", "--tag", "levle"),
+            "tag 'levle': example 0 has no such column; did you mean 'level'?",
+        ),
+        (
+            ("model", "--tag", "parts"),
+            "tag 'parts': expected text or a number, got a list in example 0",
+        ),
         (("model", "--tag", "many", "--data", "many.jsonl"), "tag 'many' has 101 different values"),
         (("model", "--answer-pattern", "("), "answer pattern '(': not a regular expression"),
         (("model", "-n", "-1"), "num_samples"),
@@ -348,10 +431,16 @@ RESULT = {
         (("gone",), "gone: no such directory"),
         (("model", "--against", "gone"), "gone: no such directory"),
         (("model", "--against", "gone.json"), "cannot read result gone.json"),
-        (("model", "--against", "two.json"), "two.json and the data cannot be paired: they have 2 and 1 prompts"),
+        (
+            ("model", "--against", "two.json"),
+            "two.json and the data cannot be paired: they have 2 and 1 prompts",
+        ),
         (("run",), "there is none"),
         (("run", "--best"), "run has no best model"),
-        (("model", "--out", "gone/result.json"), "--out gone/result.json: there is no directory gone"),
+        (
+            ("model", "--out", "gone/result.json"),
+            "--out gone/result.json: there is no directory gone",
+        ),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
 )
@@ -361,7 +450,9 @@ def test_evaluations_are_refused(
     folder = config.parent
     (folder / "reward.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "level": 1, "parts": [1]}\n')
-    (folder / "many.jsonl").write_text("".join(f'{{"prompt": "1+{i}=", "many": {i}}}\n' for i in range(101)))
+    (folder / "many.jsonl").write_text(
+        "".join(f'{{"prompt": "1+{i}=", "many": {i}}}\n' for i in range(101))
+    )
     (folder / "empty.jsonl").write_text("\n")
     (folder / "two.json").write_text(json.dumps({**RESULT, "prompts": RESULT["prompts"] * 2}))
     (folder / "run").mkdir()
@@ -369,7 +460,9 @@ def test_evaluations_are_refused(
     shutil.copy(config, folder / "run" / "config.yaml")
     first, *options = words
     data = () if "--data" in options else ("--data", "rows.jsonl")
-    assert message in refused("eval", first, *data, "--reward", "reward.py:score", "--max-new-tokens", 1, *options)
+    assert message in refused(
+        "eval", first, *data, "--reward", "reward.py:score", "--max-new-tokens", 1, *options
+    )
 
 
 @pytest.mark.parametrize(
@@ -382,8 +475,14 @@ def test_evaluations_are_refused(
         ({"prompts": RESULT["prompts"] * 2}, "they have 1 and 2 prompts"),
         ({"rewards": ["g"]}, "their rewards differ: f and g"),
         ({"ks": [2]}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),
-        ({"prompts": []}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),
-        ({"prompts": [{"prompt": "1+1="}]}, "b.json: not a result of isobit eval --out: no key 'greedy'"),
+        (
+            {"prompts": []},
+            "b.json: not a result of isobit eval --out: prompts or samples are missing",
+        ),
+        (
+            {"prompts": [{"prompt": "1+1="}]},
+            "b.json: not a result of isobit eval --out: no key 'greedy'",
+        ),
         ({"prompts": 3}, "b.json: not a result of isobit eval --out: 'int' object is not iterable"),
     ],
     ids=["prompts", "number", "rewards", "k", "empty", "key", "type"],
@@ -410,48 +509,73 @@ def test_files_that_are_no_results(tmp_path: Path, refused: Callable[..., str]) 
         (tmp_path / "b.json").write_text(json.dumps({**RESULT, key: value}))
         assert "b.json: not a result of isobit eval --out: a name is " in refused("eval", "b.json")
     assert "saved results are not evaluated again" in refused("eval", "a.json", "-n", 4)
-    assert "give a model to evaluate" in refused("eval", "--against", "a.json", "--completions", "answer")
+    assert "give a model to evaluate" in refused(
+        "eval", "--against", "a.json", "--completions", "answer"
+    )
 
 
-@pytest.mark.parametrize("words", [["train"], ["train", "--resume"], ["eval"], ["report"], ["watch"]])
-def test_paths_longer_than_a_file_system_takes(refused: Callable[..., str], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["train"], ["train", "--resume"], ["eval"], ["report"], ["watch"]]
+)
+def test_paths_longer_than_a_file_system_takes(
+    refused: Callable[..., str], words: list[str]
+) -> None:
     assert "File name too long" in refused(*words, "name" * 2000)
 
 
 def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
     config = tmp_path / "sft.yaml"
-    config.write_text("model: {init: {hidden_size: 16}}\ntask: {path: rows.jsonl, held_out_size: 0}\nsteps: 2\n")
+    config.write_text(
+        "model: {init: {hidden_size: 16}}\ntask: {path: rows.jsonl, held_out_size: 0}\nsteps: 2\n"
+    )
     assert "rows.jsonl" in refused("sft", config)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert "model.init.vocabulary" in refused("sft", config)
-    assert "no column 'completion'" in refused("sft", config, "model.init.vocabulary='0123456789+='", "--quiet")
-    assert "did you mean 'model.init.hidden_size'" in refused("sft", config, "model.init.hidden_sise=4")
+    assert "no column 'completion'" in refused(
+        "sft", config, "model.init.vocabulary='0123456789+='", "--quiet"
+    )
+    assert "did you mean 'model.init.hidden_size'" in refused(
+        "sft", config, "model.init.hidden_sise=4"
+    )
 
 
-OF_SFT = "model: {init: {hidden_size: 16}}\ntask: {name: arithmetic}\nsteps: 2\nbatch_size: 2\nout: base\n"
+OF_SFT = (
+    "model: {init: {hidden_size: 16}}\ntask: {name: arithmetic}\nsteps: 2\nbatch_size: 2\n"
+    "out: base\n"
+)
 OF_TRAIN = "model: m\ntask: {name: arithmetic}\nsampling: {group_size: 2}\nsteps: 2\n"
 OF_COMPARE = "train: train.yaml\npresets: [bf16, fp8]\nout: both\n"
 
 
-def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_config_of_another_command_is_told_whose_it_is(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
     files = {"sft": OF_SFT, "train": OF_TRAIN, "compare": OF_COMPARE}
     for command, text in files.items():
         (tmp_path / f"{command}.yaml").write_text(text)
     for command in files:
-        for other in files.keys() - {command, "train" if command == "compare" else ""}:  # which takes both
+        for other in files.keys() - {
+            command,
+            "train" if command == "compare" else "",
+        }:  # which takes both
             said = refused(command, f"{other}.yaml")
             assert f"{other}.yaml: a config of `isobit {other}`, and not of `isobit " in said
             assert f"; run isobit {other} {other}.yaml" in said
     assert "it has batch_size, model.init, out; run" in refused("train", "sft.yaml")
-    assert "it has sampling; run isobit train train.yaml, or else: unknown key 'sampling'" in refused(
-        "sft", "train.yaml"
+    assert (
+        "it has sampling; run isobit train train.yaml, or else: unknown key 'sampling'"
+        in refused("sft", "train.yaml")
     )
     assert "run isobit sft sft.yaml" in refused("plan", "sft.yaml")
     (tmp_path / "base.yaml").write_text("model: {sft: train.yaml}\ntask: {name: arithmetic}\n")
-    assert "train.yaml: a config of `isobit train`, and not of `isobit sft`" in refused("train", "base.yaml")
+    assert "train.yaml: a config of `isobit train`, and not of `isobit sft`" in refused(
+        "train", "base.yaml"
+    )
 
 
-def test_a_config_of_the_command_is_not_told_so(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_config_of_the_command_is_not_told_so(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
     """The control: a wrong key, from the file or the command line, is what it was."""
     (tmp_path / "train.yaml").write_text(OF_TRAIN)
     said = "isobit: train.yaml: unknown key 'batch_size' (did you mean 'prompts_per_step'?)\n"
@@ -464,12 +588,15 @@ def test_a_config_of_the_command_is_not_told_so(tmp_path: Path, refused: Callabl
 
 
 def test_as_a_process_and_wrong_options(config: Path) -> None:
-    """The real command, once; options that do not exist are typer's to refuse, with the same exit code."""
+    """The real command, once; options that do not exist are typer's to refuse, with the same exit
+    code."""
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
     def command(*words: str) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-m", "isobit", *words]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, cwd=config.parent)
+        return subprocess.run(
+            line, env=environment, capture_output=True, text=True, check=False, cwd=config.parent
+        )
 
     done = command("train", str(config), "stesp=3")
     assert (done.returncode, done.stdout) == (2, "")
@@ -486,10 +613,19 @@ def test_comparisons_and_inspections_are_refused_before_anything_runs(
     assert "unknown key 'sampling.temprature'" in refused(
         "compare", config, "sampling.temprature=1", "--presets", "fp8"
     )
-    assert "unknown precision preset 'fp9'" in refused("inspect", tmp_path / "model", "--presets", "fp9")
+    assert "unknown precision preset 'fp9'" in refused(
+        "inspect", tmp_path / "model", "--presets", "fp9"
+    )
     assert "nowhere: no such directory" in refused("inspect", "nowhere")
     assert "reward model nowhere" in refused(
-        "inspect", tmp_path / "model", "--presets", "fp8", "--prompts", prompts(tmp_path), "--reward-model", "nowhere"
+        "inspect",
+        tmp_path / "model",
+        "--presets",
+        "fp8",
+        "--prompts",
+        prompts(tmp_path),
+        "--reward-model",
+        "nowhere",
     )
 
 

@@ -23,10 +23,19 @@ def tab(line: str, folder: Path = ROOT) -> list[str]:
     words = line.replace("=", " = ").split()
     at = len(words) if line.endswith((" ", "=")) else len(words) - 1
     at = len(words) - 1 if line.endswith("=") else at
-    code = "import sys; from isobit.cli import main\ntry: main()\nfinally: print(sorted(sys.modules), file=sys.stderr)"
-    variables = {"_ISOBIT_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(at)}
+    code = (
+        "import sys; from isobit.cli import main\ntry: main()\nfinally: "
+        "print(sorted(sys.modules), file=sys.stderr)"
+    )
+    variables = {
+        "_ISOBIT_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(at),
+    }
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
     imported = done.stderr.strip("[]\n").replace("'", "").split(", ")
     assert "isobit.cli.completion" in imported
     assert not {"torch", "numpy", "pyarrow"} & set(imported)
@@ -38,7 +47,10 @@ def test_commands() -> None:
 
 
 def test_config_files(tmp_path: Path) -> None:
-    assert tab("isobit train configs/quick") == ["configs/quickstart-sft.yaml", "configs/quickstart.yaml"]
+    assert tab("isobit train configs/quick") == [
+        "configs/quickstart-sft.yaml",
+        "configs/quickstart.yaml",
+    ]
     assert "configs/dapo.yaml" in tab("isobit compare conf")
     (tmp_path / "a.yaml").touch()
     (tmp_path / "b.txt").touch()
@@ -52,10 +64,16 @@ def test_config_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("isobit train c.yaml sampling.t", ["sampling.temperature=", "sampling.top_k=", "sampling.top_p="]),
+        (
+            "isobit train c.yaml sampling.t",
+            ["sampling.temperature=", "sampling.top_k=", "sampling.top_p="],
+        ),
         ("isobit train c.yaml steps=5 prompts_", ["prompts_per_step=", "prompts_per_step=8"]),
         ("isobit train c.yaml model.pa", ["model.path=", "model.path=..."]),
-        ("isobit train c.yaml consistency=", ["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"]),
+        (
+            "isobit train c.yaml consistency=",
+            ["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"],
+        ),
         ("isobit train c.yaml consistency=f", ["fast"]),
         ("isobit train c.yaml run.report=", ["true", "false"]),
         ("isobit train c.yaml precision=fp8-r", ["fp8-rollout", "fp8-rollout-kv"]),
@@ -75,7 +93,8 @@ def test_words(line: str, offered: list[str]) -> None:
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """The keys by the words for their types in docs/config.md: a section is no key, and what is in a list neither."""
+    """The keys by the words for their types in docs/config.md: a section is no key, and what is in
+    a list neither."""
     for name, option in options_of(schema).items():
         kind = type_text(option.kind)
         if kind != "section":
@@ -93,7 +112,14 @@ def test_the_values_are_accepted() -> None:
     """Every value that is offered for a key is one, where the others do not contradict it."""
     offered = {key: values for key, values in schema_keys(Config) if len(values) > 1}
     assert len(offered) > 12
-    for key in ("precision", "backend", "consistency", "algorithm.preset", "algorithm.correction", "run.report"):
+    for key in (
+        "precision",
+        "backend",
+        "consistency",
+        "algorithm.preset",
+        "algorithm.correction",
+        "run.report",
+    ):
         for value in offered[key]:
             values: dict[str, object] = {"model": {"path": "m"}}
             first, _, second = key.partition(".")
@@ -108,6 +134,8 @@ def test_the_presets_are_those_that_there_are() -> None:
 def test_the_script_for_bash_names_the_command() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_ISOBIT_COMPLETE": "source_bash"}
     command = [sys.executable, "-m", "isobit"]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    script = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert "_ISOBIT_COMPLETE=complete_bash" in script
     assert script.rstrip().endswith(" isobit")

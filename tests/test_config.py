@@ -50,16 +50,25 @@ def test_configs_are_frozen(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.temprature=1", "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)"),
+        (
+            "sampling.temprature=1",
+            "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)",
+        ),
         ("stesp=1", "unknown key 'stesp' (did you mean 'steps'?)"),
-        ("rewards.functions=[{function: 'a:b', wieght: 2}]", "(did you mean 'rewards.functions.weight'?)"),
+        (
+            "rewards.functions=[{function: 'a:b', wieght: 2}]",
+            "(did you mean 'rewards.functions.weight'?)",
+        ),
         ("steps=0", "steps: expected at least 1, got 0"),
         ("steps=many", "steps: expected a whole number, got 'many'"),
         ("sampling.temperature=-1", "sampling.temperature: expected at least 0.001, got -1"),
         ("sampling.temperature=.nan", "sampling.temperature:"),
         ("precision=fp9", "did you mean 'fp8'"),
         ("precision={preset: fp8, wgrad: int8}", "precision.wgrad"),
-        ("precision={preset: fp8, activation_granularity: tensor}", "consistency: bitwise cannot hold"),
+        (
+            "precision={preset: fp8, activation_granularity: tensor}",
+            "consistency: bitwise cannot hold",
+        ),
         ("reference.precision=fp7", "unknown precision preset 'fp7'"),
         ("sampling.top_p=1.1", "sampling.top_p: expected at most 1"),
         ("sampling.group_size=1", "at least 2"),
@@ -70,7 +79,10 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.correction={weight: token, cap: 1, floor: 2}", "floor 2.0 exceeds cap 1.0"),
         ("algorithm.kl_in_reward=true", "needs a kl_coefficient above 0"),
         ("algorithm={kl_coefficient: 0.1, kl_estimator: k1}", "take k2 or k3"),
-        ("algorithm={kl_coefficient: 0.1, kl_in_reward: true, kl_estimator: k3-unbiased}", "which a reward has not"),
+        (
+            "algorithm={kl_coefficient: 0.1, kl_in_reward: true, kl_estimator: k3-unbiased}",
+            "which a reward has not",
+        ),
         ("algorithm={preset: cispo, dual_clip: 3}", "leave one of them out"),
         ("algorithm={loss: reinforce, dual_clip: 3}", "reinforce has no such clip"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
@@ -88,28 +100,56 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("steps=true", "steps: expected a whole number, got true"),
         ("optimizer.betas=0.9", "optimizer.betas: expected a list, such as [a, b], got 0.9"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected a list of 2, got [0.9]"),
-        ("sampling=5", "sampling: expected a section of keys, such as {max_new_tokens: ..., temperature: ...}, got 5"),
+        (
+            "sampling=5",
+            "sampling: expected a section of keys, such as {max_new_tokens: ..., temperature: "
+            "...}, got 5",
+        ),
         ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo or reinforce or "),
         ("algorithm.preset=true", "algorithm.preset: expected grpo, "),
-        ("algorithm.correction={weight: null}", "algorithm.correction.weight: expected none, token or sequence, got"),
-        ("algorithm={surrogate: cispo}", "unknown key 'algorithm.surrogate' (did you mean 'algorithm.loss'?)"),
+        (
+            "algorithm.correction={weight: null}",
+            "algorithm.correction.weight: expected none, token or sequence, got",
+        ),
+        (
+            "algorithm={surrogate: cispo}",
+            "unknown key 'algorithm.surrogate' (did you mean 'algorithm.loss'?)",
+        ),
         ("algorithm.epochs=null", "algorithm.epochs: expected a whole number, got nothing"),
-        ("sampling.temperature=0.0005", ": sampling.temperature: expected at least 0.001, got 0.0005"),
+        (
+            "sampling.temperature=0.0005",
+            ": sampling.temperature: expected at least 0.001, got 0.0005",
+        ),
         ("sampling.stop=['']", ": sampling.stop: expected texts that are not empty, got ['']"),
-        ("sampling.max_new_tokens=2147483648", "sampling.max_new_tokens: expected below 2,147,483,648"),
+        (
+            "sampling.max_new_tokens=2147483648",
+            "sampling.max_new_tokens: expected below 2,147,483,648",
+        ),
         ("evaluation.temperature=0.0005", "evaluation.temperature: expected at least 0.001"),
         ("sampling.stop=5", "sampling.stop.0: expected text, got 5"),
         ("task.columns=[q]", "task.columns: expected a mapping, such as {name: value}"),
         ("task.columns={prompt: 1}", "task.columns.prompt: expected text, got 1"),
-        ("precision=5", "precision: expected text or a mapping, such as {preset: fp8, wgrad: bf16}, got 5"),
+        (
+            "precision=5",
+            "precision: expected text or a mapping, such as {preset: fp8, wgrad: bf16}, got 5",
+        ),
         ("evaluation.keep_best=maybe", "evaluation.keep_best: expected true or false, got 'maybe'"),
-        ("model=null", "model: expected a section of keys, such as {path: ..., sft: ...}, got nothing"),
+        (
+            "model=null",
+            "model: expected a section of keys, such as {path: ..., sft: ...}, got nothing",
+        ),
         ("task.options={digits: 1, digits: 2}", "key 'digits' comes twice; leave one"),
         ("precision=fp8[wgrad=bf16, wgrad=fp8]", "option 'wgrad' comes twice"),
         ("lr=1", "unknown key 'lr' (did you mean 'optimizer.learning_rate'?)"),
-        ("num_generations=4", "unknown key 'num_generations' (did you mean 'sampling.group_size'?)"),
+        (
+            "num_generations=4",
+            "unknown key 'num_generations' (did you mean 'sampling.group_size'?)",
+        ),
         ("group_size=4", "unknown key 'group_size' (did you mean 'sampling.group_size'?)"),
-        ("actor_rollout_ref={rollout: {n: 3}}", "'actor_rollout_ref.rollout.n' (did you mean 'sampling.group_size'?)"),
+        (
+            "actor_rollout_ref={rollout: {n: 3}}",
+            "'actor_rollout_ref.rollout.n' (did you mean 'sampling.group_size'?)",
+        ),
         ("use_vllm=true", "unknown key 'use_vllm': isobit has no counterpart of it"),
         ("tempreture=1", "unknown key 'tempreture' (did you mean 'sampling.temperature'?)"),
         ("zzz=1", "unknown key 'zzz'; known here: model, task"),
@@ -124,7 +164,11 @@ def test_a_mistake_gives_one_line(config_file: Path, override: str, message: str
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1,\n", "line 2: not valid YAML"), ("- 1\n", "expected a mapping"), ("{}", "model: required, but not given")],
+    [
+        ("a: [1,\n", "line 2: not valid YAML"),
+        ("- 1\n", "expected a mapping"),
+        ("{}", "model: required, but not given"),
+    ],
 )
 def test_a_malformed_file_gives_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
@@ -146,14 +190,19 @@ def test_a_malformed_file_gives_one_line(tmp_path: Path, text: str, message: str
             "model: {path: base}\nsampling:\n  top_k: 0\n\n  top_k: 1\n",
             "line 5: key 'sampling.top_k' was given before, in line 3",
         ),
-        ("model: {path: base, path: other}\n", "line 1: key 'model.path' was given before, in line 1"),
+        (
+            "model: {path: base, path: other}\n",
+            "line 1: key 'model.path' was given before, in line 1",
+        ),
         (
             "model: base\nrewards: {functions: [{function: math, weight: 1,\n weight: 2}]}\n",
             "line 3: key 'rewards.functions.weight' was given before, in line 2; leave one",
         ),
     ],
 )
-def test_a_key_that_comes_twice_is_refused_with_both_lines(tmp_path: Path, text: str, message: str) -> None:
+def test_a_key_that_comes_twice_is_refused_with_both_lines(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(IsobitError) as caught:
@@ -166,7 +215,10 @@ def test_a_key_that_comes_twice_is_refused_with_both_lines(tmp_path: Path, text:
 def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
     """The control: the same key in two mappings is no repetition."""
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: base}\nsampling: &s {top_k: 0, temperature: 2}\nengine: {kv_pages: 3}\nsteps: 2\n")
+    path.write_text(
+        "model: {path: base}\nsampling: &s {top_k: 0, temperature: 2}\nengine: {kv_pages: 3}\n"
+        "steps: 2\n"
+    )
     assert load_config(path).steps == 2
     both = "base: &base {<<: {x: 1}, x: 2, y: 3}\nmore: {<<: *base, x: 4}\nlist: [{a: 1}, {a: 2}]\n"
     assert strict_yaml.load(both)["more"] == {"x": 4, "y": 3}
@@ -179,7 +231,10 @@ def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
         ("task=data.jsonl", "task.path=data.jsonl"),
         ("task=arithmetic", "task.name=arithmetic"),
         ("rewards=exact_match", "rewards.functions=[{function: exact_match}]"),
-        ("rewards=[exact_match, 'my.py:f']", "rewards.functions=[{function: exact_match}, {function: 'my.py:f'}]"),
+        (
+            "rewards=[exact_match, 'my.py:f']",
+            "rewards.functions=[{function: exact_match}, {function: 'my.py:f'}]",
+        ),
         (
             "rewards.functions={function: exact_match, weight: 2}",
             "rewards.functions=[{function: exact_match, weight: 2}]",
@@ -191,11 +246,16 @@ def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_short_form_means_what_it_says(config_file: Path, short: str, long: str) -> None:
-    assert load_config(config_file, [short]) == load_config(config_file, [long]) != load_config(config_file)
+    assert (
+        load_config(config_file, [short])
+        == load_config(config_file, [long])
+        != load_config(config_file)
+    )
 
 
 def test_a_mapping_is_a_config_as_its_file_is(tmp_path: Path) -> None:
-    """In Python: nested or dotted keys, paths and precisions as objects; the caller's mapping stays as it is."""
+    """In Python: nested or dotted keys, paths and precisions as objects; the caller's mapping stays
+    as it is."""
     settings = {
         "model": {"path": Path("base")},
         "sampling.group_size": 4,
@@ -205,7 +265,8 @@ def test_a_mapping_is_a_config_as_its_file_is(tmp_path: Path) -> None:
     settings = {"model": settings.pop("model"), "sampling": settings.pop("sampling"), **settings}
     file = tmp_path / "run.yaml"
     file.write_text(
-        "model: {path: base}\nsampling: {group_size: 4, stop: [a, b]}\nprecision: fp8[wgrad=bf16]\nsteps: 3\n"
+        "model: {path: base}\nsampling: {group_size: 4, stop: [a, b]}\nprecision: "
+        "fp8[wgrad=bf16]\nsteps: 3\n"
     )
     assert load_config(settings, ["steps=3"]) == load_config(file) == load_config(load_config(file))
     assert settings["sampling"] == {"stop": ("a", "b")}
@@ -217,13 +278,22 @@ def test_a_mapping_is_a_config_as_its_file_is(tmp_path: Path) -> None:
         (3, "config: expected the path of a YAML file or a mapping of settings, got 3"),
         ({"model": "base", "stesp": 1}, "settings: unknown key 'stesp' (did you mean 'steps'?)"),
         ({"model": "base", 3: 1}, "settings: a key must be text, got 3"),
-        ({"model": "base", "rewards": {"functions": [len]}}, "reward functions go into train(..., rewards=[f])"),
+        (
+            {"model": "base", "rewards": {"functions": [len]}},
+            "reward functions go into train(..., rewards=[f])",
+        ),
         (
             {"model": "base", "steps": object()},
             "settings: steps: expected text, numbers, lists or mappings, got object",
         ),
-        ({"model": "base", "precision": Precision("mine", Flow(), Flow())}, "'mine' names no flow equal to this one"),
-        ({"model": "base", "model.path": "other"}, "settings: 'model.path': model is not a section of keys"),
+        (
+            {"model": "base", "precision": Precision("mine", Flow(), Flow())},
+            "'mine' names no flow equal to this one",
+        ),
+        (
+            {"model": "base", "model.path": "other"},
+            "settings: 'model.path': model is not a section of keys",
+        ),
         ({}, "settings: model: required, but not given"),
     ],
 )
@@ -237,14 +307,21 @@ def test_a_mapping_that_is_no_config_gives_one_line(given: Any, message: str) ->
     ("short", "override", "section"),
     [
         ("model: base", "model.path=other", {"model": {"path": "other"}}),
-        ("model: base", "model.chat_template=t.jinja", {"model": {"path": "base", "chat_template": "t.jinja"}}),
-        ("task: gsm8k", "task.max_prompt_tokens=9", {"task": {"name": "gsm8k", "max_prompt_tokens": 9}}),
-        ("task: rows.jsonl", "task.held_out_size=3", {"task": {"path": "rows.jsonl", "held_out_size": 3}}),
-        ("rewards: [math]", "rewards.num_workers=3", {"rewards": {"functions": ["math"], "num_workers": 3}}),
-        ("precision: fp8[wgrad=bf16]", "precision.kv_cache=bf16", {"precision": "fp8[wgrad=bf16, kv_cache=bf16]"}),
+        ("model: base", "model.chat_template=t.jinja",
+            {"model": {"path": "base", "chat_template": "t.jinja"}}),
+        ("task: gsm8k", "task.max_prompt_tokens=9",
+            {"task": {"name": "gsm8k", "max_prompt_tokens": 9}}),
+        ("task: rows.jsonl", "task.held_out_size=3",
+            {"task": {"path": "rows.jsonl", "held_out_size": 3}}),
+        ("rewards: [math]", "rewards.num_workers=3",
+            {"rewards": {"functions": ["math"], "num_workers": 3}}),
+        ("precision: fp8[wgrad=bf16]", "precision.kv_cache=bf16",
+            {"precision": "fp8[wgrad=bf16, kv_cache=bf16]"}),
     ],
 )  # fmt: skip
-def test_an_override_says_more_of_a_short_form(tmp_path: Path, short: str, override: str, section: Any) -> None:
+def test_an_override_says_more_of_a_short_form(
+    tmp_path: Path, short: str, override: str, section: Any
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{short}\n" + ("" if short.startswith("model") else "model: base\n"))
     found, wanted = load_config(file, [override]), load_config({"model": "base", **section})
@@ -260,15 +337,26 @@ def test_an_override_says_more_of_a_short_form(tmp_path: Path, short: str, overr
             "precision=nvfp4[activation=bf16,",
             "its [ is not closed; expected precision=PRESET[option=value, option=value]",
         ),
-        ("reference.precision=fp8[wgrad=bf16", "its [ is not closed; expected reference.precision=PRESET["),
-        ("precision={preset: 'fp8[wgrad=bf16'}", "no ] at its end; expected PRESET[option=value, option=value]"),
+        (
+            "reference.precision=fp8[wgrad=bf16",
+            "its [ is not closed; expected reference.precision=PRESET[",
+        ),
+        (
+            "precision={preset: 'fp8[wgrad=bf16'}",
+            "no ] at its end; expected PRESET[option=value, option=value]",
+        ),
     ],
 )
-def test_a_precision_that_a_shell_has_cut_gives_one_line(config_file: Path, override: str, line: str) -> None:
+def test_a_precision_that_a_shell_has_cut_gives_one_line(
+    config_file: Path, override: str, line: str
+) -> None:
     """Before the rest of it, which is no key."""
     with pytest.raises(IsobitError) as caught:
         load_config(
-            config_file, [override, "kv_cache=int8]"] if override.startswith("p") and "," in override else [override]
+            config_file,
+            [override, "kv_cache=int8]"]
+            if override.startswith("p") and "," in override
+            else [override],
         )
     assert line in str(caught.value)
 
@@ -293,7 +381,12 @@ def test_the_document_is_what_the_code_prints() -> None:
     """And every key is in it, with no type that only Python would understand."""
     text = (Path(__file__).parents[1] / "docs" / "config.md").read_text(encoding="utf-8")
     assert text == markdown()
-    for key in ("algorithm.correction.rejection.measure", "optimizer.betas", "model.init.head_dim", "run.keep_last"):
+    for key in (
+        "algorithm.correction.rejection.measure",
+        "optimizer.betas",
+        "model.init.head_dim",
+        "run.keep_last",
+    ):
         assert f"| `{key}` |" in text
     assert "typing." not in text
     assert "<class" not in text

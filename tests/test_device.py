@@ -1,5 +1,5 @@
-"""A model that lives on a GPU, where there is none (`pretend_device.py`): whatever mixes the two devices raises, and on
-the reference operators every result has the bits of the CPU's."""
+"""A model that lives on a GPU, where there is none (`pretend_device.py`): whatever mixes the two
+devices raises, and on the reference operators every result has the bits of the CPU's."""
 
 from pathlib import Path
 
@@ -44,7 +44,9 @@ def on(ops: Ops, precision: str, family: str = "qwen3") -> Model:
     masters = {name: 5 * p.detach() for name, p in given.named_parameters().items()}
     model = Model(Transformer(config, precision_from(precision), ops, masters), given.tokenizer)
     if model.precision.calibrated:
-        model.transformer.calibrate(KVScales(torch.full((config.num_layers, 2), 0.01), model.weights_version))
+        model.transformer.calibrate(
+            KVScales(torch.full((config.num_layers, 2), 0.01), model.weights_version)
+        )
     return model
 
 
@@ -52,21 +54,31 @@ def samples_of(model: Model, count: int = 4) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(count):
-        tokens = torch.randint(3, model.config.vocab_size, (5 + index,), generator=generator).tolist()
+        tokens = torch.randint(
+            3, model.config.vocab_size, (5 + index,), generator=generator
+        ).tolist()
         logprobs = model.logprobs([tokens])[0].tolist()[1:]
-        found.append(Sample(index, 0, tuple(tokens[:2]), tuple(tokens[2:]), tuple(logprobs), "", False, 0))
+        found.append(
+            Sample(index, 0, tuple(tokens[:2]), tuple(tokens[2:]), tuple(logprobs), "", False, 0)
+        )
     return found
 
 
-def learn(ops: Ops, precision: str, family: str, objective: Objective, samples: list[Sample]) -> tuple[object, ...]:
+def learn(
+    ops: Ops, precision: str, family: str, objective: Objective, samples: list[Sample]
+) -> tuple[object, ...]:
     """Two steps; everything that came of them."""
     model = on(ops, precision, family)
     reference = on(ops, precision, family) if objective.kl_coefficient else None
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings(1e-3, weight_decay=0.1, max_grad_norm=0.5))
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), OptimizerSettings(1e-3, weight_decay=0.1, max_grad_norm=0.5)
+    )
     learner = Learner(model, optimizer, objective, reference=reference, micro_batch_tokens=16)
     metrics = []
     for step in range(2):
-        metrics.append(learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step).metrics)
+        metrics.append(
+            learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step).metrics
+        )
         model.sync()
     assert all(p.device == ops.device for p in model.parameters())
     sequences = [(*s.prompt_ids, *s.completion_ids) for s in samples]
@@ -82,7 +94,9 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(("precision", "family", "changes"), CASES, ids=lambda value: str(value))
-def test_learning_has_the_bits_of_the_cpu(precision: str, family: str, changes: dict[str, float]) -> None:
+def test_learning_has_the_bits_of_the_cpu(
+    precision: str, family: str, changes: dict[str, float]
+) -> None:
     recompute = precision == "fp8-rollout"
     objective = ResolvedObjective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
     samples = samples_of(on(ReferenceOps("exact"), precision, family))
@@ -121,7 +135,9 @@ def test_a_forgotten_move_raises() -> None:
             with pytest.raises(Mixed):
                 mixed()
         model = on(ReferenceOps("exact", device=DEVICE), "bf16")
-        model.transformer._tables = {model.config.rope: model.config.rope.tables(64, model.config.head_dim)}
+        model.transformer._tables = {
+            model.config.rope: model.config.rope.tables(64, model.config.head_dim)
+        }
         with pytest.raises(Mixed):
             model.logprobs([[3, 4, 5]])
 
@@ -143,7 +159,9 @@ def test_a_moment_that_is_elsewhere_raises(misplaced: str) -> None:
 
 def test_the_optimizer_waits_once_for_all_gradients() -> None:
     with PretendDevice() as mode:
-        parameters = {str(i): torch.nn.Parameter(torch.full((3, i + 1), 0.5).to(DEVICE)) for i in range(4)}
+        parameters = {
+            str(i): torch.nn.Parameter(torch.full((3, i + 1), 0.5).to(DEVICE)) for i in range(4)
+        }
         optimizer = ShardedOptimizer(parameters, OptimizerSettings())
         for parameter in parameters.values():
             parameter.grad = 3 * parameter.detach()
@@ -190,7 +208,9 @@ def test_moments_in_8_bits_are_where_their_parameter_is() -> None:
     optimizer = ShardedOptimizer({"w": parameter}, OptimizerSettings(state="8bit"))
     assert list(optimizer._optimizers) == [eight_bit.AdamW8bit]
     moments = eight_bit._fresh(parameter)
-    assert {part.device for m in moments.values() for part in (m.codes, m.scale)} == {parameter.device}
+    assert {part.device for m in moments.values() for part in (m.codes, m.scale)} == {
+        parameter.device
+    }
 
 
 def test_saved_from_there_it_is_the_file_of_the_cpu(tmp_path: Path) -> None:
@@ -200,15 +220,26 @@ def test_saved_from_there_it_is_the_file_of_the_cpu(tmp_path: Path) -> None:
         on(ReferenceOps("exact", device=DEVICE), "fp8").save(tmp_path / "there")
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == names
-    assert all((tmp_path / "here" / n).read_bytes() == (tmp_path / "there" / n).read_bytes() for n in names)
+    assert all(
+        (tmp_path / "here" / n).read_bytes() == (tmp_path / "there" / n).read_bytes() for n in names
+    )
     assert read_weights(tmp_path / "there")
 
 
 def test_fp8_blocks_of_a_model_there(tmp_path: Path) -> None:
     def written(ops: ReferenceOps, folder: Path) -> bytes:
-        given = tiny_model("float32", hidden_size=128, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=64)
+        given = tiny_model(
+            "float32",
+            hidden_size=128,
+            intermediate_size=128,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=64,
+        )
         masters = {name: p.detach() for name, p in given.named_parameters().items()}
-        model = Model(Transformer(given.config, precision_from("fp8"), ops, masters), given.tokenizer)
+        model = Model(
+            Transformer(given.config, precision_from("fp8"), ops, masters), given.tokenizer
+        )
         model.write(folder, fp8_blocks.block_checkpoint(model).tensors, {})
         return (folder / "model.safetensors").read_bytes()
 
@@ -225,7 +256,9 @@ def test_scores_and_log_probabilities_and_what_is_measured_of_a_model() -> None:
         model = on(ops, "fp8")
         learned = [bits(row) for row in model.logprobs(sequences)]
         rolled = [bits(row) for row in on(ops, "fp8-e2e").logprobs(sequences, use="rollout")]
-        judge = RewardModel(on(ops, "fp8").transformer, torch.ones(1, model.config.hidden_size), model.tokenizer)
+        judge = RewardModel(
+            on(ops, "fp8").transformer, torch.ones(1, model.config.hidden_size), model.tokenizer
+        )
         totals = WeightTotals(model)
         health = weight_health(model), activation_health(model, sequences)
         return learned, rolled, judge.score(sequences), totals.metrics(), totals.by_tensor(), health
@@ -263,7 +296,9 @@ def test_peaks_of_a_phase_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device == DEVICE
         return peak[0] * 2**20
 
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0]))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0])
+    )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
     memory, found = Meter(lambda phase: None, DEVICE), dict[str, float]()
     for phase, used in (("rollout", 40.0), ("learn", 7.0), ("rollout", 20.0)):

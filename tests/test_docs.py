@@ -1,4 +1,5 @@
-"""The documents are true: every command and snippet in them runs, every test and file that they name exists."""
+"""The documents are true: every command and snippet in them runs, every test and file that they
+name exists."""
 
 import json
 import re
@@ -50,7 +51,9 @@ def _runs_something(path: Path) -> bool:
 )
 def test_a_page_does_what_it_says(path: Path, workplace: Path, tmp_path: Path) -> None:
     """In a folder of its own, with a reader's model, data and run.yaml, of fewer steps."""
-    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "*.html"))
+    shutil.copytree(
+        workplace, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "*.html")
+    )
     run = tmp_path / "run.yaml"
     run.write_text(run.read_text().replace("steps: 60", "steps: 6"))
     follow(path.read_text(encoding="utf-8"), tmp_path)
@@ -99,7 +102,9 @@ three
 
 
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
-    used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
+    used = {
+        command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"
+    }
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
     others = "install lint test-full test-rest docs bench relock floor ceiling clean help"
     for command in used | {f"make {target}" for target in others.split()}:
@@ -124,11 +129,23 @@ def test_make_ends_with_the_line_that_activates_the_environment(tmp_path: Path) 
         (tmp_path / ".venv" / stamp).touch()
     for target in ("install", "quickstart"):
         # `make test` runs this test too: its own flags are not for the make in here
-        make = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", "-f", str(ROOT / "Makefile"), target]
+        make = [
+            "env",
+            "-u",
+            "MAKEFLAGS",
+            "-u",
+            "MAKELEVEL",
+            "make",
+            "-f",
+            str(ROOT / "Makefile"),
+            target,
+        ]
         last = succeed(shlex.join(make), tmp_path).splitlines()[-1]
         line = last.partition("#")[0].strip()
         assert line in {" ".join(shlex.split(c, comments=True)) for c in commands(README)}, last
-        assert succeed(f"unset -f isobit; {line}; command -v isobit", tmp_path).strip() == str(isobit)
+        assert succeed(f"unset -f isobit; {line}; command -v isobit", tmp_path).strip() == str(
+            isobit
+        )
 
 
 @pytest.mark.slow
@@ -137,24 +154,39 @@ def test_the_readme_commands_run_in_order(workplace: Path) -> None:
     assert [shlex.split(line)[1] for line in own] == ["train"]
     for command in own:
         succeed_in_shell(command, workplace)
-    rows = [json.loads(line) for line in (workplace / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (workplace / "runs/mine/metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[-1]["step"] == 60
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
     assert "<svg" in (workplace / "runs/mine/report.html").read_text()
 
 
 def test_the_page_of_commands_has_every_command() -> None:
-    words = [shlex.split(c) for c in commands(ROOT / "docs/commands.md") if first_word(c) == "isobit"]
+    words = [
+        shlex.split(c) for c in commands(ROOT / "docs/commands.md") if first_word(c) == "isobit"
+    ]
     page = (ROOT / "docs/commands.md").read_text()
-    listed = re.findall(r"^  (\w+)  ", succeed("isobit --help", ROOT).partition("Commands:")[2], re.M)
+    listed = re.findall(
+        r"^  (\w+)  ", succeed("isobit --help", ROOT).partition("Commands:")[2], re.M
+    )
     assert len(listed) >= 10
-    assert not [name for name in listed if name not in {w[1] for w in words} and f"`isobit {name}`" not in page]
+    assert not [
+        name
+        for name in listed
+        if name not in {w[1] for w in words} and f"`isobit {name}`" not in page
+    ]
 
 
 def test_the_quick_reference_has_the_keys_and_defaults_of_the_schema() -> None:
     page = (ROOT / "docs/quick-reference.md").read_text()
-    shown = re.findall(r"^\| [^|]+ \| \[`([\w.]+)`\]\(config\.md#([\w.]+)\) \| ([^|]*) \| .+ \|$", page, re.M)
-    declared = dict(reversed(re.findall(r"^\| `([\w.]+)` \| .+ \| ([^|]*) \| [^|]*\|$", markdown(), re.M)))
+    shown = re.findall(
+        r"^\| [^|]+ \| \[`([\w.]+)`\]\(config\.md#([\w.]+)\) \| ([^|]*) \| .+ \|$", page, re.M
+    )
+    declared = dict(
+        reversed(re.findall(r"^\| `([\w.]+)` \| .+ \| ([^|]*) \| [^|]*\|$", markdown(), re.M))
+    )
     assert len(shown) == 20
     for key, anchor, default in shown:
         assert key == anchor
@@ -179,15 +211,19 @@ def test_the_readme_snippet_runs(workplace: Path) -> None:
 
 
 def test_no_other_command_is_left_without_a_test() -> None:
-    """Outside the pages, whose commands all run, there are those of the README's quick start only."""
+    """Outside the pages, whose commands all run, there are those of the README's quick start
+    only."""
     rest = [c for path in DOCUMENTS if path not in PAGES for c in commands(path)]
     assert {first_word(command) for command in rest} <= CHECKED | {"isobit"}
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Path, quickstart_cache: Path) -> None:
-    """The first 60 steps of `make quickstart`, from a base that is trained by these tests: against what README and
-    picture say of it. After 30 the accuracy may not have moved yet, on a processor whose sums have another order."""
+def test_the_quickstart_learns_under_fp8_without_a_differing_token(
+    tmp_path: Path, quickstart_cache: Path
+) -> None:
+    """The first 60 steps of `make quickstart`, from a base that is trained by these tests: against
+    what README and picture say of it. After 30 the accuracy may not have moved yet, on a processor
+    whose sums have another order."""
     command = f"isobit train configs/quickstart.yaml steps=60 --out {tmp_path / 'run'} --quiet"
     succeed(command, ROOT, ISOBIT_CACHE=str(quickstart_cache))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -196,13 +232,18 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert {row["mismatch/differing_tokens"] for row in rows[1:]} == {0}
     # what the README says of it, with room for another machine's training
     text = " ".join((ROOT / "README.md").read_text().split())
-    first, last = (float(value) for value in re.findall(r"goes from ([\d.]+) to ([\d.]+) in 300 steps", text)[0])
+    first, last = (
+        float(value)
+        for value in re.findall(r"goes from ([\d.]+) to ([\d.]+) in 300 steps", text)[0]
+    )
     compared = int(re.findall(r"log-probabilities of ([\d,]+) tokens", text)[0].replace(",", ""))
     assert accuracies[0] == pytest.approx(first, abs=0.1)
     assert accuracies[0] + 0.1 * (last - first) <= accuracies[-1] <= last + 0.03  # on its way
     whole = load_config(ROOT / "configs/quickstart.yaml").steps
     assert whole == 300
-    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 60 == pytest.approx(compared, rel=0.05)
+    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 60 == pytest.approx(
+        compared, rel=0.05
+    )
     assert len(rows) == 1 + 60
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
     draw = f"python -m benchmarks.pictures --run {tmp_path / 'run'} --out {tmp_path} --no-report"
@@ -217,7 +258,9 @@ def test_configs_are_valid(path: Path) -> None:
     if "presets" in values:
         compared = load_compare_config(path, [], None, None)
         for preset in compared.presets:
-            load_config(ROOT / compared.train, [*compared.changes, f"precision={json.dumps(preset)}"])
+            load_config(
+                ROOT / compared.train, [*compared.changes, f"precision={json.dumps(preset)}"]
+            )
     elif "init" in values["model"]:
         assert isinstance(load_sft_config(path), SftConfig)
     else:
@@ -232,15 +275,19 @@ def test_what_documents_name_exists(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name}: no {target}"
     for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
         assert (ROOT / file).is_file(), f"{path.name}: no {file}"
-        assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{path.name}: no {test} in {file}"
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), (
+            f"{path.name}: no {test} in {file}"
+        )
     for file in re.findall(r"`((?:src|configs|docs|benchmarks|tests)/[\w/.-]+)`", text):
         assert (ROOT / file).exists(), f"{path.name}: no {file}"
 
 
 def test_the_measured_figures_are_those_of_the_results() -> None:
-    """The ratios of the page's table are among the claims that were measured, and a claim that does not hold is said to
-    be missed."""
-    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    """The ratios of the page's table are among the claims that were measured, and a claim that does
+    not hold is said to be missed."""
+    results = [
+        json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    ]
     claims = [claim for result in results for claim in result["claims"]]
     page = MEASURED.read_text()
     table = re.sub(r"\n## Measured once\n.*?(?=\n## )", "", page, flags=re.S)
@@ -248,13 +295,19 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     ratios = re.findall(r"\| ([\d.]+) × \|", table)
     assert len(ratios) == 4
     for claim in claims:
-        assert claim["holds"] or f"{claim['value']:.2f} (aim {claim['target']:g}: missed)" in table, claim["what"]
-    aims = {(f"{claim['value']:.2f}", f"{claim['target']:g}", not claim["holds"]) for claim in claims}
+        assert (
+            claim["holds"] or f"{claim['value']:.2f} (aim {claim['target']:g}: missed)" in table
+        ), claim["what"]
+    aims = {
+        (f"{claim['value']:.2f}", f"{claim['target']:g}", not claim["holds"]) for claim in claims
+    }
     shown = re.findall(r"([\d.]+) \(aim ([\d.]+)(: missed)?\)", table)
     assert len(shown) >= 9
     assert {(value, aim, bool(missed)) for value, aim, missed in shown} <= aims
     assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
-    repeated = re.findall(r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M)
+    repeated = re.findall(
+        r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M
+    )
     assert len(repeated) == 4
     assert all(line in page for line in repeated)
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
@@ -267,14 +320,18 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
     rollout = json.loads((ROOT / "benchmarks/results/rollout.json").read_text())
     rate = {(row["case"], row["contestant"]): row["rate"] for row in rollout["rows"]}
     small, wide, one = (
-        f"hidden {h}, {n} layers, batch {b}" for h, n, b in ((512, 8, 32), (1024, 12, 16), (1024, 12, 1))
+        f"hidden {h}, {n} layers, batch {b}"
+        for h, n, b in ((512, 8, 32), (1024, 12, 16), (1024, 12, 1))
     )
     single, bf16 = (rate["2,048 cubed", f"product in {kind}"] for kind in ("float32", "BF16"))
     reached = rate[wide, "computed by isobit fp8 bitwise"]
     for sentence in (
         f"the rollout of `fp8` has {rate[small, 'isobit fp8 exact']:,.0f} tokens per second",
-        f"has {single:.0f} GFLOP/s in float32 and {bf16:.0f} in BF16, a copy {rate['256 MiB', 'copy']:.0f} GB/s",
-        f"make {reached:.0f} GFLOP/s of all that a rollout does, {reached / single:.0%} of".replace("%", " %"),
+        f"has {single:.0f} GFLOP/s in float32 and {bf16:.0f} in BF16, a copy "
+        f"{rate['256 MiB', 'copy']:.0f} GB/s",
+        f"make {reached:.0f} GFLOP/s of all that a rollout does, {reached / single:.0%} of".replace(
+            "%", " %"
+        ),
         f"weights are read at {rate[one, 'weights read by isobit fp8 bitwise']:.0f} GB/s",
     ):
         assert sentence in text, sentence
@@ -283,21 +340,34 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
         [rate[case, "isobit fp8 bitwise"] / rate[case, peer] for case in (small, wide, one)]
         for peer in ("transformers bfloat16", "vLLM CPU bfloat16")
     ]
-    assert f"{min(over[0]):.1f} to {max(over[0]):.1f} times as fast as those of `transformers`" in readme
-    assert f"{min(over[1]):.1f} to {max(over[1]):.1f} times as fast as those of vLLM's CPU build" in readme
+    assert (
+        f"{min(over[0]):.1f} to {max(over[0]):.1f} times as fast as those of `transformers`"
+        in readme
+    )
+    assert (
+        f"{min(over[1]):.1f} to {max(over[1]):.1f} times as fast as those of vLLM's CPU build"
+        in readme
+    )
 
 
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
-    """Every row of the measured page and of the log's, from the numbers of each run; and what is concluded of them."""
+    """Every row of the measured page and of the log's, from the numbers of each run; and what is
+    concluded of them."""
     runs = json.loads((ROOT / "docs" / "compare-recipes.json").read_text())
     assert {len(run["accuracy"]) for run in runs.values()} == {3}
     pages = (MEASURED, ROOT / "docs" / "log.md", ROOT / "docs" / "how-to" / "choose-a-preset.md")
     measured, log, chosen = (path.read_text().replace("**", "") for path in pages)
     for preset, run in runs.items():
-        kl, error, largest = (sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff"))
+        kl, error, largest = (
+            sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff")
+        )
         accuracy = "{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(run["accuracy"]))
         exact = sum(run["differing_tokens"]) == 0
-        shown = ("0", "1", "0") if exact else (f"{kl:.1e}".replace("e-0", "e-"), f"{error:.3f}", f"{largest:.2f}")
+        shown = (
+            ("0", "1", "0")
+            if exact
+            else (f"{kl:.1e}".replace("e-0", "e-"), f"{error:.3f}", f"{largest:.2f}")
+        )
         assert f"| `{preset}` | {' | '.join(shown)} | {accuracy} |" in measured
         assert f"| `{preset}` | {shown[0]} | {shown[2]} | {accuracy} |" in chosen
         counts = f"{sum(run['differing_tokens']):,.0f} of {sum(run['compared_tokens']):,.0f}"

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ON_QUICKSTART = [path for path in CONFIGS if "sft: configs/quickstart-sft.yaml" in path.read_text()]
 SHOWN = {
-    "two-engines": lambda row: row["mismatch/differing_tokens"] > 0 and row["correction/mean_weight"] > 0,
+    "two-engines": lambda row: (
+        row["mismatch/differing_tokens"] > 0 and row["correction/mean_weight"] > 0
+    ),
     "quickstart": lambda row: row["mismatch/differing_tokens"] == 0,
     "asynchronous": lambda row: row["staleness/mean"] > 0 and row["replay/groups"] > 0,
     "dapo": lambda row: row["groups/resampled"] > 0,
@@ -59,7 +61,12 @@ def test_a_config_runs_and_shows_it(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("ISOBIT_CACHE", str(quickstart_cache))
     # a quarter of the batch shows the same in less than half of the time
-    changes = ["steps=3", "prompts_per_step=16", "evaluation.every=0", f"run.dir={tmp_path / 'run'}"]
+    changes = [
+        "steps=3",
+        "prompts_per_step=16",
+        "evaluation.every=0",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     result = train(load_config(path, changes))
     rows = list(read_jsonl(result.run_dir / "metrics.jsonl"))
     assert len(rows) == 3

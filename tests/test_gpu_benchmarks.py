@@ -1,4 +1,5 @@
-"""The command of docs/gpu.md, rehearsed: every stage runs at toy sizes on the CPU; and the roofline's arithmetic."""
+"""The command of docs/gpu.md, rehearsed: every stage runs at toy sizes on the CPU; and the
+roofline's arithmetic."""
 
 import json
 import os
@@ -24,9 +25,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def _run(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -38,17 +44,34 @@ def test_the_first_minutes_on_a_gpu_are_rehearsed(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert lines[0]["rehearsal"] is True
     assert lines[0]["machine"]["commit"]
-    assert {line["stage"]: line["ended"] for line in lines if "ended" in line} == dict.fromkeys(STAGES, "ended")
+    assert {line["stage"]: line["ended"] for line in lines if "ended" in line} == dict.fromkeys(
+        STAGES, "ended"
+    )
     cases = [line for line in lines if line.get("status", "started") != "started"]
     assert {line["status"] for line in cases} == {"done"}
     assert {line["stage"] for line in cases} == set(STAGES)
-    rows = {name: [row for line in cases if line["stage"] == name for row in line.get("rows", [])] for name in STAGES}
+    rows = {
+        name: [row for line in cases if line["stage"] == name for row in line.get("rows", [])]
+        for name in STAGES
+    }
     assert all(rows.values())
     assert {row["expected"] for row in rows["bits"] if "expected" in row} == {"equal", "different"}
-    assert all(row["holds"] for name in ("bits", "tests", "sanitizer") for row in rows[name] if "holds" in row)
+    assert all(
+        row["holds"]
+        for name in ("bits", "tests", "sanitizer")
+        for row in rows[name]
+        if "holds" in row
+    )
     differing = {row["contestant"]: row["differing_tokens"] for row in rows["grpo"]}
-    assert differing["fp8, bitwise"] == differing["bf16, bitwise"] == 0 < differing["fp8-rollout, bitwise"]
-    assert all("share" in row for row in rows["decode"]), "floors are of the ceilings that were measured"
+    assert (
+        differing["fp8, bitwise"]
+        == differing["bf16, bitwise"]
+        == 0
+        < differing["fp8-rollout, bitwise"]
+    )
+    assert all("share" in row for row in rows["decode"]), (
+        "floors are of the ceilings that were measured"
+    )
     assert "0 failed" in printed
     again = tmp_path / "again"
     printed = _run("kernels", "--rehearse", "--out", str(again), "--resume", str(tmp_path)).stdout
@@ -56,7 +79,8 @@ def test_the_first_minutes_on_a_gpu_are_rehearsed(tmp_path: Path) -> None:
     assert measured(tmp_path, "grpo") == [], "a rehearsal measures nothing"
 
 
-MISSING = ("pydantic", "transformers", "pyarrow", "datasets", "math_verify", "rapidfuzz", "playwright",
+MISSING = ("pydantic", "transformers", "pyarrow", "datasets", "math_verify", "rapidfuzz",
+    "playwright",
            "ray", "wandb", "trackio", "mlflow", "tensorboard", "matplotlib")  # fmt: skip
 """What a machine with a GPU may lack of what isobit or its tests can use."""
 _BLOCKED = f"import sys\nfor name in {MISSING!r}: sys.modules[name] = None\n"
@@ -64,16 +88,27 @@ _BLOCKED = f"import sys\nfor name in {MISSING!r}: sys.modules[name] = None\n"
 
 def _python(code: str, tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """A process that finds this tree and not an installed isobit, and lacks the packages above."""
-    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "TRITON_INTERPRET")
+    }
     given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-c", _BLOCKED + code]
-    return subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_stages_need_little(tmp_path: Path) -> None:
-    """A machine with a GPU may have PyTorch, Triton and not much else: neither packages nor configurations are read."""
-    names = ", ".join(f"benchmarks.gpu.{name}" for name in (*STAGES, "__main__", "page", "two_processes"))
-    done = _python(f"import {names}\nprint([m for m in sys.modules if m.startswith('isobit.c')])", tmp_path)
+    """A machine with a GPU may have PyTorch, Triton and not much else: neither packages nor
+    configurations are read."""
+    names = ", ".join(
+        f"benchmarks.gpu.{name}" for name in (*STAGES, "__main__", "page", "two_processes")
+    )
+    done = _python(
+        f"import {names}\nprint([m for m in sys.modules if m.startswith('isobit.c')])", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "isobit.cli.commands" not in done.stdout
     assert "isobit.cli" not in done.stdout
@@ -120,7 +155,8 @@ def test_floors_are_bytes_or_operations() -> None:
     assert Work(bytes=4.3e12).seconds(H200) == pytest.approx(1.0)
     assert Work(bf16=790e12, fp8=1580e12, bytes=1).seconds(H200) == pytest.approx(2.0)
     config, bf16 = SHAPES["Qwen3-8B"], PRESETS["bf16"]
-    # one sequence without keys reads every weight once: 8.19 billion less the embedding, two bytes each
+    # one sequence without keys reads every weight once: 8.19 billion less the embedding, two bytes
+    # each
     weights = 2 * (num_parameters(config) - config.vocab_size * config.hidden_size)
     assert floor(decode(config, bf16, 1, 0), H200) == pytest.approx(weights / 4.3e12, rel=0.01)
     # of a long batch the linear layers take 6 operations a parameter and token
@@ -133,27 +169,52 @@ def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
     for config in SHAPES.values():
         for batch, context in ((1, 1024), (64, 8192), (512, 1024)):
             wide, weights, all_low = (
-                floor(decode(config, PRESETS[p], batch, context), H200) for p in ("bf16", "fp8-rollout", "fp8")
+                floor(decode(config, PRESETS[p], batch, context), H200)
+                for p in ("bf16", "fp8-rollout", "fp8")
             )
             assert 1 < wide / weights < wide / all_low < 2
     small = SHAPES["Qwen3-0.6B"]
     steps = [grpo_step(small, PRESETS[p], 512, 8, 512, 2048, 512)["learn"] for p in ("bf16", "fp8")]
     assert steps[0] / steps[1] < 1.45, "docs/gpu.md says that this target is out of reach"
-    assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(small, PRESETS["bf16"], 8192)
+    assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(
+        small, PRESETS["bf16"], 8192
+    )
 
 
-def _stage(folder: Path, name: str, rows: list[dict[str, object]], rehearsal: bool = False, gpu: str = "H100") -> None:
+def _stage(
+    folder: Path,
+    name: str,
+    rows: list[dict[str, object]],
+    rehearsal: bool = False,
+    gpu: str = "H100",
+) -> None:
     """As a session on that GPU would have written it."""
     session = f"{name} {rehearsal} {gpu}"
-    begin = {"session": session, "machine": {"gpu": {"name": gpu}}, "rehearsal": rehearsal, "source": "a"}
+    begin = {
+        "session": session,
+        "machine": {"gpu": {"name": gpu}},
+        "rehearsal": rehearsal,
+        "source": "a",
+    }
     case = {"session": session, "stage": name, "case": "all", "status": "done", "rows": rows}
     with (folder / FILE).open("a") as file:
         file.write(json.dumps(begin) + "\n" + json.dumps(case) + "\n")
 
 
-def _step(contestant: str, rollout: float, learn: float, peak: int, working: int) -> dict[str, object]:
-    values = {"rollout_s": rollout, "seconds": rollout + learn, "peak_bytes": {"rollout": 1, "learn": peak}}
-    memory = {"working_bytes": working, "kv_bytes_per_token": working / 2, "kv_bytes": 10, "parameter_bytes": 5}
+def _step(
+    contestant: str, rollout: float, learn: float, peak: int, working: int
+) -> dict[str, object]:
+    values = {
+        "rollout_s": rollout,
+        "seconds": rollout + learn,
+        "peak_bytes": {"rollout": 1, "learn": peak},
+    }
+    memory = {
+        "working_bytes": working,
+        "kv_bytes_per_token": working / 2,
+        "kv_bytes": 10,
+        "parameter_bytes": 5,
+    }
     return {"case": "a", "contestant": contestant, "differing_tokens": 0.0, **values, **memory}
 
 
@@ -168,22 +229,48 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     steps = [_step(*contestant) for contestant in contestants]
     alone = {**_step("bf16, bitwise", 1.0, 1.0, 1, 1), "case": "without a partner"}
     _stage(tmp_path, "grpo", [*steps, alone])
-    parts = (("forward and backward", 3.0, 1.5), ("update and sync", 1.0, 0.5), ("prefill", 9.0, 1.0))
+    parts = (
+        ("forward and backward", 3.0, 1.5),
+        ("update and sync", 1.0, 0.5),
+        ("prefill", 9.0, 1.0),
+    )
     _stage(
         tmp_path,
         "learner",
         [
-            {"case": f"a, 2 x 8 tokens, {part}", "contestant": f"{preset}, bitwise", "seconds": seconds}
+            {
+                "case": f"a, 2 x 8 tokens, {part}",
+                "contestant": f"{preset}, bitwise",
+                "seconds": seconds,
+            }
             for part, *both in parts
             for preset, seconds in zip(("bf16", "fp8"), both)
         ],
     )
-    shares = [{"case": case, "contestant": "fp8", "share": share} for case, share in (("a", 0.5), ("b", 0.75))]
+    shares = [
+        {"case": case, "contestant": "fp8", "share": share}
+        for case, share in (("a", 0.5), ("b", 0.75))
+    ]
     _stage(tmp_path, "decode", shares)
-    _stage(tmp_path, "kernels", [{"case": "a o, 1 tokens", "contestant": "fp8 loses", "seconds": 3.0, "floor_s": 2.0}])
+    _stage(
+        tmp_path,
+        "kernels",
+        [{"case": "a o, 1 tokens", "contestant": "fp8 loses", "seconds": 3.0, "floor_s": 2.0}],
+    )
     values = [target.values for target in targets(tmp_path)]
-    # memory: of parts; of the peak, less 4 x 5 bytes of what is in float32 under any preset, weights and cache
-    assert values == [(0.0, 0.0, 0.0), (2.0,), (2.0,), (2.0,), (1.2,), (0.5, 0.75), (0.5,), (0.5,), (0.625,)]
+    # memory: of parts; of the peak, less 4 x 5 bytes of what is in float32 under any preset,
+    # weights and cache
+    assert values == [
+        (0.0, 0.0, 0.0),
+        (2.0,),
+        (2.0,),
+        (2.0,),
+        (1.2,),
+        (0.5, 0.75),
+        (0.5,),
+        (0.5,),
+        (0.625,),
+    ]
     assert targets(tmp_path)[5].measured == "0.50 to 0.75 of it, 2 cases"
     assert "a o, 1 tokens: 1.50 × BF16's time" in table(tmp_path)
     assert "on one H100 |" in table(tmp_path)
@@ -192,7 +279,8 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
 
 
 def test_the_targets_of_memory_are_possible() -> None:
-    """What the plan counts for each part keeps its target; the former one, of the whole, did not hold."""
+    """What the plan counts for each part keeps its target; the former one, of the whole, did not
+    hold."""
     for config in SHAPES.values():
         flows = [Described(config, PRESETS[name]) for name in ("fp8", "bf16")]
         working = [weight_bytes(flow).total for flow in flows]
@@ -206,9 +294,18 @@ def test_the_targets_of_memory_are_possible() -> None:
 
 
 def test_a_rehearsal_measures_nothing(tmp_path: Path) -> None:
-    _stage(tmp_path, "grpo", [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)], True)
+    _stage(
+        tmp_path,
+        "grpo",
+        [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)],
+        True,
+    )
     assert all(target.measured == NOT_MEASURED for target in targets(tmp_path))
-    _stage(tmp_path, "grpo", [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)])
+    _stage(
+        tmp_path,
+        "grpo",
+        [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)],
+    )
     assert targets(tmp_path)[1].values == (2.0,)
 
 
@@ -217,8 +314,20 @@ def test_the_page_says_what_was_compared_and_reached(tmp_path: Path) -> None:
     assert ceilings_table(tmp_path).count(NOT_MEASURED) == 3
     _stage(tmp_path, "ceilings", [{"what": "copy", "rate": rate} for rate in (2.9e12, 3.05e12)])
     assert "| 3.05 TB/s |" in ceilings_table(tmp_path)
-    claim = {"case": "tiles, fp8, x", "contestant": "N = 32", "compared": 4096, "differing": 1, "expected": "equal"}
-    control = {**claim, "contestant": "changed", "differing": 9, "expected": "different", "holds": True}
+    claim = {
+        "case": "tiles, fp8, x",
+        "contestant": "N = 32",
+        "compared": 4096,
+        "differing": 1,
+        "expected": "equal",
+    }
+    control = {
+        **claim,
+        "contestant": "changed",
+        "differing": 9,
+        "expected": "different",
+        "holds": True,
+    }
     beside = {"case": "cuBLAS against Triton", "contestant": "x", "compared": 200, "differing": 50}
     _stage(tmp_path, "bits", [{**claim, "holds": False}, control, beside])
     assert "| 4,096 | 1 | 1 of 1 |" in bits_table(tmp_path)

@@ -1,5 +1,5 @@
-"""What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and that nothing is lost
-where a process ends."""
+"""What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and
+that nothing is lost where a process ends."""
 
 import json
 import os
@@ -87,7 +87,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Cloc
         yield
 
     monkeypatch.setattr(Graph, "clock", clock, raising=False)
-    fakes = {"Event": Event, "Stream": Stream, "stream": stream, "current_stream": Stream, "CUDAGraph": Graph}
+    fakes = {
+        "Event": Event,
+        "Stream": Stream,
+        "stream": stream,
+        "current_stream": Stream,
+        "CUDAGraph": Graph,
+    }
     for name, fake in (fakes | {"graph": clock.capture, "synchronize": lambda: None}).items():
         monkeypatch.setattr(timing.torch.cuda, name, fake)
     return clock
@@ -111,14 +117,18 @@ def test_what_cannot_be_captured_is_timed_and_says_so(gpu: Clock) -> None:
     """The control of the test above: launched by Python, the same call takes 26 times as long."""
     found = race({"a": Timer(Rotation([gpu.call(0, 2e-6)]), False)})["a"]
     assert found.seconds == pytest.approx(52e-6)
-    assert found.how == "eager, the capture failed: RuntimeError: operation not permitted when stream is capturing"
+    assert found.how == (
+        "eager, the capture failed: RuntimeError: operation not permitted when stream is capturing"
+    )
     assert found.calls >= CALLS
 
 
 def test_long_calls_are_not_repeated(gpu: Clock) -> None:
     found = race({"a": Timer(Rotation([gpu.call(0, 0.5)], calls=1), False)})["a"]
     assert (found.calls, found.samples) == (1, 5)
-    whole = race({"a": Timer(Rotation([gpu.call("whole", 0.5)], eager=True, calls=1), False)}, samples=3)["a"]
+    whole = race(
+        {"a": Timer(Rotation([gpu.call("whole", 0.5)], eager=True, calls=1), False)}, samples=3
+    )["a"]
     assert (whole.calls, whole.samples, whole.how) == (1, 3, "eager, as a run launches it")
     assert gpu.log.count("whole") == 4, "warmed up once, and counted three times"
 
@@ -143,7 +153,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _broken(*_: object) -> None:
-    raise type("CompilationError", (Exception,), {})("PassManager::run failed")  # Triton's are no RuntimeErrors
+    raise type("CompilationError", (Exception,), {})(
+        "PassManager::run failed"
+    )  # Triton's are no RuntimeErrors
 
 
 def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +167,13 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     bench = _bench(tmp_path)
     kernels.run(bench)
     assert bench.failed
-    cases = {line["case"]: line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")}
+    cases = {
+        line["case"]: line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")
+    }
     failed = {name for name, line in cases.items() if line["status"] == "failed"}
-    assert failed == {name for name in cases if name.startswith(("attention", "gate_mul_quantized"))}
+    assert failed == {
+        name for name in cases if name.startswith(("attention", "gate_mul_quantized"))
+    }
     assert len(cases) == 13
     (failure,) = cases["gate_mul_quantized, 4 rows"]["failures"]
     assert (failure["error"], failure["message"]) == ("CompilationError", "PassManager::run failed")
@@ -168,14 +184,18 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
 def test_one_contestant_fails_and_the_others_are_timed(tmp_path: Path) -> None:
     bench = _bench(tmp_path)
     with bench.case("a") as case:
-        for name, found in case.time({"bad": Rotation([_broken]), "good": Rotation([lambda: None])}).items():
+        for name, found in case.time(
+            {"bad": Rotation([_broken]), "good": Rotation([lambda: None])}
+        ).items():
             case.row(name, found)
     line = _lines(tmp_path)[-1]
     assert (line["status"], [row["contestant"] for row in line["rows"]]) == ("failed", ["good"])
     assert [failure["contestant"] for failure in line["failures"]] == ["bad"]
 
 
-def test_where_the_gpu_is_lost_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gpu_is_lost_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = _bench(tmp_path)
     monkeypatch.setattr("benchmarks.gpu.common.answers", lambda rehearsal: False)
     with pytest.raises(SystemExit) as stop, bench.case("a") as case, case.attempt("x"):
@@ -185,7 +205,9 @@ def test_where_the_gpu_is_lost_the_process_ends(tmp_path: Path, monkeypatch: pyt
     assert len(_lines(tmp_path)[-1]["failures"]) == 1
 
 
-def test_a_run_goes_on_where_another_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_another_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = _bench(tmp_path)
     for name in ("a", "b"):
         with bench.case(name) as case:
@@ -197,8 +219,14 @@ def test_a_run_goes_on_where_another_was_cut_off(tmp_path: Path, monkeypatch: py
         file.write('{"session": "one", "stage": "kernels", "case": "c", "st')  # torn
     later = _bench(tmp_path, session="two")
     assert [later.wants(name) for name in "abcd"] == [False, False, True, True]
-    assert later.results.rows("kernels") == [{"case": name, "contestant": "x", "seconds": 1.0} for name in "ab"]
-    assert [_bench(tmp_path, session="three", retry=True).wants(name) for name in "abc"] == [False, True, True]
+    assert later.results.rows("kernels") == [
+        {"case": name, "contestant": "x", "seconds": 1.0} for name in "ab"
+    ]
+    assert [_bench(tmp_path, session="three", retry=True).wants(name) for name in "abc"] == [
+        False,
+        True,
+        True,
+    ]
     monkeypatch.setattr("benchmarks.gpu.results.source_digest", lambda: "other code")
     changed = _bench(tmp_path, session="four")
     assert [changed.wants(name) for name in "abcd"] == [True] * 4
@@ -217,7 +245,9 @@ def _arguments(**more: object) -> Namespace:
     return Namespace(rehearse=True, retry=False, prompts=1, group=1, new_tokens=1, **more)
 
 
-def test_where_a_process_dies_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_process_dies_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = _bench(tmp_path, "bits")
     ends = iter([-11, GPU_LOST, 0])
 
@@ -232,7 +262,11 @@ def test_where_a_process_dies_the_next_one_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(command, "_run", run)
     assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results) == "ended"
     found = {case: line["status"] for (_, case), line in bench.results.of_this_machine().items()}
-    assert found == {"case before -11": "failed", f"case before {GPU_LOST}": "failed", "case before 0": "done"}
+    assert found == {
+        "case before -11": "failed",
+        f"case before {GPU_LOST}": "failed",
+        "case before 0": "done",
+    }
     assert next(ends, None) is None
 
 
@@ -242,7 +276,9 @@ def test_a_stage_that_is_stopped_leaves_its_case_for_the_next_call(
     bench = _bench(tmp_path, "bits")
     bench.results.case("bits", "a", "started")
     monkeypatch.setattr(command, "_run", lambda words, limit: None)
-    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results).startswith("stopped after")
+    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results).startswith(
+        "stopped after"
+    )
     assert _lines(tmp_path)[-1]["status"] == "cut"
     assert _bench(tmp_path, "bits", "two").wants("a")
 
@@ -272,7 +308,10 @@ def test_bits_that_prove_nothing_do_not_hold() -> None:
     case, x = Case("a", True), torch.tensor([1.0, 2.0, 3.0])
     compared(case, "equal", x, x.clone())
     compared(
-        case, "one bit", x.view(torch.int32).add(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32), x
+        case,
+        "one bit",
+        x.view(torch.int32).add(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32),
+        x,
     )
     compared(case, "control", x, x.clone(), "different")
     compared(case, "zeros", torch.zeros(3), torch.zeros(3))
@@ -283,12 +322,16 @@ def test_bits_that_prove_nothing_do_not_hold() -> None:
     assert case.rows[1]["largest"] == pytest.approx(2**-22 / 3)
 
 
-def test_a_tile_that_changed_a_bit_would_be_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tile_that_changed_a_bit_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     product = bits.product_module.product
 
     def wrong(a: Any, b: Any, bias: Any, out: torch.dtype) -> torch.Tensor:
         y = product(a, b, bias, out)
-        return y * (1 + 2**-20) if bits.product_module.plan(5, 64, 32, torch.uint8).tile_m == 64 else y
+        return (
+            y * (1 + 2**-20) if bits.product_module.plan(5, 64, 32, torch.uint8).tile_m == 64 else y
+        )
 
     for implementation, expected in ((product, "done"), (wrong, "failed")):
         monkeypatch.setattr(bits.product_module, "product", implementation)
@@ -334,13 +377,21 @@ def test_every_test_is_a_case_and_is_not_run_twice(
 ) -> None:
     bench = _suite(_SUITE, workers, tmp_path, monkeypatch)
     found = {case: line for (_, case), line in bench.results.of_this_machine().items()}
-    outcomes = {case.partition("::")[2]: line["outcome"] for case, line in found.items() if "::" in case}
+    outcomes = {
+        case.partition("::")[2]: line["outcome"] for case, line in found.items() if "::" in case
+    }
     passed = ("test_good", "test_more[0]", "test_more[1]", "test_more[2]")
-    assert outcomes == {**dict.fromkeys(passed, "passed"), "test_bad": "failed", "test_none": "skipped"}
+    assert outcomes == {
+        **dict.fromkeys(passed, "passed"),
+        "test_bad": "failed",
+        "test_none": "skipped",
+    }
     assert "a message" in found["test_suite.py::test_bad"]["message"]
     group = found["pytest: bits"]
     assert group["status"] == "failed"
-    assert group["rows"][0].items() >= {"passed": 4, "failed": 1, "skipped": 1, "holds": False}.items()
+    assert (
+        group["rows"][0].items() >= {"passed": 4, "failed": 1, "skipped": 1, "holds": False}.items()
+    )
     before = len(_lines(tmp_path))
     bench.results.case("tests", "pytest: bits", "cut")
     tests.run(bench)
@@ -362,17 +413,25 @@ def test_more(i):
 
 
 @pytest.mark.slow
-def test_a_test_that_loses_the_gpu_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_loses_the_gpu_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = _suite(_LOST, 2, tmp_path, monkeypatch)
-    found = {case: line for (_, case), line in bench.results.of_this_machine().items() if "::" in case}
+    found = {
+        case: line for (_, case), line in bench.results.of_this_machine().items() if "::" in case
+    }
     failed = [case for case, line in found.items() if line["outcome"] == "failed"]
     assert failed == ["test_suite.py::test_more[3]"]
     assert len(found) == 12
-    assert "illegal address" in found[failed[0]]["message"] or "crashed" in found[failed[0]]["message"]
+    assert (
+        "illegal address" in found[failed[0]]["message"] or "crashed" in found[failed[0]]["message"]
+    )
 
 
 @pytest.mark.parametrize("status", [0, 5, 2, -9])
-def test_a_pytest_that_records_nothing_has_failed(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytest_that_records_nothing_has_failed(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No test found is no success: it has not begun."""
     monkeypatch.setattr(tests, "_pytest", lambda *_: status)
     bench = _bench(tmp_path, "tests")
@@ -392,7 +451,8 @@ def test_what_the_sanitizer_finds_is_kept(
     program = tmp_path / sanitizer.PROGRAM
     line = "========= Invalid __global__ read of size 16 bytes\n" if errors else ""
     program.write_text(
-        f"#!/bin/sh\nprintf '{line}========= ERROR SUMMARY: {errors} errors\\n'\nexit {86 if errors else 0}\n"
+        f"#!/bin/sh\nprintf '{line}========= ERROR SUMMARY: {errors} errors\\n'\nexit "
+        f"{86 if errors else 0}\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -446,7 +506,12 @@ assert line["failure"]
 def test_what_is_compiled_ahead_is_found_when_it_is_launched(tmp_path: Path) -> None:
     """Without a GPU: Triton's own key, under a driver that says sm_90."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    }
     code = _COMPILED.replace("FOLDER", repr(str(tmp_path)))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,9 @@ def test_the_page_has_the_counted_bytes_of_a_frozen_base() -> None:
     page = (ROOT / "docs/how-to/adapters.md").read_text()
     config = MODELS["Qwen3-8B"]
     linear = sum(
-        math.prod(s) for name, s in parameter_shapes(config).items() if name.rpartition(".")[2] in LINEAR_LAYERS
+        math.prod(s)
+        for name, s in parameter_shapes(config).items()
+        if name.rpartition(".")[2] in LINEAR_LAYERS
     )
     for preset, found in parts.items():
         stored, packs = found["codes and scales"], found["packs of the native backend"]
@@ -56,12 +58,20 @@ def test_the_page_has_the_counted_steps() -> None:
     for preset in PRESETS:
         cells = [sum(parts[f"{preset}, {level}"].values()) / 2**20 for level in LEVELS]
         held = parts[f"{preset}, false"]["held"] / 2**20
-        assert f"| `{preset}` | {held:.0f} | {' | '.join(f'{cell:.0f}' for cell in cells)} |" in page
+        assert (
+            f"| `{preset}` | {held:.0f} | {' | '.join(f'{cell:.0f}' for cell in cells)} |" in page
+        )
     for masters in ("FP32", "BF16"):
         for moments, words in (("FP32", ""), ("8 bits", "8-bit moments")):
-            what = ", ".join(filter(None, ("BF16 masters" if masters == "BF16" else "", words))) or "false"
+            what = (
+                ", ".join(filter(None, ("BF16 masters" if masters == "BF16" else "", words)))
+                or "false"
+            )
             found = parts[f"fp8, {what}"]
-            line = f"| {masters} | {moments} | {found['held'] / 2**20:.0f} | {sum(found.values()) / 2**20:.0f} |"
+            line = (
+                f"| {masters} | {moments} | {found['held'] / 2**20:.0f} | "
+                f"{sum(found.values()) / 2**20:.0f} |"
+            )
             assert line in page
 
 

@@ -1,4 +1,5 @@
-"""The option tables for those who come from other trainers: every isobit key, value and metric in them exists."""
+"""The option tables for those who come from other trainers: every isobit key, value and metric in
+them exists."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +16,13 @@ from isobit.run import metrics
 from tests.documents import ROOT, reader_folder
 
 TABLES = [ROOT / "docs" / name for name in ("from-trl.md", "from-verl.md", "from-nemo-rl.md")]
-KEYS = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text().split("## isobit sft")[0], re.M))
+KEYS = set(
+    re.findall(
+        r"^\| `([\w.]+)` \|",
+        (ROOT / "docs" / "config.md").read_text().split("## isobit sft")[0],
+        re.M,
+    )
+)
 NONE = ("no counterpart", "always on")
 NOT_KEYS = {"remax", "opo", "grpo_passk", "tis", "seq_sum_k1"}  # values in a column of keys
 ALSO = {  # a name whose values lead to several keys, and rows that say so
@@ -63,7 +70,11 @@ def test_every_value_is_accepted(path: Path, reader: Path, monkeypatch: pytest.M
     """`key: value` in any column of ours loads as an override."""
     monkeypatch.chdir(reader)
     found = [text for row in rows(path, "Options") for cell in row[1:] for text in quoted(cell)]
-    pairs = [text.split(": ", 1) for text in found if re.match(r"[\w.]+: ", text) and text.partition(":")[0] in KEYS]
+    pairs = [
+        text.split(": ", 1)
+        for text in found
+        if re.match(r"[\w.]+: ", text) and text.partition(":")[0] in KEYS
+    ]
     assert len(pairs) > 8
     for key, value in pairs:
         config = load_config("run.yaml", [f"{key}={value}"])
@@ -83,7 +94,8 @@ def full_names(cell: str) -> list[str]:
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
 def test_messages_about_unknown_keys_say_what_the_tables_say(path: Path) -> None:
-    """A name of theirs leads to the key beside it: to the one in its place, where there are as many, else to any."""
+    """A name of theirs leads to the key beside it: to the one in its place, where there are as
+    many, else to any."""
     compared = 0
     for theirs, ours, _ in rows(path, "Options"):
         keys = [text.partition(":")[0] for text in filter(is_key, quoted(ours))]
@@ -91,11 +103,15 @@ def test_messages_about_unknown_keys_say_what_the_tables_say(path: Path) -> None
         for i, name in enumerate(names if keys or ours == NONE[0] else ()):
             known, key = counterpart(name)
             wanted = [keys[i]] if len(keys) == len(names) else keys
-            same = name.rpartition(".")[2] in {each.rpartition(".")[2] for each in wanted}  # found without a table
+            same = name.rpartition(".")[2] in {
+                each.rpartition(".")[2] for each in wanted
+            }  # found without a table
             allowed_elsewhere = key in ALSO.get(name, ())
-            assert (known and (key in wanted or (key is None and not wanted))) or same or allowed_elsewhere, (
-                f"{name}: name it in config/aliases.py"
-            )
+            assert (
+                (known and (key in wanted or (key is None and not wanted)))
+                or same
+                or allowed_elsewhere
+            ), f"{name}: name it in config/aliases.py"
             compared += 1
     assert compared > 30
 
@@ -108,7 +124,9 @@ def test_every_alias_leads_to_a_key_that_exists() -> None:
     assert counterpart("no.such.name") == (False, None)
 
 
-def test_a_wrong_key_or_value_would_be_noticed(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_or_value_would_be_noticed(
+    reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(reader)
     assert "algorithm.loss_type" not in KEYS
     with pytest.raises(Exception, match="loss_aggregation"):
@@ -123,21 +141,45 @@ def test_every_metric_exists(path: Path) -> None:
             assert any(re.fullmatch(pattern, name) for pattern in known), name
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 def test_trl_names_that_are_not_grpo_configs_are_training_arguments() -> None:
-    """Where TRL itself is installed, all of them; else those that it takes over from transformers."""
+    """Where TRL itself is installed, all of them; else those that it takes over from
+    transformers."""
     from transformers import TrainingArguments
 
-    inherited = "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 optim "
-    inherited += "adam_epsilon save_steps save_total_limit eval_steps output_dir resume_from_checkpoint max_steps seed "
-    inherited += "num_train_epochs logging_steps gradient_accumulation_steps per_device_train_batch_size bf16"
+    inherited = (
+        "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm "
+        "adam_beta1 adam_beta2 optim "
+    )
+    inherited += (
+        "adam_epsilon save_steps save_total_limit eval_steps output_dir "
+        "resume_from_checkpoint max_steps seed "
+    )
+    inherited += (
+        "num_train_epochs logging_steps gradient_accumulation_steps "
+        "per_device_train_batch_size bf16"
+    )
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert set(shlex.split(inherited)) <= fields
     if importlib.util.find_spec("trl") is None:
         return
     from trl import GRPOConfig, ModelConfig
 
-    fields = {field.name for kind in (GRPOConfig, ModelConfig) for field in dataclasses.fields(kind)}
-    named = [text.partition("=")[0] for theirs, _, _ in rows(TABLES[0], "Options") for text in quoted(theirs)]
-    others = {"model", "train_dataset", "eval_dataset", "reward_funcs", "vllm_server_*"}  # of GRPOTrainer; a pattern
+    fields = {
+        field.name for kind in (GRPOConfig, ModelConfig) for field in dataclasses.fields(kind)
+    }
+    named = [
+        text.partition("=")[0]
+        for theirs, _, _ in rows(TABLES[0], "Options")
+        for text in quoted(theirs)
+    ]
+    others = {
+        "model",
+        "train_dataset",
+        "eval_dataset",
+        "reward_funcs",
+        "vllm_server_*",
+    }  # of GRPOTrainer; a pattern
     assert {name for name in named if not name.startswith('"')} - others <= fields

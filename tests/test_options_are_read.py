@@ -1,7 +1,7 @@
 """A declared option that no code reads is a mistake: a user would set it, and nothing would follow.
 
-Small runs are made under every kind of setting, and each read of an option is noted that isobit's own code makes, apart
-from declaring, checking, comparing and printing it.
+Small runs are made under every kind of setting, and each read of an option is noted that isobit's
+own code makes, apart from declaring, checking, comparing and printing it.
 """
 
 import sys
@@ -14,7 +14,14 @@ import pytest
 import isobit
 from isobit import resume, train
 from isobit.cli.commands.compare import compare
-from isobit.config import CompareConfig, Config, SftConfig, load_compare_config, load_config, load_sft_config
+from isobit.config import (
+    CompareConfig,
+    Config,
+    SftConfig,
+    load_compare_config,
+    load_config,
+    load_sft_config,
+)
 from isobit.options.declare import options_of, plain, sections
 from isobit.training.sft.supervised import supervised_run
 from tests.runs import write_config
@@ -22,7 +29,8 @@ from tests.training.test_scoring import reward_model
 
 SOURCE = Path(isobit.__file__).parent
 NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
-TRACKING = "isobit.monitor.trackers.settings"  # goes to the trackers' processes as a mapping, and is read there by name
+# goes to the trackers' processes as a mapping, and is read there by name
+TRACKING = "isobit.monitor.trackers.settings"
 NOT_BY_A_RUN = {
     "Objective.preset",  # its parts are
     # by a fleet, whose runs need Ray (tests/fleet)
@@ -63,7 +71,9 @@ class Reads:
         def read(value: Any, name: str) -> Any:
             if name in names and (schema, name) not in seen:
                 code = sys._getframe(1).f_code
-                ours = code.co_filename.startswith(self.source) and not code.co_filename.startswith(NO_READERS)
+                ours = code.co_filename.startswith(self.source) and not code.co_filename.startswith(
+                    NO_READERS
+                )
                 if ours and code.co_name != "__post_init__":
                     seen.add((schema, name))
             return object.__getattribute__(value, name)
@@ -72,9 +82,20 @@ class Reads:
 
 
 def unread(schemas: list[type], reads: Reads) -> list[str]:
-    by_name = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "monitor" / "trackers").glob("*.py"))
-    keys = [(schema, name) for schema in schemas for name in options_of(schema) if (schema, name) not in reads.seen]
-    return [f"{s.__name__}.{name}" for s, name in keys if s.__module__ != TRACKING or f'"{name}"' not in by_name]
+    by_name = "".join(
+        path.read_text(encoding="utf-8") for path in (SOURCE / "monitor" / "trackers").glob("*.py")
+    )
+    keys = [
+        (schema, name)
+        for schema in schemas
+        for name in options_of(schema)
+        if (schema, name) not in reads.seen
+    ]
+    return [
+        f"{s.__name__}.{name}"
+        for s, name in keys
+        if s.__module__ != TRACKING or f'"{name}"' not in by_name
+    ]
 
 
 @pytest.fixture
@@ -87,12 +108,21 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 RULE = "{weight: token, cap: 2, veto: 1e-5, rejection: {measure: k3, level: token, high: 9}}"
 RUNS = (
-    ("evaluation={every: 1, samples: 4, num_samples: 2}", "replay={capacity: 8, groups_per_step: 2}"),
+    (
+        "evaluation={every: 1, samples: 4, num_samples: 2}",
+        "replay={capacity: 8, groups_per_step: 2}",
+    ),
     ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, updates_per_batch: 2}}"),
-    ("algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, decoupled_rewards: true}",),
+    (
+        "algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, "
+        "decoupled_rewards: true}",
+    ),
     ("adapter={rank: 2, targets: [q_proj]}",),
     ("optimizer={name: muon}",),
-    ("algorithm={preset: reinforce_pp, kl_coefficient: 0.1}", "optimizer={schedule: cosine, warmup_steps: 1}"),
+    (
+        "algorithm={preset: reinforce_pp, kl_coefficient: 0.1}",
+        "optimizer={schedule: cosine, warmup_steps: 1}",
+    ),
 )
 
 
@@ -103,12 +133,25 @@ def make_runs(folder: Path, base_model: Path) -> None:
         train(load_config(write_config(folder / str(i), base_model), ["steps=2", *overrides]))
     resume(folder / "0" / "run", ["steps=3"])
     judge = str(reward_model(folder / "judge"))
-    (folder / "sft.yaml").write_text("model: {init: {hidden_size: 16, num_layers: 1}}\ntask: arithmetic\nsteps: 1\n")
+    (folder / "sft.yaml").write_text(
+        "model: {init: {hidden_size: 16, num_layers: 1}}\ntask: arithmetic\nsteps: 1\n"
+    )
     (folder / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in (*range(20), 12345))
     )
-    rows = {"path": str(folder / "rows.jsonl"), "held_out_size": 2, "max_prompt_tokens": 5, "too_long": "drop"}
-    new = {"vocabulary": "0123456789+=", "hidden_size": 16, "num_layers": 1, "family": "qwen3_moe", "num_experts": 2}
+    rows = {
+        "path": str(folder / "rows.jsonl"),
+        "held_out_size": 2,
+        "max_prompt_tokens": 5,
+        "too_long": "drop",
+    }
+    new = {
+        "vocabulary": "0123456789+=",
+        "hidden_size": 16,
+        "num_layers": 1,
+        "family": "qwen3_moe",
+        "num_experts": 2,
+    }
     greedy = {
         "model": {"init": {"hidden_size": 16, "num_layers": 1}},
         "task": "arithmetic",
@@ -117,7 +160,13 @@ def make_runs(folder: Path, base_model: Path) -> None:
     supervised_run(load_sft_config({**greedy, "out": str(folder / "greedy"), "steps": 1}))
     supervised_run(
         load_sft_config(
-            {"model": {"init": new}, "task": rows, "out": str(folder / "sft"), "batch_size": 2, "steps": 1}
+            {
+                "model": {"init": new},
+                "task": rows,
+                "out": str(folder / "sft"),
+                "batch_size": 2,
+                "steps": 1,
+            }
         ),
         quiet=True,
     )
@@ -134,16 +183,24 @@ class Planted:
     forgotten: Annotated[int, "a number"] = 0
 
 
-def test_every_option_is_read(tmp_path: Path, base_model: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_read(
+    tmp_path: Path, base_model: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "cache"))
     make_runs(tmp_path, base_model)
     assert set(unread(declared(Config, SftConfig, CompareConfig), reads)) == NOT_BY_A_RUN
 
 
 def test_an_option_that_nothing_reads_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: reads by this file count here; comparing, printing and copying do not count as reading."""
+    """The control: reads by this file count here; comparing, printing and copying do not count as
+    reading."""
     found = Reads(str(Path(__file__).parent))
     found.watch(Planted, monkeypatch)
     value = Planted()
-    assert (value.path, value, plain(value)["forgotten"], replace(value)) == ("here", Planted(), 0, value)
+    assert (value.path, value, plain(value)["forgotten"], replace(value)) == (
+        "here",
+        Planted(),
+        0,
+        value,
+    )
     assert unread([Planted], found) == ["Planted.forgotten"]

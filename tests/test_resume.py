@@ -1,4 +1,5 @@
-"""Exact resume: whatever interrupts a run, the one that goes on ends as the one that was never stopped."""
+"""Exact resume: whatever interrupts a run, the one that goes on ends as the one that was never
+stopped."""
 
 import json
 import os
@@ -40,8 +41,8 @@ HARD = {
     "sampling": {"group_size": 3, "max_new_tokens": 3},
     "steps": STEPS,
 }
-"""Dynamic sampling leaves groups over, a batch waits, past groups are replayed, several updates shuffle, evaluation
-syncs: all that a checkpoint must hold."""
+"""Dynamic sampling leaves groups over, a batch waits, past groups are replayed, several updates
+shuffle, evaluation syncs: all that a checkpoint must hold."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,9 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_a_random_moment(tmp_path: Path, base_model: Path, unbroken: dict[str, object], seed: int) -> None:
+def test_killed_at_a_random_moment(
+    tmp_path: Path, base_model: Path, unbroken: dict[str, object], seed: int
+) -> None:
     """SIGKILL in the middle of step k, for five random k."""
     generator = random.Random(seed)
     config = write_config(tmp_path, base_model, **HARD)
@@ -82,7 +85,9 @@ def test_killed_under_muon(tmp_path: Path, base_model: Path, unbroken: dict[str,
     """Its momentum goes on too; the control is the run of the default, AdamW."""
     settings = {**HARD, "optimizer": {"name": "muon"}}
     (tmp_path / "whole").mkdir()
-    whole = fingerprint(train(load_config(write_config(tmp_path / "whole", base_model, **settings))).run_dir)
+    whole = fingerprint(
+        train(load_config(write_config(tmp_path / "whole", base_model, **settings))).run_dir
+    )
     process = start(write_config(tmp_path, base_model, **settings))
     wait_for_lines(tmp_path / "run" / "metrics.jsonl", 4)
     process.kill()
@@ -115,17 +120,25 @@ def digits(prompts, completions, trainer_state):
 def test_a_reward_that_fails_loses_no_finished_step(
     tmp_path: Path, base_model: Path, step: int, changes: dict[str, Any]
 ) -> None:
-    """Without a checkpoint of its own since the beginning, the run that goes on is the one that never failed."""
+    """Without a checkpoint of its own since the beginning, the run that goes on is the one that
+    never failed."""
     settings = {**HARD, **changes}
     (tmp_path / "unbroken").mkdir()
-    whole = fingerprint(train(load_config(write_config(tmp_path / "unbroken", base_model, **settings))).run_dir)
+    whole = fingerprint(
+        train(load_config(write_config(tmp_path / "unbroken", base_model, **settings))).run_dir
+    )
     flag = tmp_path / "away"
     (tmp_path / "failing.py").write_text(FAILING.format(step=step, flag=str(flag)))
     rewards = {"functions": [{"function": f"{tmp_path}/failing.py:digits"}]}
-    config = load_config(write_config(tmp_path, base_model, **settings, rewards=rewards), ["run.checkpoint_every=0"])
+    config = load_config(
+        write_config(tmp_path, base_model, **settings, rewards=rewards), ["run.checkpoint_every=0"]
+    )
     if step:
         flag.touch()
-        saved = f"ConnectionError: the judge is away .*; step {step} is saved; go on with: isobit train --resume "
+        saved = (
+            f"ConnectionError: the judge is away .*; step {step} is saved; go on with: "
+            "isobit train --resume "
+        )
         with pytest.raises(RunFailed, match=saved):
             train(config)
         newest = checkpoints.newest(tmp_path / "run" / "checkpoints")[0]
@@ -136,7 +149,9 @@ def test_a_reward_that_fails_loses_no_finished_step(
         resume(tmp_path / "run")
     else:
         flag.touch()
-        with pytest.raises(RunFailed, match="the judge is away"):  # in the evaluation before the first step
+        with pytest.raises(
+            RunFailed, match="the judge is away"
+        ):  # in the evaluation before the first step
             train(config)
         flag.unlink()
         resume(tmp_path / "run")
@@ -144,9 +159,15 @@ def test_a_reward_that_fails_loses_no_finished_step(
 
 
 def test_a_run_that_a_reward_stopped_goes_on_without_it(tmp_path: Path, base_model: Path) -> None:
-    """`rewards.on_error` may change: completions that cannot be scored are left out from there on."""
-    source = "def digits(completions, **columns):\n    if completions[0] > '5':\n        raise ValueError('never')\n"
-    (tmp_path / "choosy.py").write_text(source + "    return [float(len(text)) for text in completions]\n")
+    """`rewards.on_error` may change: completions that cannot be scored are left out from there
+    on."""
+    source = (
+        "def digits(completions, **columns):\n    if completions[0] > '5':\n        raise "
+        "ValueError('never')\n"
+    )
+    (tmp_path / "choosy.py").write_text(
+        source + "    return [float(len(text)) for text in completions]\n"
+    )
     rewards = {"functions": [{"function": f"{tmp_path}/choosy.py:digits"}]}
     with pytest.raises(RunFailed, match="ValueError: never"):
         train(load_config(write_config(tmp_path, base_model, steps=2, rewards=rewards)))
@@ -156,8 +177,11 @@ def test_a_run_that_a_reward_stopped_goes_on_without_it(tmp_path: Path, base_mod
     assert sum(row["groups/unscored"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")) > 0
 
 
-def test_weights_that_broke_are_not_saved(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: after a step that learned, and where the run diverged, the last checkpoint stays the last."""
+def test_weights_that_broke_are_not_saved(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: after a step that learned, and where the run diverged, the last checkpoint stays
+    the last."""
     config = load_config(write_config(tmp_path, base_model, **HARD), ["run.checkpoint_every=0"])
     learn = Learner.learn
 
@@ -173,15 +197,20 @@ def test_weights_that_broke_are_not_saved(tmp_path: Path, base_model: Path, monk
     assert checkpoints.newest(tmp_path / "run" / "checkpoints")[0].name == "step-000000"
 
 
-def test_control_another_seed_is_told_apart(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
+def test_control_another_seed_is_told_apart(
+    tmp_path: Path, base_model: Path, unbroken: dict[str, object]
+) -> None:
     other = train(load_config(write_config(tmp_path, base_model, **HARD, seed=1)))
     for name in ("model.safetensors", "completions", "metrics"):
         assert fingerprint(other.run_dir)[name] != unbroken[name]
 
 
-def test_extended_step_by_step(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
-    """A constant rate does not depend on the number of steps, so a run may be stopped and extended at every step. What
-    is evaluated only because a step was the last one leaves no trace in a longer run."""
+def test_extended_step_by_step(
+    tmp_path: Path, base_model: Path, unbroken: dict[str, object]
+) -> None:
+    """A constant rate does not depend on the number of steps, so a run may be stopped and extended
+    at every step. What is evaluated only because a step was the last one leaves no trace in a
+    longer run."""
     train(load_config(write_config(tmp_path, base_model, **HARD), ["steps=1"]))
     for steps in range(2, STEPS + 1):
         *_, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -204,7 +233,8 @@ def _content(run: Path) -> dict[str, bytes]:
 def test_a_finished_run_has_nothing_to_do(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Also where its last step was evaluated only for being the last, and the model of that step is the best."""
+    """Also where its last step was evaluated only for being the last, and the model of that step is
+    the best."""
     evaluate, counted = PeriodicEvaluation.evaluate, list[int]()
 
     def better(self: PeriodicEvaluation, *progress: float) -> tuple[dict[str, float], str]:
@@ -222,7 +252,8 @@ def test_a_finished_run_has_nothing_to_do(
         assert not resumed.unfinished
         resumed.finish()
     assert (_content(run), len(counted)) == (before, evaluations)
-    # the control: with the end of the last row lost, only a step that was evaluated as the last is evaluated again
+    # the control: with the end of the last row lost, only a step that was evaluated as the last is
+    # evaluated again
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[: None if steps == 3 else -1])
     resume(run)
@@ -240,13 +271,20 @@ def test_signals_finish_the_step_and_save(
     done = process.wait()
     assert done.returncode == code
     assert "finishing this step" in done.stderr
-    state = json.loads((checkpoints.newest(tmp_path / "run" / "checkpoints")[0] / "trainer" / "state.json").read_text())
+    state = json.loads(
+        (
+            checkpoints.newest(tmp_path / "run" / "checkpoints")[0] / "trainer" / "state.json"
+        ).read_text()
+    )
     assert 2 <= state["step"] < STEPS
     assert fingerprint(resume(tmp_path / "run").run_dir) == unbroken
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    tmp_path: Path, base_model: Path, unbroken: dict[str, object], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    base_model: Path,
+    unbroken: dict[str, object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     train(load_config(write_config(tmp_path, base_model, **HARD), ["steps=6"]))
     newest = checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1]
@@ -254,7 +292,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         file.seek(-3, os.SEEK_END)
         file.write(b"\x00\x01\x02")
     resume(tmp_path / "run", [f"steps={STEPS}"])
-    assert "step-000006 is damaged (model.safetensors does not match its checksum)" in capsys.readouterr().err
+    assert (
+        "step-000006 is damaged (model.safetensors does not match its checksum)"
+        in capsys.readouterr().err
+    )
     found = fingerprint(tmp_path / "run")
     for name in ("model.safetensors", "completions"):
         assert found[name] == unbroken[name]
@@ -278,8 +319,8 @@ def test_a_bf16_model_is_first_saved_as_such_and_goes_on_from_there(tmp_path: Pa
 
 
 def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Path) -> None:
-    """`auto` may choose another on another machine, whose bits would be others. A run from before a format was recorded
-    has none of it, and goes on; the control is one that had another."""
+    """`auto` may choose another on another machine, whose bits would be others. A run from before a
+    format was recorded has none of it, and goes on; the control is one that had another."""
     config = write_config(tmp_path, base_model, steps=1, backend="auto")
     run_dir = train(load_config(config)).run_dir
     machine = json.loads((run_dir / "machine.json").read_text())
@@ -287,24 +328,38 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert machine["backend"] in machine["why"]
     assert machine["torch"] == torch.__version__
     (run_dir / "machine.json").write_text(json.dumps(machine | {"backend": "triton"}))
-    with pytest.raises(IsobitError, match="was computed by the triton backend, and here it would go on by"):
+    with pytest.raises(
+        IsobitError, match="was computed by the triton backend, and here it would go on by"
+    ):
         resume(run_dir, ["steps=2"])
     formats = machine["formats"]
-    assert formats.pop("rollout.probabilities") == formats.pop("learner.probabilities") == "not rounded"
+    assert (
+        formats.pop("rollout.probabilities")
+        == formats.pop("learner.probabilities")
+        == "not rounded"
+    )
     other = {**machine, "formats": formats | {"learner.probabilities": "e4m3"}}
     (run_dir / "machine.json").write_text(json.dumps(other))
-    with pytest.raises(IsobitError, match=r"began with learner\.probabilities e4m3, and .* has not rounded; resume"):
+    with pytest.raises(
+        IsobitError, match=r"began with learner\.probabilities e4m3, and .* has not rounded; resume"
+    ):
         resume(run_dir, ["steps=2"])
     (run_dir / "machine.json").write_text(json.dumps(machine))
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
 def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_model: Path) -> None:
-    """`bitwise` has the order that the run began with. The control: the other order is refused by name."""
-    here, there = (name if default_order() == TDP32 else other for name, other in ((TDP32, VDP32), (VDP32, TDP32)))
+    """`bitwise` has the order that the run began with. The control: the other order is refused by
+    name."""
+    here, there = (
+        name if default_order() == TDP32 else other
+        for name, other in ((TDP32, VDP32), (VDP32, TDP32))
+    )
     config = write_config(tmp_path, base_model, steps=2, consistency=f"bitwise-{there}")
     unbroken = fingerprint(train(load_config(config)).run_dir)
-    other = train(load_config(config, ["consistency=bitwise", f"run.dir={tmp_path / 'here'}"])).run_dir
+    other = train(
+        load_config(config, ["consistency=bitwise", f"run.dir={tmp_path / 'here'}"])
+    ).run_dir
     assert fingerprint(other) != unbroken
     run_dir = tmp_path / "there"
     train(load_config(config, ["steps=1", f"run.dir={run_dir}"]))
@@ -312,7 +367,9 @@ def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_mo
     assert (machine["bitwise"], machine["order"]) == (here, f"{there}-v1+rows32-v1")
     text = (run_dir / "config.yaml").read_text()
     (run_dir / "config.yaml").write_text(text.replace(f"bitwise-{there}", f"bitwise-{here}"))
-    with pytest.raises(IsobitError, match=rf"in the order {there}-v1\S+, and here it would go on in {here}-v1"):
+    with pytest.raises(
+        IsobitError, match=rf"in the order {there}-v1\S+, and here it would go on in {here}-v1"
+    ):
         resume(run_dir, ["steps=2"])
     (run_dir / "config.yaml").write_text(text.replace(f"bitwise-{there}", "bitwise"))
     (run_dir / "machine.json").write_text(json.dumps(machine | {"bitwise": there}))
@@ -337,11 +394,14 @@ def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> Non
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o007])
 def test_modes_are_those_of_the_umask(tmp_path: Path, base_model: Path, mask: int) -> None:
-    """Every file and directory of a run: whoever shares a group's directory can read its runs, or nobody can."""
+    """Every file and directory of a run: whoever shares a group's directory can read its runs, or
+    nobody can."""
     before = os.umask(mask)
     try:
         evaluation = {"every": 1, "samples": 2}
-        run = train(load_config(write_config(tmp_path, base_model, evaluation=evaluation), ["steps=1"])).run_dir
+        run = train(
+            load_config(write_config(tmp_path, base_model, evaluation=evaluation), ["steps=1"])
+        ).run_dir
         resume(run, ["steps=2", "run.report=true"])
     finally:
         os.umask(before)
@@ -351,9 +411,11 @@ def test_modes_are_those_of_the_umask(tmp_path: Path, base_model: Path, mask: in
     assert modes == {str(path): (0o777 if path.is_dir() else 0o666) & ~mask for path in paths}
 
 
-def test_an_extended_run_is_counted_right(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On its own screen, with what it had done before; in its config, also after a kill; and for `isobit watch`, which
-    looks on meanwhile."""
+def test_an_extended_run_is_counted_right(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On its own screen, with what it had done before; in its config, also after a kill; and for
+    `isobit watch`, which looks on meanwhile."""
     run = train(load_config(write_config(tmp_path, base_model), ["steps=2"])).run_dir
     seen = Watched(run)
     seen.look()

@@ -21,6 +21,13 @@ def test_what_a_resume_may_change_is_said_everywhere_as_it_is() -> None:
     words = re.findall(r"[\w.*]+", RESUMABLE.replace(" and ", " "))
     allowed = words[: words.index("except")]
     check_resumed([f"{word.replace('*', 'report')}=1" for word in allowed])
-    for override in ("run.dir=elsewhere", "seed=1", "steps.x=1", "run={dir: x}", "stepsize=2", "tracking=wandb"):
+    for override in (
+        "run.dir=elsewhere",
+        "seed=1",
+        "steps.x=1",
+        "run={dir: x}",
+        "stepsize=2",
+        "tracking=wandb",
+    ):
         with pytest.raises(IsobitError, match="only these may change"):
             check_resumed([override])

@@ -23,7 +23,8 @@ def _alive(model: Model, tokens: int, recompute: Recompute) -> int:
 
 @pytest.mark.parametrize("recompute", [False, "mlp", True])
 @pytest.mark.parametrize(
-    ("preset", "family"), [("bf16", "qwen3"), ("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe"), ("fp8", "qwen3_5_text")]
+    ("preset", "family"),
+    [("bf16", "qwen3"), ("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe"), ("fp8", "qwen3_5_text")],
 )
 def test_what_is_counted_is_what_is_alive(preset: str, family: str, recompute: Recompute) -> None:
     """The tokens themselves and the rotary tables' places are the caller's."""
@@ -32,5 +33,9 @@ def test_what_is_counted_is_what_is_alive(preset: str, family: str, recompute: R
     counted = sum(bytes_of_a_token(model, recompute).values())
     alive = (_alive(model, 256, recompute) - _alive(model, 128, recompute)) / 128
     assert counted - 8 == pytest.approx(alive, rel=0.02)
-    less = sum(bytes_of_a_token(tiny_model(preset, family, **(sizes | {"num_layers": 1})), recompute).values())
+    less = sum(
+        bytes_of_a_token(
+            tiny_model(preset, family, **(sizes | {"num_layers": 1})), recompute
+        ).values()
+    )
     assert less < 0.7 * counted, "the control: a model of one layer"

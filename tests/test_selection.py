@@ -1,4 +1,5 @@
-"""What `make test` leaves out is what it says, and nothing that a change can reach is left out in CI."""
+"""What `make test` leaves out is what it says, and nothing that a change can reach is left out in
+CI."""
 
 import ast
 import itertools
@@ -22,7 +23,9 @@ def missing(rows: list[tuple[int, ...]], shape: tuple[int, ...]) -> set[tuple[in
     """Pairs of values (column, value, column, value) that no row has."""
     columns = itertools.combinations(range(len(shape)), 2)
     pairs = {(i, a, j, b) for i, j in columns for a in range(shape[i]) for b in range(shape[j])}
-    return {(i, a, j, b) for i, a, j, b in pairs if not any(row[i] == a and row[j] == b for row in rows)}
+    return {
+        (i, a, j, b) for i, a, j, b in pairs if not any(row[i] == a and row[j] == b for row in rows)
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -30,7 +33,9 @@ def test_every_pair_of_values_meets_and_no_row_is_for_nothing(shape: tuple[int, 
     rows = list(itertools.product(*map(range, shape)))
     chosen = [rows[place] for place in covering(rows)]
     assert not missing(chosen, shape)
-    assert all(missing([row for row in chosen if row != gone], shape) for gone in chosen), "the control"
+    assert all(missing([row for row in chosen if row != gone], shape) for gone in chosen), (
+        "the control"
+    )
     assert len(chosen) <= 1.6 * max(a * b for a, b in itertools.combinations(shape, 2))
     assert covering(rows) == covering(list(rows))
 
@@ -69,7 +74,9 @@ def collected(folder: Path, *options: str) -> set[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *options, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line} or {done.stdout}
+    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line} or {
+        done.stdout
+    }
 
 
 def test_make_test_and_the_rest_are_the_whole(tmp_path: Path) -> None:
@@ -78,7 +85,9 @@ def test_make_test_and_the_rest_are_the_whole(tmp_path: Path) -> None:
     fast, rest = collected(tmp_path, "-m", "not slow"), collected(tmp_path, "--rest")
     assert fast | rest == full
     assert not fast & rest
-    assert {name for name in fast if "two" in name} == {f"test_two[{b}-{a}]" for a in (0, 1) for b in (0, 1)}
+    assert {name for name in fast if "two" in name} == {
+        f"test_two[{b}-{a}]" for a in (0, 1) for b in (0, 1)
+    }
     assert len([name for name in fast if "three" in name]) == 6
     one = collected(tmp_path, "-k", "test_three and 0-2-3-1")
     assert one == {"test_three[0-2-3-1]"}, "a case that is asked for runs"
@@ -99,7 +108,8 @@ class Kept(dict[str, str]):
 
 
 def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> bool:
-    """Whether a run of pytest after these words leaves Triton's cases out; it ends with this status."""
+    """Whether a run of pytest after these words leaves Triton's cases out; it ends with this
+    status."""
     config: Any = SimpleNamespace(
         invocation_params=SimpleNamespace(args=words),
         option=SimpleNamespace(without_triton=False),
@@ -206,17 +216,30 @@ def start(name):
     call("-m", "isobit.rewards.worker", f"isobit.monitor.trackers.{name}", "isobit.cli:main", "isobit.nowhere")
 """
     found = set(reach.named(ast.parse(code), "isobit.fleet"))
-    assert found >= {"isobit.run.directory", "isobit.rewards.worker", "isobit.monitor.trackers.wandb", "isobit.cli"}
+    assert found >= {
+        "isobit.run.directory",
+        "isobit.rewards.worker",
+        "isobit.monitor.trackers.wandb",
+        "isobit.cli",
+    }
     assert not found & {"isobit.engine", "isobit.nowhere"}
-    assert set(reach.named(ast.parse("from . import a\nfrom ..b import c"), "x.y")) == {"x.y.a", "x.b.c"}
+    assert set(reach.named(ast.parse("from . import a\nfrom ..b import c"), "x.y")) == {
+        "x.y.a",
+        "x.b.c",
+    }
     assert ROOT / "src/isobit/engine/engine.py" in reach.imports(ROOT / "src/isobit/__init__.py")
 
 
 def test_what_a_test_imports_is_what_it_reaches() -> None:
     """Against Python itself: every module of a test that is loaded is a file that it reaches."""
     test = "tests.engine.test_engine"
-    code = f"import {test}, json, sys; print(json.dumps([m for m in sys.modules if m.startswith(('isobit', 'tests'))]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        f"import {test}, json, sys; print(json.dumps([m for m in sys.modules if "
+        "m.startswith(('isobit', 'tests'))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files = {path for name in json.loads(done.stdout) if (path := reach.file_of(name))}
     assert len(files) > 60
     found = reach.reached_by_test(ROOT / "tests/engine/test_engine.py") or set()

@@ -1,4 +1,5 @@
-"""The documentation site: built strictly and without network, complete, closed in itself, readable from disk."""
+"""The documentation site: built strictly and without network, complete, closed in itself, readable
+from disk."""
 
 import os
 import subprocess
@@ -15,7 +16,14 @@ from tests.documents import PAGES, ROOT
 
 pytestmark = pytest.mark.slow
 NOWHERE = "http://127.0.0.1:9"  # a proxy that answers nobody
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+}
 
 
 class Page(HTMLParser):
@@ -43,9 +51,16 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason='needs pip install "isobit[docs]"')
     folder = tmp_path_factory.mktemp("site")
-    variables = {**os.environ, "http_proxy": NOWHERE, "https_proxy": NOWHERE, "NO_MKDOCS_2_WARNING": "1"}
+    variables = {
+        **os.environ,
+        "http_proxy": NOWHERE,
+        "https_proxy": NOWHERE,
+        "NO_MKDOCS_2_WARNING": "1",
+    }
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -58,9 +73,13 @@ def pages(site: Path) -> dict[Path, Page]:
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         assert page.loads
-        outside = [address for address in page.loads if urlsplit(address).scheme not in ("", "data")]
+        outside = [
+            address for address in page.loads if urlsplit(address).scheme not in ("", "data")
+        ]
         assert not outside + [address for address in page.loads if address.startswith("//")], path
-        missing = [a for a in page.loads if not urlsplit(a).scheme and not _target(site, path, a).is_file()]
+        missing = [
+            a for a in page.loads if not urlsplit(a).scheme and not _target(site, path, a).is_file()
+        ]
         assert not missing, path
     for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
@@ -87,7 +106,9 @@ def test_every_page_is_reachable(site: Path, pages: dict[Path, Page]) -> None:
         if path in seen or path not in pages:
             continue
         seen.add(path)
-        waiting += [_target(site, path, link) for link in pages[path].links if not urlsplit(link).scheme]
+        waiting += [
+            _target(site, path, link) for link in pages[path].links if not urlsplit(link).scheme
+        ]
     assert set(pages) - seen <= {site / "404.html"}
     assert len(seen) == len(PAGES)
 
@@ -134,7 +155,8 @@ def test_a_search_finds_the_key_first(site: Path, opened: Open, words: str, key:
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_cut(site: Path, opened: Open, pages: dict[Path, Page], width: int) -> None:
-    """No page scrolls sideways; code fits into its box, and what a program printed scrolls inside it."""
+    """No page scrolls sideways; code fits into its box, and what a program printed scrolls inside
+    it."""
     cut = """() => [...document.querySelectorAll(".md-content pre > code")]
         .filter((code) => code.scrollWidth > code.clientWidth + 1)
         .filter((code) => !code.closest(".language-text") || getComputedStyle(code).overflowX != "auto")
@@ -143,13 +165,18 @@ def test_nothing_is_cut(site: Path, opened: Open, pages: dict[Path, Page], width
         with opened(path, width=width) as seen:
             assert not seen.scrolls_sideways(), path.name
             assert seen.page.evaluate(cut) == [], path.name
-    with opened(site / "commands.html", width=width) as seen:  # the control: code that is not wrapped
-        seen.page.add_style_tag(content=".md-typeset pre > code { white-space: pre !important; font-size: 2em }")
+    with opened(
+        site / "commands.html", width=width
+    ) as seen:  # the control: code that is not wrapped
+        seen.page.add_style_tag(
+            content=".md-typeset pre > code { white-space: pre !important; font-size: 2em }"
+        )
         assert seen.page.evaluate(cut)
 
 
 def test_it_is_read_and_searched_from_disk(site: Path, opened: Open) -> None:
-    """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked from elsewhere."""
+    """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked
+    from elsewhere."""
     with opened(site / "index.html") as seen:
         body = seen.page.locator("body")
         before = body.get_attribute("data-md-color-scheme")

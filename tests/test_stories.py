@@ -1,4 +1,5 @@
-"""On a real pretrained model: RL with a reward function of the user's own, sampling, and evaluation of real data."""
+"""On a real pretrained model: RL with a reward function of the user's own, sampling, and evaluation
+of real data."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,9 @@ def story(prompts, completions, **columns):
 def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: Path) -> None:
     """20 steps under `fp8`, with a penalty that keeps the stories stories."""
     (tmp_path / "rewards.py").write_text(REWARD)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS)
+    )
     config = {
         "model": {"path": str(stories)},
         "task": {"path": "prompts.jsonl", "held_out_size": 0},
@@ -46,21 +49,35 @@ def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: 
     done = isobit(tmp_path, "train", "run.yaml")
     assert done.returncode == 0, done.stderr
     assert "differing tokens 0" in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert {row["mismatch/differing_tokens"] for row in rows} == {0}
     assert sum(row["rollout/tokens"] for row in rows) > 50_000
     trained = tmp_path / "run" / "checkpoints" / "step-000020"
-    sampled = isobit(tmp_path, "generate", trained, "--prompt", PROMPTS[0], "--max-new-tokens", 60, "-n", 4)
+    sampled = isobit(
+        tmp_path, "generate", trained, "--prompt", PROMPTS[0], "--max-new-tokens", 60, "-n", 4
+    )
     assert sampled.stdout.count("Once upon a time") == 4, sampled.stderr
 
 
 def test_greedy_text_from_the_shell(tmp_path: Path, stories: Path) -> None:
     done = isobit(
-        tmp_path, "generate", stories, "--prompt", "Once upon a time", "--temperature", 0, "--precision", "bf16"
+        tmp_path,
+        "generate",
+        stories,
+        "--prompt",
+        "Once upon a time",
+        "--temperature",
+        0,
+        "--precision",
+        "bf16",
     )
-    assert done.stdout.startswith("Once upon a time, there was a little girl named Lily."), done.stderr
+    assert done.stdout.startswith("Once upon a time, there was a little girl named Lily."), (
+        done.stderr
+    )
 
 
 def test_every_gold_answer_of_gsm8k_is_right(tmp_path: Path, gsm8k_test: Path) -> None:

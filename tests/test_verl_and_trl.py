@@ -1,6 +1,8 @@
-"""What was written for verl or TRL runs as it is: a Parquet file, a chat template, and reward functions.
+"""What was written for verl or TRL runs as it is: a Parquet file, a chat template, and reward
+functions.
 
-The rewards of a run are compared with what the same functions give here, on the completions that were recorded.
+The rewards of a run are compared with what the same functions give here, on the completions that
+were recorded.
 """
 
 import importlib.util
@@ -26,7 +28,8 @@ PROBLEMS = [
     ("A box holds 1,200 pens; half are red.", "#### 600"),
 ] * 4
 
-# After the way in which verl scores GSM8K: the number after the last mark, or the last number at all.
+# After the way in which verl scores GSM8K: the number after the last mark, or the last number at
+# all.
 VERL_REWARD = """
 import re
 
@@ -119,18 +122,29 @@ def train(folder: Path, run_isobit: RunIsobit, **values: Any) -> list[dict[str, 
 
 
 def verl_parquet(path: Path, method: str) -> None:
-    """As examples/data_preprocess/gsm8k.py of verl writes it: through `datasets`, `map` and `to_parquet`."""
+    """As examples/data_preprocess/gsm8k.py of verl writes it: through `datasets`, `map` and
+    `to_parquet`."""
     datasets.disable_progress_bars()
-    raw = datasets.Dataset.from_list([{"question": question, "answer": answer} for question, answer in PROBLEMS])
+    raw = datasets.Dataset.from_list(
+        [{"question": question, "answer": answer} for question, answer in PROBLEMS]
+    )
 
     def row(example: dict[str, str], index: int) -> dict[str, Any]:
         question, answer = example.pop("question"), example.pop("answer")
         return {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f'{question} Output the final answer after "####".'}],
+            "prompt": [
+                {"role": "user", "content": f'{question} Output the final answer after "####".'}
+            ],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": answer.split("#### ")[1]},
-            "extra_info": {"split": "train", "index": index, "answer": answer, "question": question, "method": method},
+            "extra_info": {
+                "split": "train",
+                "index": index,
+                "answer": answer,
+                "question": question,
+                "method": method,
+            },
         }
 
     raw.map(row, with_indices=True).to_parquet(path)
@@ -164,30 +178,53 @@ def test_verl_answers_score_as_in_verl(tmp_path: Path, run_isobit: RunIsobit) ->
     """The right completions, scored from the same file: all are right."""
     verl_parquet(tmp_path / "test.parquet", "strict")
     functions(tmp_path / "gsm8k_score.py", VERL_REWARD)
-    table = datasets.Dataset.from_parquet(str(tmp_path / "test.parquet"), cache_dir=str(tmp_path / "cache"))
-    table.map(lambda row: {"solution": row["extra_info"]["answer"]}).to_parquet(tmp_path / "solved.parquet")
-    words = ("--completions", "solution", "--reward", f"{tmp_path / 'gsm8k_score.py'}:compute_score")
+    table = datasets.Dataset.from_parquet(
+        str(tmp_path / "test.parquet"), cache_dir=str(tmp_path / "cache")
+    )
+    table.map(lambda row: {"solution": row["extra_info"]["answer"]}).to_parquet(
+        tmp_path / "solved.parquet"
+    )
+    words = (
+        "--completions",
+        "solution",
+        "--reward",
+        f"{tmp_path / 'gsm8k_score.py'}:compute_score",
+    )
     code, out, err = run_isobit("eval", "--data", tmp_path / "solved.parquet", *words)
     assert not code, err
     assert "reward    1.0000  1.0000 to 1.0000        8" in out
 
 
 @pytest.mark.slow
-def test_reward_functions_of_trl_run_unchanged(tmp_path: Path, run_isobit: RunIsobit, chat_model: Path) -> None:
-    """On a conversational data set saved by `datasets`; sync, async, with the trainer's state and logging, and one that
-    scores some samples only."""
+def test_reward_functions_of_trl_run_unchanged(
+    tmp_path: Path, run_isobit: RunIsobit, chat_model: Path
+) -> None:
+    """On a conversational data set saved by `datasets`; sync, async, with the trainer's state and
+    logging, and one that scores some samples only."""
     datasets.disable_progress_bars()
     rows = [
         {
-            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}],
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": question},
+            ],
             "ground_truth": answer[-1],
             "task": "math" if i % 2 else "other",
         }
         for i, (question, answer) in enumerate(PROBLEMS)
     ]
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "data")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
+        tmp_path / "data"
+    )
     theirs = functions(tmp_path / "trl_rewards.py", TRL_REWARDS)
-    names = ["reward_len", "format_reward", "async_reward", "tokens_reward", "curriculum", "logging_reward"]
+    names = [
+        "reward_len",
+        "format_reward",
+        "async_reward",
+        "tokens_reward",
+        "curriculum",
+        "logging_reward",
+    ]
     specs = [{"function": f"{tmp_path / 'trl_rewards.py'}:{name}"} for name in names]
     specs.append({"function": f"{tmp_path / 'trl_rewards.py'}:some_reward"})
     done = train(
@@ -200,7 +237,9 @@ def test_reward_functions_of_trl_run_unchanged(tmp_path: Path, run_isobit: RunIs
     gold = {question: (answer[-1], i % 2) for i, (question, answer) in enumerate(PROBLEMS)}
     for row in done:
         completion = [[{"role": "assistant", "content": row["completion"]}]]
-        (truth, is_math) = next(value for question, value in gold.items() if question in row["prompt"])
+        (truth, is_math) = next(
+            value for question, value in gold.items() if question in row["prompt"]
+        )
         assert row["rewards"] == {
             "reward_len": theirs.reward_len(completion)[0],
             "format_reward": theirs.format_reward(completion)[0],
@@ -210,7 +249,9 @@ def test_reward_functions_of_trl_run_unchanged(tmp_path: Path, run_isobit: RunIs
             "logging_reward": theirs.logging_reward(completion, [truth])[0],
             "some_reward": 1.0 if is_math else None,
         }
-        assert row["reward"] == pytest.approx(sum(v for v in row["rewards"].values() if v is not None))
+        assert row["reward"] == pytest.approx(
+            sum(v for v in row["rewards"].values() if v is not None)
+        )
     assert len({row["reward"] for row in done}) > 3
     saved = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert saved["mismatch/differing_tokens"] == 0

@@ -1,5 +1,5 @@
-"""The wheel: built from a source distribution and installed where there is no compiler, it computes in C++, with the
-bits of the library that is compiled for this processor alone."""
+"""The wheel: built from a source distribution and installed where there is no compiler, it computes
+in C++, with the bits of the library that is compiled for this processor alone."""
 
 import json
 import os
@@ -19,7 +19,10 @@ from isobit.kernels.native.recipe import LEVELS
 from tests.documents import ROOT
 
 HERE = (platform.system(), platform.machine()) == ("Linux", "x86_64") and available()[0]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="wheels carry libraries for Linux on x86-64")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HERE, reason="wheels carry libraries for Linux on x86-64"),
+]
 
 OPERATORS = """
 import hashlib, json, sys, torch, isobit
@@ -54,11 +57,19 @@ print(json.dumps({
 
 
 def ran(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "PYTHONPATH", "ISOBIT_CXXFLAGS")}
-    return subprocess.run(command, cwd=folder, env=kept | variables, capture_output=True, text=True, check=False)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CXX", "PYTHONPATH", "ISOBIT_CXXFLAGS")
+    }
+    return subprocess.run(
+        command, cwd=folder, env=kept | variables, capture_output=True, text=True, check=False
+    )
 
 
-def computed(packages: Path, folder: Path, consistency: str = "bitwise", **variables: str) -> Mapping[str, str]:
+def computed(
+    packages: Path, folder: Path, consistency: str = "bitwise", **variables: str
+) -> Mapping[str, str]:
     """What the operators of the package in `packages` return."""
     variables |= {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
     done = ran([sys.executable, "-c", OPERATORS, consistency], folder, **variables)
@@ -72,7 +83,9 @@ def sources(folder: Path) -> Path:
     """What a distribution is made of, so that nothing is built in the checkout."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
     return folder
 
 
@@ -84,7 +97,8 @@ def hook(name: str, folder: Path, **variables: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made as `python -m build` makes it: of the source distribution. Without that program, pip takes its place."""
+    """Made as `python -m build` makes it: of the source distribution. Without that program, pip
+    takes its place."""
     folder = sources(tmp_path_factory.mktemp("sources"))
     if find_spec("build") is not None and find_spec("build").origin is not None:
         done = ran([sys.executable, "-m", "build", "--no-isolation"], folder, ISOBIT_PREBUILT="1")
@@ -109,7 +123,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", "packages"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        "packages",
+    ]
     done = ran([*pip, str(wheel)], folder)
     assert done.returncode == 0, done.stderr
     return folder / "packages"
@@ -132,13 +156,19 @@ def test_the_wheel_is_of_a_platform_and_of_every_python(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        described = archive.read(next(name for name in names if name.endswith(".dist-info/WHEEL"))).decode()
+        described = archive.read(
+            next(name for name in names if name.endswith(".dist-info/WHEEL"))
+        ).decode()
     assert not [name for name in names if ".data/" in name]
     assert {"Root-Is-Purelib: false", "Tag: py3-none-linux_x86_64"} <= set(described.splitlines())
     assert {f"isobit/kernels/native/prebuilt/{level}-" for level in LEVELS} == {
         name.rpartition("-")[0] + "-" for name in names if name.endswith(".so")
     }
-    assert {"isobit/kernels/product/product.cpp", "isobit/kernels/native/tile.h", "isobit/py.typed"} <= set(names)
+    assert {
+        "isobit/kernels/product/product.cpp",
+        "isobit/kernels/native/tile.h",
+        "isobit/py.typed",
+    } <= set(names)
 
 
 def test_the_libraries_need_the_c_library_and_gnu_openmp_only(installed: Path) -> None:
@@ -157,8 +187,9 @@ def test_the_libraries_need_the_c_library_and_gnu_openmp_only(installed: Path) -
 def test_without_a_compiler_the_wheel_computes_in_cpp_with_the_bits_of_a_compiled_library(
     installed: Path, bare: dict[str, str], tmp_path: Path
 ) -> None:
-    """By the best library, with other instruction sets, and by the library of each level; compared with the checkout's,
-    compiled for this processor. The controls: other sums have other bits, and without libraries nothing is native."""
+    """By the best library, with other instruction sets, and by the library of each level; compared
+    with the checkout's, compiled for this processor. The controls: other sums have other bits, and
+    without libraries nothing is native."""
     here = dict(computed(ROOT / "src", tmp_path))
     assert here.pop("why").startswith("native backend: compiled by ")
     for changed in ({}, {"ISOBIT_ISA": "avx2"}, {"ISOBIT_ISA": "portable"}):
@@ -175,7 +206,9 @@ def test_without_a_compiler_the_wheel_computes_in_cpp_with_the_bits_of_a_compile
         libraries(copy)[level].unlink()
     assert used[-1].startswith("native backend: prebuilt for x86-64-v3")
     without = computed(copy, tmp_path, **bare)
-    assert without["why"].startswith("reference backend, because native cannot be built: no C++ compiler found")
+    assert without["why"].startswith(
+        "reference backend, because native cannot be built: no C++ compiler found"
+    )
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -186,7 +219,10 @@ def test_a_library_of_other_sources_or_that_cannot_be_loaded_is_not_used(
     shutil.copytree(installed, copy)
     for path in libraries(copy).values():
         path.write_text("nothing")
-    assert "no C++ compiler found (g++, c++, clang++); cannot load " in computed(copy, tmp_path, **bare)["why"]
+    assert (
+        "no C++ compiler found (g++, c++, clang++); cannot load "
+        in computed(copy, tmp_path, **bare)["why"]
+    )
     shutil.rmtree(copy)
     shutil.copytree(installed, copy)
     source = copy / "isobit/kernels/product/product.cpp"
@@ -198,7 +234,8 @@ def test_a_library_of_other_sources_or_that_cannot_be_loaded_is_not_used(
 
 
 def test_other_installations_are_pure(tmp_path: Path) -> None:
-    """Without a compiler, where none is wanted, and an editable one; where one is demanded, its absence is an error."""
+    """Without a compiler, where none is wanted, and an editable one; where one is demanded, its
+    absence is an error."""
     for name, variables in (
         ("build_wheel", {"CXX": "none"}),
         ("build_wheel", {"ISOBIT_PREBUILT": "0"}),
@@ -208,7 +245,9 @@ def test_other_installations_are_pure(tmp_path: Path) -> None:
         folder.mkdir()
         done = hook(name, sources(folder), **variables)
         assert done.returncode == 0, done.stderr
-        assert ("compiled on first use: CXX=none is not a program" in done.stdout + done.stderr) == ("CXX" in variables)
+        assert (
+            "compiled on first use: CXX=none is not a program" in done.stdout + done.stderr
+        ) == ("CXX" in variables)
         (made,) = (folder / "dist").glob("*.whl")
         assert made.name.endswith("-none-any.whl")
         with zipfile.ZipFile(made) as archive:

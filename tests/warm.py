@@ -1,9 +1,12 @@
-"""Commands of isobit and scripts in forks of one Python that has imported them: a process each, without 3 s of imports.
+"""Commands of isobit and scripts in forks of one Python that has imported them: a process each,
+without 3 s of imports.
 
-The one Python is a child of the test process. It imports what the commands import, runs nothing, has a single thread,
-and forks for every command; so a command sees no state of another's (`test_warm.py`), which one interpreter for several
-would not promise. That the installed command starts from nothing is tested where a command has its own process:
-`test_docs.py::test_the_readme_commands_run_in_order`, `test_cli_bad_input.py::test_as_a_process_and_wrong_options`.
+The one Python is a child of the test process. It imports what the commands import, runs nothing,
+has a single thread, and forks for every command; so a command sees no state of another's
+(`test_warm.py`), which one interpreter for several would not promise. That the installed command
+starts from nothing is tested where a command has its own process:
+`test_docs.py::test_the_readme_commands_run_in_order`,
+`test_cli_bad_input.py::test_as_a_process_and_wrong_options`.
 
     python -m tests.warm    stdin: lines {"words", "folder", "environment", "out", "err"} or {"wait": process id}
                             stdout: lines with a process id, or with an exit code
@@ -25,7 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 600
-_PRELOADED = ("isobit.training.loop", *(f"isobit.cli.commands.{name}" for name in ("compare", "evaluate", "inspect")))
+_PRELOADED = (
+    "isobit.training.loop",
+    *(f"isobit.cli.commands.{name}" for name in ("compare", "evaluate", "inspect")),
+)
 _servers: dict[str, "subprocess.Popen[str]"] = {}
 """By the library that is loaded before all others (LD_PRELOAD), or ""."""
 
@@ -44,7 +50,8 @@ class Process:
         os.kill(self.id, number)
 
     def wait(self) -> "subprocess.CompletedProcess[str]":
-        """When it has ended; the whole server is killed after ten minutes, and AssertionError raised."""
+        """When it has ended; the whole server is killed after ten minutes, and AssertionError
+        raised."""
         timer = threading.Timer(_LONGEST_S, os.killpg, (_servers[self.preload].pid, signal.SIGKILL))
         timer.start()
         try:
@@ -73,7 +80,8 @@ def isobit(folder: Path, *words: object, **environment: str) -> "subprocess.Comp
 
 
 def plain(command: str) -> "tuple[list[str], dict[str, str]] | None":
-    """(words, variables) of a line of shell that needs no shell, and that can be forked; else None."""
+    """(words, variables) of a line of shell that needs no shell, and that can be forked; else
+    None."""
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words, variables = list(lexer), dict[str, str]()
@@ -86,7 +94,8 @@ def plain(command: str) -> "tuple[list[str], dict[str, str]] | None":
 
 
 def _without_ours(variables: dict[str, str]) -> dict[str, str]:
-    """The environment of a command: threads as the server has them, and no interpreter of kernels."""
+    """The environment of a command: threads as the server has them, and no interpreter of
+    kernels."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     kept = {name: value for name, value in variables.items() if name != "TRITON_INTERPRET"}
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -117,7 +126,9 @@ def _ask(request: dict[str, Any], preload: str) -> int:
 def _serve() -> None:
     for name in _PRELOADED:
         __import__(name)
-    assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", "a fork copies one thread only"
+    assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", (
+        "a fork copies one thread only"
+    )
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "wait" in request:
@@ -132,7 +143,11 @@ def _serve() -> None:
 
 def _become(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
     """This process, a fork, is the command: its files, folder, environment and arguments."""
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, out, os.O_WRONLY),
+        (2, err, os.O_WRONLY),
+    ):
         opened = os.open(path, flags)
         os.dup2(opened, number)
         os.close(opened)

@@ -1,16 +1,19 @@
-"""What an 8-bit cache of keys and values costs, by how its numbers are scaled: at equal bytes, which is the best?
+"""What an 8-bit cache of keys and values costs, by how its numbers are scaled: at equal bytes,
+which is the best?
 
-A model runs in float32, and nothing but its stored keys and values is coded and decoded, so all that is seen is the
-cache's. The divergence is KL(float32 || coded) of the next token, over the whole vocabulary, the mean over tokens that
-the float32 model sampled itself; two independent halves of the completions show how far it can be trusted. Codings that
-are calibrated (by channel, shifted) take their constants from other completions.
+A model runs in float32, and nothing but its stored keys and values is coded and decoded, so all
+that is seen is the cache's. The divergence is KL(float32 || coded) of the next token, over the
+whole vocabulary, the mean over tokens that the float32 model sampled itself; two independent halves
+of the completions show how far it can be trusted. Codings that are calibrated (by channel, shifted)
+take their constants from other completions.
 
-Three of the codings are formats of isobit's own cache (`OWN`). With `--own` these are measured as a run has them, its
-operators writing and reading codes, beside the same coding here; and whole flows (`FLOWS`), in which weights and
-activations have 8 bits too.
+Three of the codings are formats of isobit's own cache (`OWN`). With `--own` these are measured as a
+run has them, its operators writing and reading codes, beside the same coding here; and whole flows
+(`FLOWS`), in which weights and activations have 8 bits too.
 
-`python -m benchmarks.experiments.kv_cache MODEL --prompt TEXT --out FILE` adds a model to a file of results;
-docs/experiments/kv-cache.md shows what came out. Left out: speed, and formats of fewer bits.
+`python -m benchmarks.experiments.kv_cache MODEL --prompt TEXT --out FILE` adds a model to a file of
+results; docs/experiments/kv-cache.md shows what came out. Left out: speed, and formats of fewer
+bits.
 """
 
 import json
@@ -35,7 +38,8 @@ _TINY = 1e-12
 
 
 def e4m3(x: Tensor, largest: Tensor) -> Tensor:
-    """x [T, KV, D] coded and decoded, with the scale that makes `largest` the format's largest number."""
+    """x [T, KV, D] coded and decoded, with the scale that makes `largest` the format's largest
+    number."""
     scale = largest.clamp(min=_TINY) / _LARGEST
     return (x / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float() * scale
 
@@ -71,8 +75,9 @@ def hadamard(size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one layer, from completions that are not measured: means and largest magnitudes by head and channel, [KV, D],
-    of keys before and after the rotation and of values; and the largest magnitude of all keys, and of all values."""
+    """Of one layer, from completions that are not measured: means and largest magnitudes by head
+    and channel, [KV, D], of keys before and after the rotation and of values; and the largest
+    magnitude of all keys, and of all values."""
 
     key_mean: Tensor
     plain_key_mean: Tensor
@@ -88,7 +93,8 @@ Code = Callable[[Tensor, Seen, Turn], Tensor]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How keys and values are coded, and the bytes of one token and head, both together, for head dimension D."""
+    """How keys and values are coded, and the bytes of one token and head, both together, for head
+    dimension D."""
 
     key: Code
     value: Code
@@ -109,7 +115,8 @@ def _two_bytes_wide(dim: int) -> float:
 
 SCHEMES: dict[str, Scheme] = {
     "E4M3, token and head, powers of two": Scheme(
-        lambda x, *_: e4m3(x, power_of_two(x)), lambda x, *_: e4m3(x, power_of_two(x)), lambda d: 2.0 * (d + 1)
+        lambda x, *_: e4m3(x, power_of_two(x)), lambda x, *_: e4m3(x, power_of_two(x)),
+        lambda d: 2.0 * (d + 1)
     ),
     "E4M3, token and head": Scheme(_row, _row, lambda d: 2.0 * (d + 4)),
     "the same, keys alone": Scheme(_row, lambda x, *_: x, lambda d: d + 4 + 4.0 * d),
@@ -118,23 +125,28 @@ SCHEMES: dict[str, Scheme] = {
         lambda x, *_: e4m3(x, by_token(x)), lambda x, *_: e4m3(x, by_token(x)), lambda d: 2.0 * d
     ),
     "E4M3, one scale, calibrated": Scheme(
-        lambda x, seen, _: e4m3(x, seen.key_largest.amax()), lambda x, seen, _: e4m3(x, seen.value_largest.amax()),
+        lambda x, seen, _: e4m3(x, seen.key_largest.amax()), lambda x, seen,
+        _: e4m3(x, seen.value_largest.amax()),
         _two_bytes_wide,
     ),
     "E4M3, channel, calibrated": Scheme(
-        lambda x, seen, _: e4m3(x, seen.key_largest), lambda x, seen, _: e4m3(x, seen.value_largest), _two_bytes_wide
+        lambda x, seen, _: e4m3(x, seen.key_largest), lambda x, seen,
+        _: e4m3(x, seen.value_largest), _two_bytes_wide
     ),
     "E4M3, keys by channel before the rotation, calibrated": Scheme(
-        lambda x, seen, turn: turn(e4m3(turn(x, True), seen.plain_key_largest), False), _row, lambda d: 2.0 * d + 4
+        lambda x, seen, turn: turn(e4m3(turn(x, True), seen.plain_key_largest), False), _row,
+        lambda d: 2.0 * d + 4
     ),
     "E4M3, token and head, keys before the rotation": Scheme(
-        lambda x, seen, turn: turn(_row(turn(x, True), seen, turn), False), _row, lambda d: 2.0 * (d + 4)
+        lambda x, seen, turn: turn(_row(turn(x, True), seen, turn), False), _row,
+        lambda d: 2.0 * (d + 4)
     ),
     "E4M3, token and head, keys through Hadamard's matrix": Scheme(
         lambda x, seen, turn: _rotated(_row(_rotated(x), seen, turn)), _row, lambda d: 2.0 * (d + 4)
     ),
     "E4M3, token and head, keys without their mean, calibrated": Scheme(
-        lambda x, seen, turn: _row(x - seen.key_mean, seen, turn) + seen.key_mean, _row, lambda d: 2.0 * (d + 4)
+        lambda x, seen, turn: _row(x - seen.key_mean, seen, turn) + seen.key_mean, _row,
+        lambda d: 2.0 * (d + 4)
     ),
     "E4M3, token and head, keys without their mean before the rotation, calibrated": Scheme(
         lambda x, seen, turn: turn(
@@ -158,13 +170,21 @@ OWN = {
     "INT8, token and head": "float32[kv_cache=int8]",
 }
 """Schemes that isobit's cache has, and the precision that has nothing else in 8 bits."""
-FLOWS = ("bf16", "fp8[kv_cache=bf16]", "fp8[kv_cache=e4m3]", "fp8[kv_cache=e4m3, kv_scale=fp32]", "fp8")
+FLOWS = (
+    "bf16",
+    "fp8[kv_cache=bf16]",
+    "fp8[kv_cache=e4m3]",
+    "fp8[kv_cache=e4m3, kv_scale=fp32]",
+    "fp8",
+)
 
 
 class _Coding(Watching):
     """Operators whose attention inputs pass through `change`."""
 
-    def __init__(self, ops: Ops, change: Callable[[Tensor, Tensor, Turn], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, ops: Ops, change: Callable[[Tensor, Tensor, Turn], tuple[Tensor, Tensor]]
+    ) -> None:
         super().__init__(ops)
         self._change = change
 
@@ -182,7 +202,9 @@ class _Coding(Watching):
 
 
 @contextmanager
-def _changed(model: Model, change: Callable[[int, Tensor, Tensor, Turn], tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _changed(
+    model: Model, change: Callable[[int, Tensor, Tensor, Turn], tuple[Tensor, Tensor]]
+) -> Iterator[None]:
     def watch(ops: Ops, layer: int | None) -> Ops:
         if layer is None:
             return ops
@@ -196,16 +218,22 @@ def _changed(model: Model, change: Callable[[int, Tensor, Tensor, Turn], tuple[T
 def _logprobs(model: Model, sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> Tensor:
     """Of every token of the vocabulary, [completion tokens, V] float64."""
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    hidden = model.transformer.hidden(tokens, Layout.packed([len(sequence) for sequence in sequences]))
+    hidden = model.transformer.hidden(
+        tokens, Layout.packed([len(sequence) for sequence in sequences])
+    )
     rows, start = [], 0
     for sequence, prompt in zip(sequences, prompts):
         rows += range(start + prompt - 1, start + len(sequence) - 1)
         start += len(sequence)
-    logits = model.ops.product(hidden[rows], model.transformer.head_weight("learner"), None, torch.float32)
+    logits = model.ops.product(
+        hidden[rows], model.transformer.head_weight("learner"), None, torch.float32
+    )
     return torch.log_softmax(logits.double(), -1)
 
 
-def observe(model: Model, sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> dict[int, Seen]:
+def observe(
+    model: Model, sequences: Sequence[Sequence[int]], prompts: Sequence[int]
+) -> dict[int, Seen]:
     """What calibrated codings know, by layer."""
     kept: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
@@ -219,13 +247,18 @@ def observe(model: Model, sequences: Sequence[Sequence[int]], prompts: Sequence[
     for layer, parts in kept.items():
         keys, plain, values = (torch.cat(each) for each in zip(*parts))
         found[layer] = Seen(
-            keys.mean(0), plain.mean(0), keys.abs().amax(0), plain.abs().amax(0), values.abs().amax(0)
+            keys.mean(0), plain.mean(0), keys.abs().amax(0), plain.abs().amax(0),
+            values.abs().amax(0)
         )  # fmt: skip
     return found
 
 
 def divergence(
-    model: Model, scheme: Scheme, seen: dict[int, Seen], sequences: Sequence[Sequence[int]], prompts: Sequence[int]
+    model: Model,
+    scheme: Scheme,
+    seen: dict[int, Seen],
+    sequences: Sequence[Sequence[int]],
+    prompts: Sequence[int],
 ) -> Tensor:
     """KL(float32 || coded) of every completion token, float64."""
     wanted = _logprobs(model, sequences, prompts)
@@ -238,8 +271,11 @@ def divergence(
     return (wanted.exp() * (wanted - found)).sum(-1)
 
 
-def own_divergence(model: Model, precision: str, sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> Tensor:
-    """KL(float32 || precision) of every completion token, float64: the same weights under another flow."""
+def own_divergence(
+    model: Model, precision: str, sequences: Sequence[Sequence[int]], prompts: Sequence[int]
+) -> Tensor:
+    """KL(float32 || precision) of every completion token, float64: the same weights under another
+    flow."""
     wanted = _logprobs(model, sequences, prompts)
     return (wanted.exp() * (wanted - _logprobs(model.under(precision), sequences, prompts))).sum(-1)
 
@@ -247,7 +283,8 @@ def own_divergence(model: Model, precision: str, sequences: Sequence[Sequence[in
 def sampled(
     path: Path, prompts: Sequence[str], new_tokens: int, seed: int
 ) -> tuple[Model, list[list[int]], list[int], list[slice]]:
-    """(the model in float32, sequences, lengths of their prompts, three parts of them) of completions of its own."""
+    """(the model in float32, sequences, lengths of their prompts, three parts of them) of
+    completions of its own."""
     model = Model.load(path, "float32")
     engine = Engine.sized_for(model, prompts, len(prompts), new_tokens)
     groups = engine.generate(list(prompts), Sampling(max_new_tokens=new_tokens, seed=seed))
@@ -255,47 +292,75 @@ def sampled(
     sequences = [c.prompt_token_ids + c.token_ids for c in completions]
     lengths = [len(c.prompt_token_ids) for c in completions]
     third = len(sequences) // 3
-    return model, sequences, lengths, [slice(0, third), slice(third, 2 * third), slice(2 * third, 3 * third)]
+    return (
+        model,
+        sequences,
+        lengths,
+        [slice(0, third), slice(third, 2 * third), slice(2 * third, 3 * third)],
+    )
 
 
-def measure_own(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, object]:
-    """The formats of isobit's cache and whole flows, on the completions that `measure` measures; of the former the same
-    codings simulated."""
+def measure_own(
+    path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0
+) -> dict[str, object]:
+    """The formats of isobit's cache and whole flows, on the completions that `measure` measures; of
+    the former the same codings simulated."""
     model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
-    nothing: dict[int, Any] = dict.fromkeys(range(model.config.num_layers))  # is seen by these codings
+    nothing: dict[int, Any] = dict.fromkeys(
+        range(model.config.num_layers)
+    )  # is seen by these codings
 
     def mean(found: Callable[[Sequence[Sequence[int]], Sequence[int]], Tensor]) -> float:
-        return float(torch.cat([found(sequences[part], lengths[part]) for part in parts[1:]]).mean())
+        return float(
+            torch.cat([found(sequences[part], lengths[part]) for part in parts[1:]]).mean()
+        )
 
     rows = [
         {
-            "scheme": name, "precision": precision, "kl": mean(partial(own_divergence, model, precision)),
+            "scheme": name, "precision": precision,
+            "kl": mean(partial(own_divergence, model, precision)),
             "simulated": mean(partial(divergence, model, SCHEMES[name], nothing)),
         }
         for name, precision in OWN.items()
     ]  # fmt: skip
     flows = {precision: mean(partial(own_divergence, model, precision)) for precision in FLOWS}
-    return {"model": path.name, "prompts": list(dict.fromkeys(prompts)), "rows": rows, "flows": flows}
+    return {
+        "model": path.name,
+        "prompts": list(dict.fromkeys(prompts)),
+        "rows": rows,
+        "flows": flows,
+    }
 
 
-def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, object]:
+def measure(
+    path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0
+) -> dict[str, object]:
     """Every scheme on completions of the model's own; a third of them only calibrates."""
     model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
     seen = observe(model, sequences[parts[0]], lengths[parts[0]])
     dim = model.config.head_dim
     rows = []
     for name, scheme in SCHEMES.items():
-        halves = [divergence(model, scheme, seen, sequences[part], lengths[part]) for part in parts[1:]]
+        halves = [
+            divergence(model, scheme, seen, sequences[part], lengths[part]) for part in parts[1:]
+        ]
         both = torch.cat(halves)
         rows.append({
             "scheme": name, "bytes": scheme.bytes(dim), "kl": float(both.mean()),
-            "halves": [float(half.mean()) for half in halves], "p99": float(both.quantile(0.99)), "tokens": len(both),
+            "halves": [float(half.mean()) for half in halves], "p99": float(both.quantile(0.99)),
+            "tokens": len(both),
         })  # fmt: skip
-    return {"model": path.name, "head_dim": dim, "kv_heads": model.config.num_kv_heads, "rows": rows}
+    return {
+        "model": path.name,
+        "head_dim": dim,
+        "kv_heads": model.config.num_kv_heads,
+        "rows": rows,
+    }
 
 
 def table(models: Sequence[dict[str, Any]]) -> str:
-    """A line for each scheme in Markdown: bytes of a head and token, and the divergence, model by model."""
+    """A line for each scheme in Markdown: bytes of a head and token, and the divergence, model by
+    model."""
     head = " | ".join(f"{m['model']}: bytes | KL | of the halves | 99th percentile" for m in models)
     lines = [f"| keys and values | {head} |", "|---" * (1 + 4 * len(models)) + "|"]
     for name in SCHEMES:
@@ -322,11 +387,17 @@ def draw(models: Sequence[dict[str, Any]], out: Path) -> None:
         places = [place + 0.38 * (0.5 - number) for place in range(len(names))]
         label = f"{model['model']}, heads of {model['head_dim']}"
         axis.barh(
-            places, [found[name] for name in names], height=0.36, label=label, color=("#3b7dd8", "#e0903a")[number]
+            places,
+            [found[name] for name in names],
+            height=0.36,
+            label=label,
+            color=("#3b7dd8", "#e0903a")[number],
         )
     axis.set_xscale("log")
     axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_xlabel("KL(float32 || coded cache) of the next token, mean; less is better", fontsize=9)
+    axis.set_xlabel(
+        "KL(float32 || coded cache) of the next token, mean; less is better", fontsize=9
+    )
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(out, dpi=110)
@@ -335,10 +406,14 @@ def draw(models: Sequence[dict[str, Any]], out: Path) -> None:
 def main() -> None:
     parser = command(__file__, __doc__, "JSON; a model of this name is replaced")
     of_a_model(parser)
-    parser.add_argument("--count", type=int, default=150, help="completions; a third of them only calibrates")
+    parser.add_argument(
+        "--count", type=int, default=150, help="completions; a third of them only calibrates"
+    )
     parser.add_argument("--new-tokens", type=int, default=200, help="at most, of each")
     parser.add_argument("--name", help="in tables; default: the directory's")
-    parser.add_argument("--own", action="store_true", help="measure the formats of isobit's own cache")
+    parser.add_argument(
+        "--own", action="store_true", help="measure the formats of isobit's own cache"
+    )
     arguments = parser.parse_args()
     prompts = [arguments.prompt[i % len(arguments.prompt)] for i in range(arguments.count)]
     if arguments.own:
@@ -346,7 +421,9 @@ def main() -> None:
         write(arguments.out, own)
         print(json.dumps(own, indent=1))
         return
-    found = measure(arguments.model, prompts, arguments.new_tokens) | {"name": arguments.name or arguments.model.name}
+    found = measure(arguments.model, prompts, arguments.new_tokens) | {
+        "name": arguments.name or arguments.model.name
+    }
     models = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
     found["model"] = found.pop("name")
     models = [model for model in models if model["model"] != found["model"]] + [found]

@@ -1,15 +1,19 @@
-"""What it costs to decode linear attention by its recurrence and to learn it in chunks, as engines and trainers do.
+"""What it costs to decode linear attention by its recurrence and to learn it in chunks, as engines
+and trainers do.
 
-A model samples completions with isobit's rollout, token by token. Its log-probabilities of them are computed twice
-more: by isobit's learner, whose delta rule is the same recurrence, and by one that differs in this operator alone:
-transformers' `torch_chunk_gated_delta_rule`, in chunks of 64 tokens in float32, as common trainers have it (Yang et al.
-2024, arXiv 2412.06464, section 3.3). All else is the same in every bit, so what differs is the order of the
-recurrence's sums, and what a flow's roundings make of it afterwards.
+A model samples completions with isobit's rollout, token by token. Its log-probabilities of them are
+computed twice more: by isobit's learner, whose delta rule is the same recurrence, and by one that
+differs in this operator alone: transformers' `torch_chunk_gated_delta_rule`, in chunks of 64 tokens
+in float32, as common trainers have it (Yang et al. 2024, arXiv 2412.06464, section 3.3). All else
+is the same in every bit, so what differs is the order of the recurrence's sums, and what a flow's
+roundings make of it afterwards.
 
-The last of the `FLOWS` has two engines, whose mismatch is there without chunks: the measure of what the others show.
+The last of the `FLOWS` has two engines, whose mismatch is there without chunks: the measure of what
+the others show.
 
 `python -m benchmarks.experiments.recurrence MODEL --prompt TEXT --out FILE` prints a table;
-docs/experiments/recurrence.md shows what came out. Left out: kernels of other chunk sizes, or in BF16.
+docs/experiments/recurrence.md shows what came out. Left out: kernels of other chunk sizes, or in
+BF16.
 """
 
 from collections.abc import Sequence
@@ -40,7 +44,12 @@ class InChunks(Watching):
         self._rule = torch_chunk_gated_delta_rule
 
     def delta_rule(
-        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        heads: DeltaHeads,
+        store: StateStore | None,
+        layout: Layout,
     ) -> Tensor:
         assert store is None, "whole sequences"
         bounds = layout.row_start.tolist()
@@ -49,18 +58,26 @@ class InChunks(Watching):
     def _of_one(self, qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Tensor:
         width, each = heads.key_heads * heads.key_dim, heads.value_heads // heads.key_heads
         q, k, v = qkv.split((width, width, qkv.shape[1] - 2 * width), dim=1)
-        q, k = (x.unflatten(1, (heads.key_heads, heads.key_dim)).repeat_interleave(each, 1) for x in (q, k))
+        q, k = (
+            x.unflatten(1, (heads.key_heads, heads.key_dim)).repeat_interleave(each, 1)
+            for x in (q, k)
+        )
         b, a = gates.chunk(2, dim=1)
         g = -heads.decay.exp() * functional.softplus(a + heads.step_bias)
-        rows = (x.unsqueeze(0) for x in (q, k, v.unflatten(1, (heads.value_heads, heads.value_dim))))
+        rows = (
+            x.unsqueeze(0) for x in (q, k, v.unflatten(1, (heads.value_heads, heads.value_dim)))
+        )
         beta = torch.sigmoid(b).unsqueeze(0)
-        found = self._rule(*rows, g=g.unsqueeze(0), beta=beta, chunk_size=_CHUNK, use_qk_l2norm_in_kernel=True)
+        found = self._rule(
+            *rows, g=g.unsqueeze(0), beta=beta, chunk_size=_CHUNK, use_qk_l2norm_in_kernel=True
+        )
         return found[0][0].to(qkv.dtype)
 
 
 def compared(rollout: Sequence[Tensor], learner: Sequence[Tensor]) -> dict[str, float]:
-    """Of the log-probabilities of sampled tokens in both: how many differ in a bit, the largest and the mean distance,
-    and the mean of exp(d) - 1 - d, d = learner - rollout, which estimates the divergence (Schulman 2020)."""
+    """Of the log-probabilities of sampled tokens in both: how many differ in a bit, the largest and
+    the mean distance, and the mean of exp(d) - 1 - d, d = learner - rollout, which estimates the
+    divergence (Schulman 2020)."""
     a, b = torch.cat(list(rollout)), torch.cat(list(learner))
     d = b.double() - a.double()
     return {
@@ -72,7 +89,9 @@ def compared(rollout: Sequence[Tensor], learner: Sequence[Tensor]) -> dict[str, 
     }
 
 
-def measure(path: Path, flow: str, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, Any]:
+def measure(
+    path: Path, flow: str, prompts: Sequence[str], new_tokens: int, seed: int = 0
+) -> dict[str, Any]:
     """One flow: the learner as it is, and in chunks."""
     model = Model.load(path, flow)
     sampling = Sampling(max_new_tokens=new_tokens, seed=seed)
@@ -99,8 +118,13 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     for one in found:
         for how in ("recurrence", "chunks"):
             own = one[how]
-            numbers = " | ".join(f"{own[key]:.1e}" if own[key] else "0" for key in ("largest", "mean", "kl_k3"))
-            lines.append(f"| `{one['flow']}` | {how} | {own['differing']:,} | {own['tokens']:,} | {numbers} |")
+            numbers = " | ".join(
+                f"{own[key]:.1e}" if own[key] else "0" for key in ("largest", "mean", "kl_k3")
+            )
+            lines.append(
+                f"| `{one['flow']}` | {how} | {own['differing']:,} | {own['tokens']:,} | "
+                f"{numbers} |"
+            )
     return "\n".join(lines)
 
 

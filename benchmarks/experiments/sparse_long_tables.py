@@ -1,4 +1,5 @@
-"""What the experiment on long completions shows of its runs: a table by flow, one by run, and a picture.
+"""What the experiment on long completions shows of its runs: a table by flow, one by run, and a
+picture.
 
 Left out: the runs (`sparse_long.py`).
 """
@@ -22,10 +23,15 @@ ARMS = (
 """Flow and correction, in the order in which they are run for each seed."""
 
 
-def arms_of(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[float, str, str], list[Mapping[str, Any]]]:
+def arms_of(
+    runs: Sequence[Mapping[str, Any]],
+) -> dict[tuple[float, str, str], list[Mapping[str, Any]]]:
     """The runs of each rate, flow and correction, in the order of `ARMS`."""
     keys = [(rate, *arm) for rate in sorted({run["rate"] for run in runs}) for arm in ARMS]
-    found = {key: [run for run in runs if (run["rate"], run["flow"], run["correction"]) == key] for key in keys}
+    found = {
+        key: [run for run in runs if (run["rate"], run["flow"], run["correction"]) == key]
+        for key in keys
+    }
     return {key: sorted(each, key=lambda run: run["seed"]) for key, each in found.items() if each}
 
 
@@ -40,7 +46,9 @@ def _quarters(values: Sequence[float | None]) -> list[float]:
 
 def _lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)).replace("e-0", "e-")
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)
+    ).replace("e-0", "e-")
 
 
 def _named(rate: float, flow: str, correction: str) -> list[str]:
@@ -48,8 +56,8 @@ def _named(rate: float, flow: str, correction: str) -> list[str]:
 
 
 def arms_table(found: Mapping[str, Any]) -> str:
-    """A line for each rate, flow and correction: how many runs survived, with Wilson's 95 % interval of the share, and
-    means over the seeds."""
+    """A line for each rate, flow and correction: how many runs survived, with Wilson's 95 %
+    interval of the share, and means over the seeds."""
     names = [
         "rate",
         "flow",
@@ -79,16 +87,35 @@ def arms_table(found: Mapping[str, Any]) -> str:
 
 
 def runs_table(found: Mapping[str, Any]) -> str:
-    """A line for each run: evaluations and checkpoints at every quarter, and means of the quarters."""
-    names = ["rate", "flow", "correction", "seed", "collapse", "accuracy", "reward", "kl_k3", "kl_k3 of older weights"]
+    """A line for each run: evaluations and checkpoints at every quarter, and means of the
+    quarters."""
+    names = [
+        "rate",
+        "flow",
+        "correction",
+        "seed",
+        "collapse",
+        "accuracy",
+        "reward",
+        "kl_k3",
+        "kl_k3 of older weights",
+    ]
     rows = []
     for key, runs in arms_of(found["runs"]).items():
         for one in runs:
             marks = {gap["step"] for gap in one["mismatch"]}
             accuracy = [f"{value:.2f}" for step, value in one["held_out"] if step in marks]
-            cells = [str(one["seed"]), "" if one["collapsed_at"] is None else str(one["collapsed_at"])]
-            cells += [", ".join(accuracy), ", ".join(f"{value:.2f}" for value in _quarters(one["reward"]))]
-            cells.append(", ".join(f"{gap['kl_k3']:.1e}" if gap["kl_k3"] else "0" for gap in one["mismatch"]))
+            cells = [
+                str(one["seed"]),
+                "" if one["collapsed_at"] is None else str(one["collapsed_at"]),
+            ]
+            cells += [
+                ", ".join(accuracy),
+                ", ".join(f"{value:.2f}" for value in _quarters(one["reward"])),
+            ]
+            cells.append(
+                ", ".join(f"{gap['kl_k3']:.1e}" if gap["kl_k3"] else "0" for gap in one["mismatch"])
+            )
             cells.append(", ".join(f"{value:.1e}" for value in _quarters(one["staleness_kl_k3"])))
             cells.append(", ".join(f"{value:.2f}" for value in _quarters(one["entropy"])))
             rows.append([*_named(*key), *cells])
@@ -96,18 +123,25 @@ def runs_table(found: Mapping[str, Any]) -> str:
 
 
 def draw(found: Mapping[str, Any], out: Path) -> None:
-    """By rate and flow, where a rate has several: held-out accuracy of every run, and below it the distance between
-    rollout and learner, dots at fixed weights and lines for samples of older weights."""
+    """By rate and flow, where a rate has several: held-out accuracy of every run, and below it the
+    distance between rollout and learner, dots at fixed weights and lines for samples of older
+    weights."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     arms = arms_of(found["runs"])
-    rates = [rate for rate in sorted({key[0] for key in arms}) if len({key[1] for key in arms if key[0] == rate}) > 1]
+    rates = [
+        rate
+        for rate in sorted({key[0] for key in arms})
+        if len({key[1] for key in arms if key[0] == rate}) > 1
+    ]
     flows = list(dict.fromkeys(arm[0] for arm in ARMS if any(key[1] == arm[0] for key in arms)))
     shape, size = (2 * len(rates), len(flows)), (2.7 * len(flows), 3.6 * len(rates))
-    figure, axes = plt.subplots(*shape, figsize=size, sharex=True, sharey="row", constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(
+        *shape, figsize=size, sharex=True, sharey="row", constrained_layout=True, squeeze=False
+    )
     for (rate, flow, correction), runs in arms.items():
         if rate not in rates:
             continue
@@ -116,9 +150,17 @@ def draw(found: Mapping[str, Any], out: Path) -> None:
         for number, one in enumerate(runs):
             label = None if number else {"none": "no correction"}.get(correction, "token TIS")
             above.plot(*zip(*one["held_out"]), color=color, linewidth=1.2, alpha=0.8, label=label)
-            below.plot(range(1, len(one["reward"]) + 1), one["staleness_kl_k3"], color=color, linewidth=0.7, alpha=0.6)
+            below.plot(
+                range(1, len(one["reward"]) + 1),
+                one["staleness_kl_k3"],
+                color=color,
+                linewidth=0.7,
+                alpha=0.6,
+            )
             dots = [(gap["step"], gap["kl_k3"]) for gap in one["mismatch"] if gap["kl_k3"]]
-            below.plot([step for step, _ in dots], [kl for _, kl in dots], "o", color=color, markersize=3.5)
+            below.plot(
+                [step for step, _ in dots], [kl for _, kl in dots], "o", color=color, markersize=3.5
+            )
         above.set_title(f"{flow}, rate {rate:.0e}".replace("e-0", "e-"), fontsize=9)
         above.set_ylim(0, 1)
         above.legend(fontsize=7, loc="lower left")

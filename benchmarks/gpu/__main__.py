@@ -1,9 +1,11 @@
-"""Everything that needs a GPU: whether the bits are right, then whether the tests pass, then how fast it is.
+"""Everything that needs a GPU: whether the bits are right, then whether the tests pass, then how
+fast it is.
 
-`python3 -m benchmarks.gpu first --out DIR` runs all stages in the order of the first minutes on a new machine, each in
-a process of its own. Every case is written to DIR/results.jsonl when it ends; the same command again goes on with what
-is left, so it may be cut off at any time, and `--minutes` is what one call may take. A case that fails is recorded and
-ends nothing else; the exit status is then 1. `--rehearse` runs all of it at toy sizes on a CPU.
+`python3 -m benchmarks.gpu first --out DIR` runs all stages in the order of the first minutes on a
+new machine, each in a process of its own. Every case is written to DIR/results.jsonl when it ends;
+the same command again goes on with what is left, so it may be cut off at any time, and `--minutes`
+is what one call may take. A case that fails is recorded and ends nothing else; the exit status is
+then 1. `--rehearse` runs all of it at toy sizes on a CPU.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # inherited by the stages
     os.environ["ISOBIT_GPU_CHECK"] = "skip"  # it is a case of the bits here, and fails no other
     # one cache of compiled kernels for all processes
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "isobit-triton-cache")))
+    os.environ.setdefault(
+        "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "isobit-triton-cache"))
+    )
     if arguments.child:
         _stage(arguments)
     else:
@@ -51,17 +55,40 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="*", metavar="STAGE", default=["first"], help=f"of {_names()}; default: first")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"{FILE} is there, or goes there")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help=f"go on from a copy of the {FILE} there")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for this call; what is left is left for the next")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m benchmarks.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        metavar="STAGE",
+        default=["first"],
+        help=f"of {_names()}; default: first",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help=f"{FILE} is there, or goes there"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help=f"go on from a copy of the {FILE} there"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="for this call; what is left is left for the next",
+    )
     parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: shows only that it runs")
-    parser.add_argument("--prompts", type=int, help="of a GRPO step; default: what the GPU's memory holds")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="toy sizes on the CPU: shows only that it runs"
+    )
+    parser.add_argument(
+        "--prompts", type=int, help="of a GRPO step; default: what the GPU's memory holds"
+    )
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--new-tokens", type=int, default=512, help="of a completion")
-    parser.add_argument("--child", metavar="SESSION", help=argparse.SUPPRESS)  # what a stage's own process is given
+    parser.add_argument(
+        "--child", metavar="SESSION", help=argparse.SUPPRESS
+    )  # what a stage's own process is given
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.stages) - {*STAGES, *GROUPS}):
         parser.error(f"unknown stage {unknown[0]!r}; there are {_names()}")
@@ -81,7 +108,11 @@ def _stage(arguments: argparse.Namespace) -> None:
     (name,) = arguments.stages
     results = Results(arguments.out, arguments.child, arguments.rehearse, arguments.retry)
     bench = Bench(name, results, arguments.minutes * 60)
-    sizes = {"prompts": arguments.prompts, "group": arguments.group, "new_tokens": arguments.new_tokens}
+    sizes = {
+        "prompts": arguments.prompts,
+        "group": arguments.group,
+        "new_tokens": arguments.new_tokens,
+    }
     import_module(f"benchmarks.gpu.{name}").run(bench, **(sizes if name == "grpo" else {}))
     sys.exit(int(bench.failed))
 
@@ -90,7 +121,11 @@ def _all(arguments: argparse.Namespace) -> int:
     """Every stage in turn; 1 if anything has failed."""
     end = time.perf_counter() + arguments.minutes * 60
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.resume is not None and (arguments.resume / FILE).exists() and not (arguments.out / FILE).exists():
+    if (
+        arguments.resume is not None
+        and (arguments.resume / FILE).exists()
+        and not (arguments.out / FILE).exists()
+    ):
         shutil.copyfile(arguments.resume / FILE, arguments.out / FILE)
     session = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     results = Results(arguments.out, session, arguments.rehearse, arguments.retry)
@@ -111,10 +146,14 @@ def _all(arguments: argparse.Namespace) -> int:
     return _summary(stages, results)
 
 
-def _run_stage(name: str, seconds: float, end: float, arguments: argparse.Namespace, results: Results) -> str:
-    """A process that plans for so many seconds, and is stopped where it takes a quarter more, or when none are left.
+def _run_stage(
+    name: str, seconds: float, end: float, arguments: argparse.Namespace, results: Results
+) -> str:
+    """A process that plans for so many seconds, and is stopped where it takes a quarter more, or
+    when none are left.
 
-    Where the process dies, the case that was open has failed, and another process goes on with the next."""
+    Where the process dies, the case that was open has failed, and another process goes on with the
+    next."""
     started = time.perf_counter()
     while True:
         left = seconds - (time.perf_counter() - started)
@@ -133,17 +172,27 @@ def _run_stage(name: str, seconds: float, end: float, arguments: argparse.Namesp
         for option in ("prompts", "group", "new_tokens"):
             value = getattr(arguments, option)
             command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-        limit = 600 if arguments.rehearse else max(min(1.25 * left, end - time.perf_counter()), _LEAST_S)
+        limit = (
+            600
+            if arguments.rehearse
+            else max(min(1.25 * left, end - time.perf_counter()), _LEAST_S)
+        )
         status = _run(command, limit)
         open_case = results.open_case(name)
         if status is None:
             if open_case is not None:
-                results.case(name, open_case, "cut", why=f"the stage was stopped after {limit:.0f} s")
+                results.case(
+                    name, open_case, "cut", why=f"the stage was stopped after {limit:.0f} s"
+                )
             return f"stopped after {limit:.0f} s"
         if status in (0, 1) and open_case is None:
             return "ended" if status == 0 else "ended, with failures"
         if open_case is not None:
-            what = {"contestant": "the case", "error": "process", "message": f"it ended with status {status}"}
+            what = {
+                "contestant": "the case",
+                "error": "process",
+                "message": f"it ended with status {status}",
+            }
             results.case(name, open_case, "failed", failures=[what])
         elif status != GPU_LOST:
             return f"failed with exit status {status}"
@@ -152,7 +201,8 @@ def _run_stage(name: str, seconds: float, end: float, arguments: argparse.Namesp
 
 
 def _run(command: Sequence[str], limit: float) -> int | None:
-    """The exit status of a process, or None: it and all that it has started were stopped at the limit."""
+    """The exit status of a process, or None: it and all that it has started were stopped at the
+    limit."""
     try:
         return run_limited(command, limit).returncode
     except subprocess.TimeoutExpired:
@@ -160,12 +210,16 @@ def _run(command: Sequence[str], limit: float) -> int | None:
 
 
 def _summary(stages: Sequence[str], results: Results) -> int:
-    """What a reader wants to see first: what failed, what is missing, and the targets. 1 if anything failed."""
+    """What a reader wants to see first: what failed, what is missing, and the targets. 1 if
+    anything failed."""
     found = results.of_this_machine()
     bad = 0
     for name in stages:
         lines = {case: line for (stage, case), line in found.items() if stage == name}
-        count = {s: sum(line["status"] == s for line in lines.values()) for s in (*ENDED, "missing", "cut")}
+        count = {
+            s: sum(line["status"] == s for line in lines.values())
+            for s in (*ENDED, "missing", "cut")
+        }
         bad += count["failed"]
         print(f"\n{name}: " + ", ".join(f"{n} {status}" for status, n in count.items()))
         for case, line in lines.items():
@@ -176,12 +230,20 @@ def _summary(stages: Sequence[str], results: Results) -> int:
     own = [line for line in results.lines() if line["session"] == results.session]
     ends = {line["stage"]: line["ended"] for line in own if "ended" in line}
     print(f"\n{table(results.folder)}\n\nstages of this call: {ends}")
-    return int(bad > 0 or any(not end.startswith(("ended", "stopped", "left")) for end in ends.values()))
+    return int(
+        bad > 0 or any(not end.startswith(("ended", "stopped", "left")) for end in ends.values())
+    )
 
 
 def _why(line: dict) -> str:  # type: ignore[type-arg]
-    wrong = [f"{row['contestant']} does not hold" for row in line.get("rows", []) if not row.get("holds", True)]
-    errors = [f"{f['contestant']}: {f['error']}: {f['message'][:200]}" for f in line.get("failures", [])]
+    wrong = [
+        f"{row['contestant']} does not hold"
+        for row in line.get("rows", [])
+        if not row.get("holds", True)
+    ]
+    errors = [
+        f"{f['contestant']}: {f['error']}: {f['message'][:200]}" for f in line.get("failures", [])
+    ]
     return "; ".join([*errors, *wrong, line.get("message", "")[-200:]])[:600]
 
 

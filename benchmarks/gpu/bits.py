@@ -1,9 +1,10 @@
-"""Whether the bits are right on this GPU, before anything is timed: the claims of docs/gpu.md, each with its controls.
+"""Whether the bits are right on this GPU, before anything is timed: the claims of docs/gpu.md, each
+with its controls.
 
-Every row says how many elements were compared, how many of them differ, whether they should, and so whether the claim
-holds. Results that are zero or not finite prove nothing, and do not hold. The first cases force each tile of a product
-in turn, whose tokens are the N of the matrix instruction (16, 32, 64, 128); the last multiply by cuBLAS in two
-processes.
+Every row says how many elements were compared, how many of them differ, whether they should, and so
+whether the claim holds. Results that are zero or not finite prove nothing, and do not hold. The
+first cases force each tile of a product in turn, whose tokens are the N of the matrix instruction
+(16, 32, 64, 128); the last multiply by cuBLAS in two processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,11 @@ MODELS = ("Qwen3-0.6B", "Qwen3-8B")
 
 def sizes_of(models: Mapping[str, ModelConfig]) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of their products, by model and layer."""
-    return {f"{name} {layer}": size for name in models for layer, size in linear_sizes(models[name]).items()}
+    return {
+        f"{name} {layer}": size
+        for name in models
+        for layer, size in linear_sizes(models[name]).items()
+    }
 
 
 def run(bench: Bench) -> None:
@@ -55,14 +60,17 @@ def run(bench: Bench) -> None:
             _case(bench, f"tiles, {kind}, {layer}", partial(_tiles, kind, outputs, inputs))
     for layer, (outputs, inputs) in layers.items():
         for kind in ("fp8", "bf16"):
-            _case(bench, f"rows, {kind}, {layer}", partial(_rows_of_products, kind, outputs, inputs))
+            _case(
+                bench, f"rows, {kind}, {layer}", partial(_rows_of_products, kind, outputs, inputs)
+            )
     _case(bench, "rows of the output head", _head)
     _case(bench, "rows of experts", _experts)
     _case(bench, "rows of norms and gates", _between)
     for name, kv in (("bf16", None), ("e4m3", _HEAD), ("int8", _HEAD_INT8)):
         _case(bench, f"attention, {name} cache: decoding against packed", partial(_attention, kv))
     flows = [(small, "fp8")] if bench.rehearsal else [
-        (small, "fp8"), (small, "bf16"), ("Qwen3-30B-A3B", "fp8"), (large, "fp8"), (large, "fp8-unified"),
+        (small, "fp8"), (small, "bf16"), ("Qwen3-30B-A3B", "fp8"), (large, "fp8"),
+        (large, "fp8-unified"),
     ]  # fmt: skip
     for name, preset in flows:
         _case(
@@ -91,8 +99,11 @@ def _start_up(case: Case, bench: Bench) -> None:
     case.row("failures", failures=found, holds=not found)
 
 
-def compared(case: Case, what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal") -> None:
-    """A row for two tensors; `expected` equal, different (a control), or None: a record without a claim."""
+def compared(
+    case: Case, what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal"
+) -> None:
+    """A row for two tensors; `expected` equal, different (a control), or None: a record without a
+    claim."""
     assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} and {tuple(wanted.shape)}"
     assert found.dtype == wanted.dtype, f"{what}: {found.dtype} and {wanted.dtype}"
     unequal = (_bits(found) != _bits(wanted)).flatten()
@@ -101,27 +112,39 @@ def compared(case: Case, what: str, found: Tensor, wanted: Tensor, expected: str
     more: dict[str, object] = {}
     if count:
         distance = (found.float() - wanted.float()).abs()
-        more = {"first": int(unequal.nonzero()[0, 0]), "largest": float(distance.max() / wanted.float().abs().max())}
+        more = {
+            "first": int(unequal.nonzero()[0, 0]),
+            "largest": float(distance.max() / wanted.float().abs().max()),
+        }
     if expected is not None:
         more |= {"expected": expected, "holds": sound and (count == 0) == (expected == "equal")}
     case.row(what, compared=unequal.numel(), differing=count, sound=sound, **more)
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def operands(kind: str, rows: int, outputs: int, inputs: int, ops: Ops) -> tuple[Operand, Operand]:
     """Random operands of widely varying magnitudes: sums of equal ones would hide an order."""
     x, w = (
-        (torch.randn(n, inputs, device=ops.device) * torch.exp(torch.randn(n, inputs, device=ops.device))).bfloat16()
+        (
+            torch.randn(n, inputs, device=ops.device)
+            * torch.exp(torch.randn(n, inputs, device=ops.device))
+        ).bfloat16()
         for n in (rows, outputs)
     )
     return (ops.quantize(x, _ROW), ops.quantize(w, _BLOCK)) if kind == "fp8" else (x, w)
 
 
 def _take(x: Operand, start: int, stop: int) -> Operand:
-    return QTensor(x.data[start:stop], x.scale[start:stop], x.spec) if isinstance(x, QTensor) else x[start:stop]
+    return (
+        QTensor(x.data[start:stop], x.scale[start:stop], x.spec)
+        if isinstance(x, QTensor)
+        else x[start:stop]
+    )
 
 
 @contextmanager
@@ -171,8 +194,11 @@ def _with_one_weight_changed(w: Operand) -> Operand:
 
 
 def _rows_of_products(kind: str, outputs: int, inputs: int, case: Case, bench: Bench) -> None:
-    """Rows alone, by the instruction's sizes, and in 8,192; the control: the same rows after others."""
-    count, sizes = (9, (1, 4)) if bench.rehearsal else (8192, (1, 16, 32, 64, 128, 2, 63, 65, 512, 4097))
+    """Rows alone, by the instruction's sizes, and in 8,192; the control: the same rows after
+    others."""
+    count, sizes = (
+        (9, (1, 4)) if bench.rehearsal else (8192, (1, 16, 32, 64, 128, 2, 63, 65, 512, 4097))
+    )
     x, w = operands(kind, count, outputs, inputs, get_ops("triton"))
     ops = get_ops("triton")
     whole = ops.product(x, w)
@@ -180,8 +206,12 @@ def _rows_of_products(kind: str, outputs: int, inputs: int, case: Case, bench: B
         for start in (0, count // 2, count - size):
             if start + size <= count:
                 alone = ops.product(_take(x, start, start + size), w)
-                compared(case, f"{size} from {start} of {count:,}", alone, whole[start : start + size])
-    compared(case, "a row beside its neighbour", ops.product(_take(x, 1, 2), w), whole[:1], "different")
+                compared(
+                    case, f"{size} from {start} of {count:,}", alone, whole[start : start + size]
+                )
+    compared(
+        case, "a row beside its neighbour", ops.product(_take(x, 1, 2), w), whole[:1], "different"
+    )
 
 
 def _head(case: Case, bench: Bench) -> None:
@@ -196,9 +226,21 @@ def _head(case: Case, bench: Bench) -> None:
     compared(case, "sampler against log-probabilities", sampled, whole)
     for size in (1, 4) if bench.rehearsal else (1, 16, 32, 64, 128, 512):
         part = slice(rows - size, rows)
-        compared(case, f"{size} of {rows:,}", ops.head_logprobs(x[part], w, tokens[part], 1.0)[0], whole[part])
-        compared(case, f"{size} of {rows:,}, sampled", ops.head_sample(x[part], w, keys[part], 1.0)[1], whole[part])
-    compared(case, "another temperature", ops.head_logprobs(x, w, tokens, 0.9)[0], whole, "different")
+        compared(
+            case,
+            f"{size} of {rows:,}",
+            ops.head_logprobs(x[part], w, tokens[part], 1.0)[0],
+            whole[part],
+        )
+        compared(
+            case,
+            f"{size} of {rows:,}, sampled",
+            ops.head_sample(x[part], w, keys[part], 1.0)[1],
+            whole[part],
+        )
+    compared(
+        case, "another temperature", ops.head_logprobs(x, w, tokens, 0.9)[0], whole, "different"
+    )
 
 
 def _experts(case: Case, bench: Bench) -> None:
@@ -207,20 +249,30 @@ def _experts(case: Case, bench: Bench) -> None:
     ops = get_ops("triton")
     for kind in ("fp8", "bf16"):
         x, _ = operands(kind, count * each, 1, inputs, get_ops("triton"))
-        stacked = Stacked.of((operands(kind, 1, outputs, inputs, get_ops("triton"))[1] for _ in range(count)), count)
-        whole = ops.grouped_product(x, stacked, torch.arange(count + 1, device=bench.device) * each, torch.bfloat16)
+        stacked = Stacked.of(
+            (operands(kind, 1, outputs, inputs, get_ops("triton"))[1] for _ in range(count)), count
+        )
+        whole = ops.grouped_product(
+            x, stacked, torch.arange(count + 1, device=bench.device) * each, torch.bfloat16
+        )
 
-        def by(expert: int, start: int, size: int, x: Operand = x, stacked: Stacked = stacked) -> Tensor:
+        def by(
+            expert: int, start: int, size: int, x: Operand = x, stacked: Stacked = stacked
+        ) -> Tensor:
             """Rows from `start` by one expert, nothing else in the batch."""
             offsets = torch.zeros(count + 1, dtype=torch.int64, device=bench.device)
             offsets[expert + 1 :] = size
-            return ops.grouped_product(_take(x, start, start + size), stacked, offsets, torch.bfloat16)
+            return ops.grouped_product(
+                _take(x, start, start + size), stacked, offsets, torch.bfloat16
+            )
 
         for expert in (0, count - 1):
             for size in (1, each // 2, each):
                 start = expert * each + each - size
                 wanted = whole[start : start + size]
-                compared(case, f"{kind}, {size} rows of expert {expert}", by(expert, start, size), wanted)
+                compared(
+                    case, f"{kind}, {size} rows of expert {expert}", by(expert, start, size), wanted
+                )
         compared(case, f"{kind}, by another expert", by(1, 0, each), whole[:each], "different")
 
 
@@ -228,7 +280,9 @@ def _between(case: Case, bench: Bench) -> None:
     """Norms and gates with their quantization: rows alone and in 8,192."""
     rows, hidden, inner = (9, 160, 96) if bench.rehearsal else (8192, 4096, 12288)
     ops = get_ops("triton")
-    x, residual, gate_up = (torch.randn(rows, n, device=bench.device).bfloat16() for n in (hidden, hidden, 2 * inner))
+    x, residual, gate_up = (
+        torch.randn(rows, n, device=bench.device).bfloat16() for n in (hidden, hidden, 2 * inner)
+    )
     weight = torch.randn(hidden, device=bench.device).bfloat16()
 
     def norm(part: slice) -> QTensor:
@@ -244,7 +298,9 @@ def _between(case: Case, bench: Bench) -> None:
             found = call(part)
             compared(case, f"{name}, codes of {size}", _codes(found), _codes(whole)[part])
             compared(case, f"{name}, scales of {size}", found.scale, whole.scale[part])
-        compared(case, f"{name}, another row", _codes(call(slice(0, 1))), _codes(whole)[1:2], "different")
+        compared(
+            case, f"{name}, another row", _codes(call(slice(0, 1))), _codes(whole)[1:2], "different"
+        )
 
 
 def _codes(x: QTensor) -> Tensor:
@@ -252,11 +308,15 @@ def _codes(x: QTensor) -> Tensor:
 
 
 def _attention(kv: QuantSpec | None, case: Case, bench: Bench) -> None:
-    """A sequence's rows decoded one by one, and in chunks, against the packed forward; the control: other values."""
+    """A sequence's rows decoded one by one, and in chunks, against the packed forward; the control:
+    other values."""
     heads, kv_heads, dim = (4, 2, 16) if bench.rehearsal else (32, 8, 128)
     length, chunk = (12, 5) if bench.rehearsal else (1300, 600)
     ops = get_ops("triton")
-    q, k, v = (torch.randn(length, n, dim, device=bench.device).bfloat16() for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(length, n, dim, device=bench.device).bfloat16()
+        for n in (heads, kv_heads, kv_heads)
+    )
     packed = Layout.packed([length]).to(ops.device)
     store = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16, None, ops.device)
     ops.kv_write(store, k, v, packed)
@@ -269,19 +329,25 @@ def _attention(kv: QuantSpec | None, case: Case, bench: Bench) -> None:
     ):
         starts = [max(first, 0) + i * size for i in range(1 if size > 1 else min(64, length))]
         starts = [start for start in starts if start + size <= length]
-        layout = Layout.build([size] * len(starts), starts, table.expand(len(starts), -1).contiguous(), 16)
+        layout = Layout.build(
+            [size] * len(starts), starts, table.expand(len(starts), -1).contiguous(), 16
+        )
         rows = torch.cat([torch.arange(start, start + size) for start in starts]).to(ops.device)
         found, sums = ops.attention(q[rows], store, layout.to(ops.device), dim**-0.5)
         compared(case, f"{name}, {rows.numel()} rows", found, whole[rows])
         compared(case, f"{name}, log of sums", sums, lse[rows])
     ops.kv_write(store, k, v.roll(1, 0), packed)
-    compared(case, "other values", ops.attention(q, store, packed, dim**-0.5)[0], whole, "different")
+    compared(
+        case, "other values", ops.attention(q, store, packed, dim**-0.5)[0], whole, "different"
+    )
 
 
 def _replay(config: ModelConfig, preset: str, case: Case, bench: Bench) -> None:
     """A decode step as it is launched, and replayed from a graph; the control: another cache."""
     model = random_model(config, preset)
-    for batch, context in ((2, 20),) if bench.rehearsal else ((1, 1000), (17, 1000), (64, 4000), (512, 1000)):
+    for batch, context in (
+        ((2, 20),) if bench.rehearsal else ((1, 1000), (17, 1000), (64, 4000), (512, 1000))
+    ):
         step = decode_step(model, batch, context)
         wanted = step()[1].clone()
         found = step()[1] if bench.rehearsal else _replayed(step)
@@ -308,13 +374,16 @@ def _replayed(step: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _engine(config: ModelConfig, preset: str, case: Case, bench: Bench) -> None:
-    """What the engine records and what the learner computes, with graphs and without; prompts of mixed lengths, in
-    chunks, and few pages. Controls: a learner in BF16, and other weights."""
+    """What the engine records and what the learner computes, with graphs and without; prompts of
+    mixed lengths, in chunks, and few pages. Controls: a learner in BF16, and other weights."""
     model = random_model(config, preset)
     lengths = (1, 5) if bench.rehearsal else (1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 129, 500, 1500)
     samples, new, pages = (1, 2, 20) if bench.rehearsal else (4, 24, 320)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [
+        torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
 
     def rollout(graphs: bool, **sizes: int) -> list[Completion]:
         given = {"max_batch_tokens": 700, "max_sequences": 40} | sizes
@@ -332,13 +401,29 @@ def _engine(config: ModelConfig, preset: str, case: Case, bench: Bench) -> None:
     compared(case, "rollout against learner", recorded, learned(model, completions))
     others = {"small steps": rollout(True, max_batch_tokens=64)}
     if not bench.rehearsal:  # which has no graphs
-        others |= {"three at a time": rollout(True, max_sequences=3), "without graphs": rollout(False)}
+        others |= {
+            "three at a time": rollout(True, max_sequences=3),
+            "without graphs": rollout(False),
+        }
     for name, other in others.items():
-        tokens, again = (torch.tensor([t for c in found for t in c.token_ids]) for found in (other, completions))
+        tokens, again = (
+            torch.tensor([t for c in found for t in c.token_ids]) for found in (other, completions)
+        )
         compared(case, f"{name}: tokens", tokens, again)
-        compared(case, f"{name}: log-probabilities", torch.cat([torch.tensor(c.logprobs) for c in other]), recorded)
+        compared(
+            case,
+            f"{name}: log-probabilities",
+            torch.cat([torch.tensor(c.logprobs) for c in other]),
+            recorded,
+        )
     if preset != "bf16":
-        compared(case, "a learner in BF16", learned(model.under("bf16"), completions), recorded, "different")
+        compared(
+            case,
+            "a learner in BF16",
+            learned(model.under("bf16"), completions),
+            recorded,
+            "different",
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
@@ -347,8 +432,13 @@ def _engine(config: ModelConfig, preset: str, case: Case, bench: Bench) -> None:
 
 
 def _cublas(case: Case, bench: Bench) -> None:
-    """A record, not a claim: how many elements of cuBLAS's products have other bits than Triton's, and how far off."""
-    sizes = ((5, 40, 256),) if bench.rehearsal else ((4, 1024, 1024), (64, 4096, 1024), (4096, 4096, 4096))
+    """A record, not a claim: how many elements of cuBLAS's products have other bits than Triton's,
+    and how far off."""
+    sizes = (
+        ((5, 40, 256),)
+        if bench.rehearsal
+        else ((4, 1024, 1024), (64, 4096, 1024), (4096, 4096, 4096))
+    )
     for rows, outputs, inputs in sizes:
         for kind in ("fp8", "bf16"):
             a, b = operands(kind, rows, outputs, inputs, get_ops("triton"))

@@ -1,5 +1,5 @@
-"""What this machine can do at most, which all floors are formed from: a copy in device memory, and the largest products
-of its own library, of random numbers: zeros would run faster."""
+"""What this machine can do at most, which all floors are formed from: a copy in device memory, and
+the largest products of its own library, of random numbers: zeros would run faster."""
 
 from functools import partial
 
@@ -10,13 +10,16 @@ from benchmarks.gpu.timing import num_sets, rotation
 
 
 def run(bench: Bench) -> None:
-    """Copy bandwidth, counting bytes read and written; BF16 and FP8 products, multiplications and additions."""
+    """Copy bandwidth, counting bytes read and written; BF16 and FP8 products, multiplications and
+    additions."""
     for nbytes in (1 << 10,) if bench.rehearsal else (1 << 28, 1 << 30, 1 << 32):
         name = f"copy of {nbytes:,} bytes"
         if bench.wants(name, 2 * num_sets(nbytes) * nbytes):
             with bench.case(name) as case:
                 _copy(case, nbytes, bench.device)
-    for rows, size in ((64, 64),) if bench.rehearsal else ((8192, 8192), (16384, 8192), (8192, 16384)):
+    for rows, size in (
+        ((64, 64),) if bench.rehearsal else ((8192, 8192), (16384, 8192), (8192, 16384))
+    ):
         name = f"product of {rows} x {size} x {size}"
         if bench.wants(name):
             with bench.case(name) as case:
@@ -28,13 +31,15 @@ def _copy(case: Case, nbytes: int, device: torch.device) -> None:
     for _ in range(num_sets(2 * nbytes)):
         source = torch.randint(0, 1 << 60, (nbytes // 8,), dtype=torch.int64, device=device)
         sets.append((source, torch.empty_like(source)))
-    for name, timing in case.time({"torch": rotation(lambda s: s[1].copy_(s[0]), sets, 2 * nbytes)}).items():
+    for name, timing in case.time(
+        {"torch": rotation(lambda s: s[1].copy_(s[0]), sets, 2 * nbytes)}
+    ).items():
         case.row(name, timing, what="copy", rate=2 * nbytes / timing.seconds)
 
 
 def _products(case: Case, rows: int, size: int, bench: Bench) -> None:
-    """a [rows, size] · b [size, size]ᵀ. FP8 with one scale for each operand, which is the fastest that cuBLAS has; with
-    its fast accumulation, which isobit does not use, and without."""
+    """a [rows, size] · b [size, size]ᵀ. FP8 with one scale for each operand, which is the fastest
+    that cuBLAS has; with its fast accumulation, which isobit does not use, and without."""
     pairs = [
         (
             torch.randn(rows, size, device=bench.device).bfloat16(),

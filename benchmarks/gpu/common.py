@@ -1,8 +1,9 @@
 """What the GPU benchmarks share: a stage and its cases, models that fit, and rehearsals.
 
-A case that fails is recorded with its message and ends nothing else, unless the GPU itself no longer answers: then the
-process ends, and the command goes on with the next case in a new one. A *rehearsal* runs the same code at toy sizes on
-the CPU, in Triton's interpreter. Its times mean nothing; that it runs is what it is for.
+A case that fails is recorded with its message and ends nothing else, unless the GPU itself no
+longer answers: then the process ends, and the command goes on with the next case in a new one. A
+*rehearsal* runs the same code at toy sizes on the CPU, in Triton's interpreter. Its times mean
+nothing; that it runs is what it is for.
 """
 
 import gc
@@ -32,7 +33,8 @@ from isobit.precision import precision_from
 GIB = 1 << 30
 PRESETS = ("bf16", "fp8-rollout", "fp8")
 GPU_LOST = 3
-"""The exit status of a process whose GPU no longer answers: an illegal address, say, which stays until it ends."""
+"""The exit status of a process whose GPU no longer answers: an illegal address, say, which stays
+until it ends."""
 
 
 @dataclass
@@ -45,19 +47,32 @@ class Case:
     failures: list[dict[str, str]] = field(default_factory=list)
 
     def row(
-        self, contestant: str, timing: Timing | float | None = None, floor_s: float | None = None, **more: object
+        self,
+        contestant: str,
+        timing: Timing | float | None = None,
+        floor_s: float | None = None,
+        **more: object,
     ) -> None:
         """One measurement; `share` is the part of the floor that it reaches."""
         found = timing.fields() if isinstance(timing, Timing) else {"seconds": timing}
         seconds = found["seconds"]
         share = floor_s / seconds if floor_s is not None and isinstance(seconds, float) else None
-        values = {"case": self.name, "contestant": contestant, **found, "floor_s": floor_s, "share": share, **more}
+        values = {
+            "case": self.name,
+            "contestant": contestant,
+            **found,
+            "floor_s": floor_s,
+            "share": share,
+            **more,
+        }
         self.rows.append({key: value for key, value in values.items() if value is not None})
 
     def fail(self, contestant: str, error: BaseException) -> None:
         self.failures.append({"contestant": contestant, **described(error)})
 
-    def time(self, contestants: Mapping[str, Rotation], samples: int | None = None) -> dict[str, Timing]:
+    def time(
+        self, contestants: Mapping[str, Rotation], samples: int | None = None
+    ) -> dict[str, Timing]:
         """Each contestant's time; one that fails is recorded, and the others are timed."""
         timers: dict[str, Timer] = {}
         for name, contestant in contestants.items():
@@ -67,8 +82,8 @@ class Case:
 
     @contextmanager
     def attempt(self, contestant: str) -> Iterator[None]:
-        """Inside, an error is recorded as this contestant's. A Triton kernel that does not compile raises a plain
-        Exception, so nothing narrower would do."""
+        """Inside, an error is recorded as this contestant's. A Triton kernel that does not compile
+        raises a plain Exception, so nothing narrower would do."""
         try:
             yield
         except Exception as error:
@@ -101,8 +116,8 @@ class Bench:
 
     @property
     def rates(self) -> Rates | None:
-        """What this machine reached at most (`ceilings.py`); None where that was not measured: then there is no
-        floor."""
+        """What this machine reached at most (`ceilings.py`); None where that was not measured: then
+        there is no floor."""
         most: dict[str, float] = {}
         for row in self.results.rows("ceilings"):
             most[row["what"]] = max(row["rate"], most.get(row["what"], 0.0))
@@ -111,7 +126,8 @@ class Bench:
         return Rates(most["copy"], most["bf16"], most["fp8"])
 
     def wants(self, case: str, nbytes: float = 0.0) -> bool:
-        """Whether to run the case: not if it is done, nor without the time or the memory, which is recorded."""
+        """Whether to run the case: not if it is done, nor without the time or the memory, which is
+        recorded."""
         if self.results.settled(self.name, case):
             return False
         if self.rehearsal:
@@ -119,7 +135,11 @@ class Bench:
         if self.left_s <= 0:
             self.miss(case, f"the {self.budget_s:.0f} s of this stage were spent")
             return False
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = (
+            torch.cuda.mem_get_info()[0]
+            + torch.cuda.memory_reserved()
+            - torch.cuda.memory_allocated()
+        )
         if nbytes > 0.95 * free:
             self.miss(case, f"needs {nbytes / GIB:.0f} GiB, {free / GIB:.0f} are free")
             return False
@@ -139,13 +159,17 @@ class Bench:
             if not self.rehearsal:
                 torch.cuda.synchronize()
         except Exception as error:  # a kernel may raise anything, and the other cases are wanted
-            case.failures += [] if _recorded(case, error) else [{"contestant": "the case", **described(error)}]
+            case.failures += (
+                [] if _recorded(case, error) else [{"contestant": "the case", **described(error)}]
+            )
             lost = not answers(self.rehearsal)
         bad = bool(case.failures) or not all(row.get("holds", True) for row in case.rows)
         self.failed |= bad
         more = {"failures": case.failures} if case.failures else {}
         status = "failed" if bad else "done"
-        self.results.case(self.name, name, status, rows=case.rows, took_s=time.perf_counter() - start, **more)
+        self.results.case(
+            self.name, name, status, rows=case.rows, took_s=time.perf_counter() - start, **more
+        )
         _print(self.name, name, case)
         if lost:
             sys.exit(GPU_LOST)
@@ -158,15 +182,19 @@ class Bench:
             yield
         except Exception as error:
             self.failed = True
-            self.results.case(self.name, what, "failed", failures=[{"contestant": "the case", **described(error)}])
+            self.results.case(
+                self.name, what, "failed", failures=[{"contestant": "the case", **described(error)}]
+            )
             if not answers(self.rehearsal):
                 sys.exit(GPU_LOST)
         release()
 
 
-def run_limited(command: Sequence[str], limit: float, **more: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a process of its own session; TimeoutExpired, when it and all that it has started were killed at the limit.
-    What outlived it would run beside what is timed next."""
+def run_limited(
+    command: Sequence[str], limit: float, **more: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run a process of its own session; TimeoutExpired, when it and all that it has started were
+    killed at the limit. What outlived it would run beside what is timed next."""
     process = subprocess.Popen(command, start_new_session=True, text=True, **more)
     try:
         out, errors = process.communicate(timeout=limit)
@@ -178,14 +206,18 @@ def run_limited(command: Sequence[str], limit: float, **more: Any) -> "subproces
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """An error for a reader who has only the file: its type, its message, and where it was raised."""
+    """An error for a reader who has only the file: its type, its message, and where it was
+    raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    where = " < ".join(
+        f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames[-4:])
+    )
     return {"error": type(error).__name__, "message": str(error)[:1500], "where": where}
 
 
 def answers(rehearsal: bool) -> bool:
-    """Whether the GPU still does. After some errors every later call fails alike, until the process ends."""
+    """Whether the GPU still does. After some errors every later call fails alike, until the process
+    ends."""
     if rehearsal or not torch.cuda.is_available():
         return True
     try:
@@ -203,13 +235,21 @@ def _recorded(case: Case, error: BaseException) -> bool:
 def _print(stage: str, name: str, case: Case) -> None:
     """A line for a row, at once: a call that is cut off has shown what it found."""
     for row in case.rows:
-        seconds = f"{1e3 * row['seconds']:10.4f} ms" if isinstance(row.get("seconds"), float) else ""
+        seconds = (
+            f"{1e3 * row['seconds']:10.4f} ms" if isinstance(row.get("seconds"), float) else ""
+        )
         share = f" {row['share']:5.0%} of the floor" if "share" in row else ""
         verdict = {True: " holds", False: " DOES NOT HOLD"}.get(row.get("holds"), "")  # type: ignore[call-overload]
         bits = f" {row['differing']} of {row['compared']} differ" if "differing" in row else ""
-        print(f"{stage}: {row['case']}, {row['contestant']}: {seconds}{share}{bits}{verdict}", flush=True)
+        print(
+            f"{stage}: {row['case']}, {row['contestant']}: {seconds}{share}{bits}{verdict}",
+            flush=True,
+        )
     for failure in case.failures:
-        print(f"{stage}: {name}, {failure['contestant']}: FAILED: {failure['error']}: {failure['message'][:300]}")
+        print(
+            f"{stage}: {name}, {failure['contestant']}: FAILED: {failure['error']}: "
+            f"{failure['message'][:300]}"
+        )
 
 
 def release() -> None:
@@ -239,7 +279,8 @@ def shapes(bench: Bench) -> dict[str, ModelConfig]:
 
 
 def random_model(config: ModelConfig, precision: str, consistency: str = "bitwise") -> Model:
-    """Weights of the model, random; made on the device, since nobody waits for 8 billion on a CPU."""
+    """Weights of the model, random; made on the device, since nobody waits for 8 billion on a
+    CPU."""
     ops = get_ops("triton", consistency)
     generator = torch.Generator(ops.device).manual_seed(0)
     masters = {
@@ -252,15 +293,22 @@ def random_model(config: ModelConfig, precision: str, consistency: str = "bitwis
     return Model(Transformer(config, precision_from(precision), ops, masters), tokenizer)
 
 
-def that_fits(name: str, config: ModelConfig, bench: Bench, per_parameter: float) -> tuple[str, ModelConfig]:
-    """The model, or as many of its layers as 60 % of the GPU's memory hold at so many bytes a parameter; and its
-    name, which says so. Of its whole memory, so that a case has the same name in every session."""
+def that_fits(
+    name: str, config: ModelConfig, bench: Bench, per_parameter: float
+) -> tuple[str, ModelConfig]:
+    """The model, or as many of its layers as 60 % of the GPU's memory hold at so many bytes a
+    parameter; and its name, which says so. Of its whole memory, so that a case has the same name in
+    every session."""
     if bench.rehearsal:
         return name, config
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     fitting = shortened(config, 0.6 * memory, per_parameter)
     layers = fitting.num_layers
-    return (name if layers == config.num_layers else f"{name}, {layers} of its {config.num_layers} layers"), fitting
+    return (
+        name
+        if layers == config.num_layers
+        else f"{name}, {layers} of its {config.num_layers} layers"
+    ), fitting
 
 
 def presets(bench: Bench) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""Compiles every kernel of the benchmarks' models before one runs, on all processors at once, into the shared cache.
+"""Compiles every kernel of the benchmarks' models before one runs, on all processors at once, into
+the shared cache.
 
-Compiled when first launched, by one process at a time, they would take minutes of a lease. The launches are recorded as
-in `benchmarks/kernel_table.py`, and Triton compiles what it would compile for them (`JITFunction.warmup`), so that the
-launch finds it. Each is loaded too: one that wants more shared memory than the GPU has is found here.
+Compiled when first launched, by one process at a time, they would take minutes of a lease. The
+launches are recorded as in `benchmarks/kernel_table.py`, and Triton compiles what it would compile
+for them (`JITFunction.warmup`), so that the launch finds it. Each is loaded too: one that wants
+more shared memory than the GPU has is found here.
 
-`python -m benchmarks.gpu.compiling INDEX COUNT` is one worker: it compiles every COUNTth kernel, and prints a line of
-JSON for each.
+`python -m benchmarks.gpu.compiling INDEX COUNT` is one worker: it compiles every COUNTth kernel,
+and prints a line of JSON for each.
 """
 
 import json
@@ -43,7 +45,9 @@ def run(bench: Bench) -> None:
         found = _by_workers(count, bench)
         for line in found:
             if "failure" in line:
-                case.failures.append({"contestant": f"{line['kernel']} {line['constants']}", **line["failure"]})
+                case.failures.append(
+                    {"contestant": f"{line['kernel']} {line['constants']}", **line["failure"]}
+                )
         case.row(
             "compiled", time.perf_counter() - start, kernels=len(found), workers=count,
             seconds_of_all=sum(line["took_s"] for line in found),
@@ -53,12 +57,18 @@ def run(bench: Bench) -> None:
 
 
 def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
-    """What all of them have done in the stage's time; a rehearsal lists the kernels, and compiles none."""
+    """What all of them have done in the stage's time; a rehearsal lists the kernels, and compiles
+    none."""
     command = [sys.executable, "-m", "benchmarks.gpu.compiling"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     listed = ["--list"] if bench.rehearsal else []
     workers = [
-        subprocess.Popen([*command, str(i), str(count), *listed], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i), str(count), *listed],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for i in range(count)
     ]
     lines: list[dict[str, Any]] = []
@@ -68,12 +78,17 @@ def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
         except subprocess.TimeoutExpired:  # what is left is compiled when it is launched
             worker.kill()
             out, _ = worker.communicate()
-        lines += [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+        lines += [
+            json.loads(line)
+            for line in out.splitlines()
+            if line.startswith("{") and line.endswith("}")
+        ]
     return lines
 
 
 def distinct() -> list[KernelLaunch]:
-    """One launch of every kernel that Triton compiles for itself, in an order that is the same in every process."""
+    """One launch of every kernel that Triton compiles for itself, in an order that is the same in
+    every process."""
     gpu = find_gpu()
     if gpu is not None and gpu.capability in ARCHITECTURES:
         compile_for(ARCHITECTURES[gpu.capability])
@@ -101,7 +116,8 @@ def _tiles() -> list[KernelLaunch]:
 
 
 def compile_all(chosen: list[KernelLaunch]) -> Iterator[dict[str, object]]:
-    """Compile each as its launch would (`isobit.kernels.triton.launch.launch`); what fails says why."""
+    """Compile each as its launch would (`isobit.kernels.triton.launch.launch`); what fails says
+    why."""
     for launch in chosen:
         start = time.perf_counter()
         constants = {name: str(value) for name, value in launch.constants.items()}

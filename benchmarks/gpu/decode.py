@@ -1,7 +1,9 @@
-"""Decode steps: tokens a second over batch and context, by preset, and the share of the floor that they reach.
+"""Decode steps: tokens a second over batch and context, by preset, and the share of the floor that
+they reach.
 
-A step is the whole forward and the sampler, replayed from a CUDA graph as the engine does; keys and values stand in
-distinct pages, filled with random codes, so that nothing is read from the cache that a rollout would read from memory.
+A step is the whole forward and the sampler, replayed from a CUDA graph as the engine does; keys and
+values stand in distinct pages, filled with random codes, so that nothing is read from the cache
+that a rollout would read from memory.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,12 @@ from isobit.kernels import KVStore, Layout
 from isobit.model import ModelConfig
 from isobit.precision import PRESETS as FLOWS
 
-_CASES = [(b, c) for c in (1024, 8192, 32768) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if b * c <= 512 * 1024]
+_CASES = [
+    (b, c)
+    for c in (1024, 8192, 32768)
+    for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    if b * c <= 512 * 1024
+]
 _FIRST = [(512, 1024), (64, 8192), (16, 32768), (1, 1024), (64, 1024)]
 _PAGE = 16
 
@@ -24,16 +31,26 @@ _PAGE = 16
 def run(bench: Bench) -> None:
     """Every model, preset and case that the time allows, the telling ones first."""
     first = [(2, 20)] if bench.rehearsal else _FIRST
-    for cases in (first,) if bench.rehearsal else (first[:3], first, [c for c in _CASES if c not in first]):
+    for cases in (
+        (first,) if bench.rehearsal else (first[:3], first, [c for c in _CASES if c not in first])
+    ):
         for name, config in shapes(bench).items():
             name, config = that_fits(name, config, bench, 6)
             for preset in presets(bench):
                 _measure_model(name, config, preset, cases, bench)
 
 
-def _measure_model(name: str, config: ModelConfig, preset: str, cases: list[tuple[int, int]], bench: Bench) -> None:
-    sizes = {f"{name}, batch {batch}, context {context}": (batch, context) for batch, context in cases}
-    left = {case: size for case, size in sizes.items() if not bench.results.settled(bench.name, f"{case}, {preset}")}
+def _measure_model(
+    name: str, config: ModelConfig, preset: str, cases: list[tuple[int, int]], bench: Bench
+) -> None:
+    sizes = {
+        f"{name}, batch {batch}, context {context}": (batch, context) for batch, context in cases
+    }
+    left = {
+        case: size
+        for case, size in sizes.items()
+        if not bench.results.settled(bench.name, f"{case}, {preset}")
+    }
     if not left or not bench.wants(f"{name}, {preset}: the model"):
         return
     with bench.setting_up(f"{name}, {preset}: the model"):
@@ -46,21 +63,29 @@ def _measure_model(name: str, config: ModelConfig, preset: str, cases: list[tupl
                 step = Rotation([decode_step(model, batch, context)], calls=1)
                 for contestant, timing in case.time({preset: step}).items():
                     rates = bench.rates
-                    least = None if rates is None else floor(decode(config, FLOWS[preset], batch, context), rates)
+                    least = (
+                        None
+                        if rates is None
+                        else floor(decode(config, FLOWS[preset], batch, context), rates)
+                    )
                     case.row(contestant, timing, least, tokens_per_s=batch / timing.seconds)
                     case.rows[-1]["case"] = what
                 del step
 
 
 def decode_step(model: Model, batch: int, context: int) -> Callable[[], object]:
-    """A call computes the next token of `batch` sequences that have `context` keys each, at static addresses."""
+    """A call computes the next token of `batch` sequences that have `context` keys each, at static
+    addresses."""
     config, transformer = model.config, model.transformer
     ops, flow = transformer.ops["rollout"], model.precision.rollout
     pages = -(-(context + 1) // _PAGE)
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     layout = Layout.build([1] * batch, [context] * batch, table, _PAGE).to(ops.device)
     shape = (batch * pages * _PAGE, config.num_kv_heads, config.head_dim)
-    stores = [KVStore.allocate(*shape, flow.kv, flow.compute, None, ops.device) for _ in range(config.num_layers)]
+    stores = [
+        KVStore.allocate(*shape, flow.kv, flow.compute, None, ops.device)
+        for _ in range(config.num_layers)
+    ]
     for store in stores:
         for data in (store.k, store.v):
             data.normal_() if data.is_floating_point() else data.random_(0, 0x70)

@@ -1,9 +1,10 @@
-"""Single kernels: products against the library's BF16 product, and memory-bound kernels against the copy bandwidth.
+"""Single kernels: products against the library's BF16 product, and memory-bound kernels against the
+copy bandwidth.
 
-`fp8 with its quantization` is what a layer pays: the activation's quantization and the product. Where that is slower
-than the best BF16 product, FP8 loses, and the shape is named: `precision` can keep such layers in BF16 on both sides.
-`in a learner`, nothing is captured, and a library multiplies where it returns Triton's bytes
-(`kernels/product/triton/library.py`).
+`fp8 with its quantization` is what a layer pays: the activation's quantization and the product.
+Where that is slower than the best BF16 product, FP8 loses, and the shape is named: `precision` can
+keep such layers in BF16 on both sides. `in a learner`, nothing is captured, and a library
+multiplies where it returns Triton's bytes (`kernels/product/triton/library.py`).
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ _FIRST = ("Qwen3-8B", "Qwen3-0.6B")  # a lease may end before the others
 
 
 def run(bench: Bench) -> None:
-    """Attention, then products of every layer at several numbers of tokens, then what stands between them."""
+    """Attention, then products of every layer at several numbers of tokens, then what stands
+    between them."""
     _attention(bench)
     tokens = (3,) if bench.rehearsal else (64, 512, 8192, 1, 16)
     models = shapes(bench)
@@ -47,7 +49,9 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
     nbytes = (rows + outputs) * inputs
     sets = []
     for _ in range(num_sets(nbytes)):
-        x, w = (torch.randn(count, inputs, device=bench.device).bfloat16() for count in (rows, outputs))
+        x, w = (
+            torch.randn(count, inputs, device=bench.device).bfloat16() for count in (rows, outputs)
+        )
         sets.append((x, w, bitwise.quantize(x, _ROW), bitwise.quantize(w, _BLOCK)))
     contestants = {
         "bf16 cuBLAS": rotation(lambda s: functional.linear(s[0], s[1]), sets, 2 * nbytes),
@@ -71,12 +75,19 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
     found = case.time(contestants)
     for contestant, timing in found.items():
         case.row(
-            contestant, timing, least[contestant[:4].strip()], operations_per_s=operations / timing.seconds,
+            contestant, timing, least[contestant[:4].strip()],
+            operations_per_s=operations / timing.seconds,
             bytes_per_s=(moved + nbytes * (2 if contestant.startswith("bf16") else 1)) / timing.seconds,
         )  # fmt: skip
     chosen, refused = bitwise.libraries.chosen, bitwise.libraries.refused
-    case.row("multiplied by", chosen=[f"{size[3]}: {name}" for size, name in chosen.items()], refused=refused)
-    best = min((timing.seconds for name, timing in found.items() if name.startswith("bf16")), default=None)
+    case.row(
+        "multiplied by",
+        chosen=[f"{size[3]}: {name}" for size, name in chosen.items()],
+        refused=refused,
+    )
+    best = min(
+        (timing.seconds for name, timing in found.items() if name.startswith("bf16")), default=None
+    )
     low = found.get("fp8 with its quantization")
     if best is not None and low is not None and low.seconds > best:
         case.row("fp8 loses", low.seconds, best)
@@ -141,7 +152,9 @@ def _between(bench: Bench) -> None:
                 _against_copy(case, name, rotation(call, sets, int(moved)), moved, bench.rates)
 
 
-def _against_copy(case: Case, name: str, contestant: Rotation, moved: float, rates: Rates | None) -> None:
+def _against_copy(
+    case: Case, name: str, contestant: Rotation, moved: float, rates: Rates | None
+) -> None:
     for timing in case.time({name: contestant}).values():
         least = None if rates is None else moved / rates.bandwidth
         case.row(name, timing, least, bytes_per_s=moved / timing.seconds)
@@ -150,7 +163,11 @@ def _against_copy(case: Case, name: str, contestant: Rotation, moved: float, rat
 def _attention(bench: Bench) -> None:
     """Decoding: bytes of keys and values over the bandwidth of a copy, by format of the cache."""
     heads, kv_heads, dim = (4, 2, 16) if bench.rehearsal else (32, 8, 128)
-    cases = [(2, 40)] if bench.rehearsal else [(512, 1024), (64, 8192), (64, 1024), (1, 32768), (16, 8192), (256, 2048)]
+    cases = (
+        [(2, 40)]
+        if bench.rehearsal
+        else [(512, 1024), (64, 8192), (64, 1024), (1, 32768), (16, 8192), (256, 2048)]
+    )
     for batch, context in cases:
         for name, kv in _CACHES.items():
             what = f"attention, batch {batch}, context {context}, {name}"
@@ -160,7 +177,13 @@ def _attention(bench: Bench) -> None:
 
 
 def _attend(
-    case: Case, name: str, batch: int, context: int, heads: tuple[int, int, int], kv: QuantSpec | None, bench: Bench
+    case: Case,
+    name: str,
+    batch: int,
+    context: int,
+    heads: tuple[int, int, int],
+    kv: QuantSpec | None,
+    bench: Bench,
 ) -> None:
     ops, (num_heads, kv_heads, dim) = get_ops("triton"), heads
     pages = -(-context // 16)

@@ -1,8 +1,17 @@
-"""The learner: forward and backward of packed sequences, the optimizer's step, and prefill, by preset."""
+"""The learner: forward and backward of packed sequences, the optimizer's step, and prefill, by
+preset."""
 
 import torch
 
-from benchmarks.gpu.common import Bench, Case, consistencies, presets, random_model, shapes, that_fits
+from benchmarks.gpu.common import (
+    Bench,
+    Case,
+    consistencies,
+    presets,
+    random_model,
+    shapes,
+    that_fits,
+)
 from benchmarks.gpu.timing import Rotation
 from benchmarks.work import floor, learn, prefill
 from isobit import Model
@@ -20,8 +29,15 @@ def run(bench: Bench) -> None:
         for preset in presets(bench):
             for consistency in consistencies(preset, bench):
                 who = f"{preset}, {consistency}"
-                sizes = {f"{name}, {count} x {length} tokens": (length, count) for length, count in lengths}
-                left = {c: s for c, s in sizes.items() if not bench.results.settled(bench.name, f"{c}, {who}")}
+                sizes = {
+                    f"{name}, {count} x {length} tokens": (length, count)
+                    for length, count in lengths
+                }
+                left = {
+                    c: s
+                    for c, s in sizes.items()
+                    if not bench.results.settled(bench.name, f"{c}, {who}")
+                }
                 if not left or not bench.wants(f"{name}, {who}: the model"):
                     continue
                 with bench.setting_up(f"{name}, {who}: the model"):
@@ -33,7 +49,9 @@ def run(bench: Bench) -> None:
                     del model
 
 
-def _measure(case: Case, what: str, model: Model, length: int, sequences: int, bench: Bench) -> None:
+def _measure(
+    case: Case, what: str, model: Model, length: int, sequences: int, bench: Bench
+) -> None:
     transformer, flow, device = model.transformer, FLOWS[model.precision.name], model.ops.device
     layout = Layout.packed([length] * sequences).to(device)
     tokens = torch.arange(length * sequences, device=device) % model.config.vocab_size
@@ -48,9 +66,11 @@ def _measure(case: Case, what: str, model: Model, length: int, sequences: int, b
         optimizer.step(1e-6, 0.5)
         model.sync()
 
-    shape, rollout = (layout.num_slots, model.config.num_kv_heads, model.config.head_dim), model.precision.rollout
+    shape = (layout.num_slots, model.config.num_kv_heads, model.config.head_dim)
+    rollout = model.precision.rollout
     stores = [
-        KVStore.allocate(*shape, rollout.kv, rollout.compute, None, device) for _ in range(model.config.num_layers)
+        KVStore.allocate(*shape, rollout.kv, rollout.compute, None, device)
+        for _ in range(model.config.num_layers)
     ]
 
     @torch.no_grad()
@@ -62,18 +82,30 @@ def _measure(case: Case, what: str, model: Model, length: int, sequences: int, b
     if rates is not None:
         work = learn(model.config, flow, count, length)
         least = {
-            "forward and backward": floor({kind: w for kind, w in work.items() if kind != "optimizer"}, rates),
+            "forward and backward": floor(
+                {kind: w for kind, w in work.items() if kind != "optimizer"}, rates
+            ),
             "update and sync": floor({"optimizer": work["optimizer"]}, rates),
             "prefill": floor(prefill(model.config, flow, sequences, length), rates),
         }
-    for part, call in (("forward and backward", forward_backward), ("update and sync", update), ("prefill", fill)):
+    for part, call in (
+        ("forward and backward", forward_backward),
+        ("update and sync", update),
+        ("prefill", fill),
+    ):
         if not bench.rehearsal:
             torch.cuda.reset_peak_memory_stats()
         for timing in case.time({part: Rotation([call], eager=True, calls=1)}, samples=3).values():
-            more: dict[str, object] = {} if part == "update and sync" else {"tokens_per_s": count / timing.seconds}
+            more: dict[str, object] = (
+                {} if part == "update and sync" else {"tokens_per_s": count / timing.seconds}
+            )
             peak = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
             case.row(
-                f"{model.precision.name}, {model.ops.consistency}", timing, least.get(part), peak_bytes=peak, **more
+                f"{model.precision.name}, {model.ops.consistency}",
+                timing,
+                least.get(part),
+                peak_bytes=peak,
+                **more,
             )
             case.rows[-1]["case"] = f"{what}, {part}"
     optimizer.zero_grad()

@@ -1,6 +1,8 @@
-"""The tables of docs/gpu.md: `python -m benchmarks.gpu.page` writes them there, so that no figure is typed.
+"""The tables of docs/gpu.md: `python -m benchmarks.gpu.page` writes them there, so that no figure
+is typed.
 
-Floors come from the roofline; the kernels, and what was reached on a GPU, from benchmarks/results/gpu.
+Floors come from the roofline; the kernels, and what was reached on a GPU, from
+benchmarks/results/gpu.
 """
 
 import json
@@ -21,7 +23,9 @@ def tables() -> dict[str, str]:
     kernels = json.loads(KERNELS.read_text(encoding="utf-8"))["kernels"]
     return {
         "kernels": table(kernels),
-        "architectures": architecture_table(json.loads((KERNELS.parent / "architectures.json").read_text())),
+        "architectures": architecture_table(
+            json.loads((KERNELS.parent / "architectures.json").read_text())
+        ),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
         "ceilings": targets.ceilings_table(KERNELS.parent),

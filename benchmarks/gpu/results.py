@@ -1,9 +1,10 @@
 """What the stages find, in one file: a line of JSON for every case, written when the case ends.
 
-So a run that is cut off loses one case, and the next one goes on with what is left. A case is `done`, `failed` (with
-the error; its other rows stand), `missing` (with the reason: time, memory, a tool that is not there), or `cut` off with
-its process. Those that are done or failed are not run again on the same machine with the same code; the last line of a
-case counts. Everything is in one file because a machine that is lent may give back only a few.
+So a run that is cut off loses one case, and the next one goes on with what is left. A case is
+`done`, `failed` (with the error; its other rows stand), `missing` (with the reason: time, memory, a
+tool that is not there), or `cut` off with its process. Those that are done or failed are not run
+again on the same machine with the same code; the last line of a case counts. Everything is in one
+file because a machine that is lent may give back only a few.
 """
 
 import hashlib
@@ -27,12 +28,17 @@ Line = dict[str, Any]
 def gpu_machine() -> dict[str, object]:
     """The machine, the GPU, and the versions that can change a bit."""
     gpu = find_gpu()
-    name = None if gpu is None else {"name": gpu.name, "architecture": gpu.architecture, "memory": gpu.memory}
+    name = (
+        None
+        if gpu is None
+        else {"name": gpu.name, "architecture": gpu.architecture, "memory": gpu.memory}
+    )
     return machine() | versions() | {"gpu": name}
 
 
 def source_digest() -> str:
-    """A digest of isobit's Python files: it names the code also where the tree has no repository around it."""
+    """A digest of isobit's Python files: it names the code also where the tree has no repository
+    around it."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.rglob("*.py")):
         digest.update(str(path.relative_to(SOURCE)).encode() + b"\0" + path.read_bytes())
@@ -41,7 +47,8 @@ def source_digest() -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """The file of one folder, and the session that writes to it: one command, whatever processes it starts."""
+    """The file of one folder, and the session that writes to it: one command, whatever processes it
+    starts."""
 
     folder: Path
     session: str
@@ -55,7 +62,13 @@ class Results:
     def begin(self) -> None:
         """The session's first line: the machine, which all its cases are measured on."""
         found = {"machine": gpu_machine(), "source": source_digest(), "rehearsal": self.rehearsal}
-        self.write({"session": self.session, "at": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), **found})
+        self.write(
+            {
+                "session": self.session,
+                "at": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+                **found,
+            }
+        )
 
     def write(self, line: Mapping[str, object]) -> None:
         """Append a line, at once and whole."""
@@ -69,21 +82,29 @@ class Results:
             file.write(json.dumps(line).encode() + b"\n")
 
     def case(self, stage: str, case: str, status: str, **more: object) -> None:
-        self.write({"session": self.session, "stage": stage, "case": case, "status": status, **more})
+        self.write(
+            {"session": self.session, "stage": stage, "case": case, "status": status, **more}
+        )
 
     def lines(self) -> list[Line]:
         return list(_lines(self.path))
 
     def of_this_machine(self, among: int | None = None) -> dict[tuple[str, str], Line]:
-        """The last line of every case that was run by this code on such a machine, by (stage, case); among the first so
-        many lines, or all."""
+        """The last line of every case that was run by this code on such a machine, by (stage,
+        case); among the first so many lines, or all."""
         lines = self.lines()[:among]
         alike = self._alike(lines)
-        return {(line["stage"], line["case"]): line for line in lines if "case" in line and line["session"] in alike}
+        return {
+            (line["stage"], line["case"]): line
+            for line in lines
+            if "case" in line and line["session"] in alike
+        }
 
     def _alike(self, lines: list[Line]) -> set[str]:
         """Sessions on such a machine, with this code; its own among them."""
-        own = next((line for line in lines if _begins(line) and line["session"] == self.session), None)
+        own = next(
+            (line for line in lines if _begins(line) and line["session"] == self.session), None
+        )
         begun = [line for line in lines if _begins(line)] if own is not None else []
         return {line["session"] for line in begun if _fingerprint(line) == _fingerprint(own)}
 
@@ -101,14 +122,22 @@ class Results:
         own = [line for line in lines if line["session"] in alike and line.get("stage") == stage]
         ends = [line["ended"] for line in own if "ended" in line]
         ended = any(end.startswith("ended") for end in ends)
-        return ended and all(self.settled(*key) for key in self.of_this_machine() if key[0] == stage)
+        return ended and all(
+            self.settled(*key) for key in self.of_this_machine() if key[0] == stage
+        )
 
     def open_case(self, stage: str) -> str | None:
         """The case of this session that was started and has not ended: where a process died."""
         found: str | None = None
         for line in self.lines():
             if line["session"] == self.session and line.get("stage") == stage and "case" in line:
-                found = line["case"] if line["status"] == "started" else None if line["case"] == found else found
+                found = (
+                    line["case"]
+                    if line["status"] == "started"
+                    else None
+                    if line["case"] == found
+                    else found
+                )
         return found
 
     def rows(self, stage: str) -> list[Line]:
@@ -118,7 +147,8 @@ class Results:
 
 
 def measured(folder: Path, stage: str) -> list[Line]:
-    """The rows of a stage on the GPU that was used last; none of a rehearsal. A case that was run again counts once."""
+    """The rows of a stage on the GPU that was used last; none of a rehearsal. A case that was run
+    again counts once."""
     lines = list(_lines(folder / FILE))
     sessions = [line for line in lines if _begins(line) and not line["rehearsal"]]
     if not sessions:
@@ -134,7 +164,8 @@ def measured(folder: Path, stage: str) -> list[Line]:
 
 
 def measured_on(folder: Path) -> Line | None:
-    """The last session's first line that is no rehearsal's: machine, versions, digest of the code."""
+    """The last session's first line that is no rehearsal's: machine, versions, digest of the
+    code."""
     sessions = [line for line in _lines(folder / FILE) if _begins(line) and not line["rehearsal"]]
     return sessions[-1] if sessions else None
 
@@ -145,7 +176,13 @@ def _begins(line: Line) -> bool:
 
 def _fingerprint(line: Line) -> tuple[object, ...]:
     found = line["machine"]
-    return (line["source"], line["rehearsal"], str(found["gpu"]), found["torch"], found.get("triton"))
+    return (
+        line["source"],
+        line["rehearsal"],
+        str(found["gpu"]),
+        found["torch"],
+        found.get("triton"),
+    )
 
 
 def _lines(path: Path) -> Iterator[Line]:

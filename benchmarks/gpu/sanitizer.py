@@ -1,8 +1,9 @@
-"""NVIDIA's compute-sanitizer over every kernel of a small model: addresses, races in shared memory, barriers.
+"""NVIDIA's compute-sanitizer over every kernel of a small model: addresses, races in shared memory,
+barriers.
 
-`python -m benchmarks.gpu.sanitizer` is the program that it watches: prefill, decoding and a learner's backward of a
-model with the real widths of heads and blocks, one layer, experts beside. PyTorch's cache of memory is off, so that a
-read beyond a tensor is one beyond an allocation.
+`python -m benchmarks.gpu.sanitizer` is the program that it watches: prefill, decoding and a
+learner's backward of a model with the real widths of heads and blocks, one layer, experts beside.
+PyTorch's cache of memory is off, so that a read beyond a tensor is one beyond an allocation.
 """
 
 import os
@@ -42,19 +43,27 @@ def run(bench: Bench) -> None:
 
 
 def _watch(case: Case, tool: str, program: str | None, bench: Bench) -> None:
-    watched = [sys.executable, "-m", "benchmarks.gpu.sanitizer", *(["--rehearse"] if bench.rehearsal else [])]
+    watched = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.sanitizer",
+        *(["--rehearse"] if bench.rehearsal else []),
+    ]
     options = ["--tool", tool, "--error-exitcode", str(_ERROR_STATUS), "--print-limit", "20"]
     command = watched if program is None else [program, *options, *watched]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.perf_counter()
     limit = 300 if bench.rehearsal else max(bench.left_s, 30)
-    done = run_limited(command, limit, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = run_limited(
+        command, limit, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     lines = done.stdout.splitlines()
     summary = _SUMMARY.findall(done.stdout)
     found = [line for line in lines if line.startswith("=========")][:_KEPT]
     clean = done.returncode == 0 and (program is None or bool(summary))
     case.row(
-        tool, time.perf_counter() - start, holds=clean, exit_status=done.returncode, summary=summary,
+        tool, time.perf_counter() - start, holds=clean, exit_status=done.returncode,
+        summary=summary,
         found=found, tail=[] if clean else lines[-_KEPT:],
     )  # fmt: skip
 
@@ -62,10 +71,18 @@ def _watch(case: Case, tool: str, program: str | None, bench: Bench) -> None:
 def watched(rehearsal: bool) -> None:
     """Every kernel of a rollout and of a learner's step, once."""
     dense = replace(SHAPES["Qwen3-0.6B"], num_layers=1, vocab_size=1000)
-    experts = replace(SHAPES["Qwen3-30B-A3B"], num_layers=1, vocab_size=1000, experts=Experts(4, 2, 768))
+    experts = replace(
+        SHAPES["Qwen3-30B-A3B"], num_layers=1, vocab_size=1000, experts=Experts(4, 2, 768)
+    )
     lengths, batch, context = [130, 70, 1], 3, 300
     if rehearsal:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+        }
         dense = replace(dense, vocab_size=64, **sizes)
         experts = replace(experts, vocab_size=64, experts=Experts(4, 2, 32), **sizes)
         lengths, batch, context = [3, 2], 2, 20

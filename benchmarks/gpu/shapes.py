@@ -1,7 +1,8 @@
-"""Real shapes of models: what benchmarks on a GPU, the roofline and the table of kernels have in common.
+"""Real shapes of models: what benchmarks on a GPU, the roofline and the table of kernels have in
+common.
 
-Weights are random, since speed and memory do not depend on them. Left out: tokenizers' real vocabularies, of which only
-the size counts.
+Weights are random, since speed and memory do not depend on them. Left out: tokenizers' real
+vocabularies, of which only the size counts.
 """
 
 from dataclasses import replace
@@ -28,7 +29,12 @@ SHAPES: dict[str, ModelConfig] = {
     "Qwen3-0.6B": _QWEN3,
     "Qwen3-1.7B": replace(_QWEN3, hidden_size=2048, intermediate_size=6144),
     "Qwen3-8B": replace(
-        _QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_embeddings=False
+        _QWEN3,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=36,
+        num_heads=32,
+        tie_embeddings=False,
     ),
     "Qwen3-30B-A3B": replace(
         _QWEN3,
@@ -67,7 +73,8 @@ GPT_OSS = replace(
 
 
 def shortened(config: ModelConfig, most_bytes: float, per_parameter: float) -> ModelConfig:
-    """The same with as many layers as `most_bytes` hold, at so many bytes a parameter; one at least."""
+    """The same with as many layers as `most_bytes` hold, at so many bytes a parameter; one at
+    least."""
     while config.num_layers > 1 and per_parameter * num_parameters(config) > most_bytes:
         config = replace(config, num_layers=config.num_layers - 1)
     return config

@@ -1,7 +1,8 @@
 """The project's targets on one GPU, each beside what the stages have found.
 
-A ratio is formed within one case (a model and a size) and on one GPU, `bf16` over `fp8`, both bitwise; over several
-cases the lowest and the highest are given. A rehearsal measures nothing. Left out: what counts as a case (the stages).
+A ratio is formed within one case (a model and a size) and on one GPU, `bf16` over `fp8`, both
+bitwise; over several cases the lowest and the highest are given. A rehearsal measures nothing. Left
+out: what counts as a case (the stages).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,20 +32,36 @@ class Target:
             return NOT_MEASURED
         low, high = (f"{value:.2f}" for value in (min(self.values), max(self.values)))
         cases = f"{len(self.values)} case{'s' if len(self.values) > 1 else ''}"
-        return f"{low} {self.unit}, {cases}" if low == high else f"{low} to {high} {self.unit}, {cases}"
+        return (
+            f"{low} {self.unit}, {cases}"
+            if low == high
+            else f"{low} to {high} {self.unit}, {cases}"
+        )
 
 
 def targets(folder: Path) -> list[Target]:
     """Every target, from the results in `folder`."""
     steps, learned = measured(folder, "grpo"), _updates(measured(folder, "learner"))
-    shares = tuple(row["share"] for row in measured(folder, "decode") if row["contestant"] == "fp8" and "share" in row)
+    shares = tuple(
+        row["share"]
+        for row in measured(folder, "decode")
+        if row["contestant"] == "fp8" and "share" in row
+    )
     exact = [row for row in steps if row["contestant"] in ("fp8, bitwise", "bf16, bitwise")]
     differing = tuple(row["differing_tokens"] for row in exact if "differing_tokens" in row)
     return [
-        Target("tokens whose bits differ between rollout and learner", "0", differing or None, "tokens"),
+        Target(
+            "tokens whose bits differ between rollout and learner", "0", differing or None, "tokens"
+        ),
         Target("rollout, `bf16` over `fp8`", "≥ 1.6", _ratios(steps, lambda row: row["rollout_s"])),
-        Target("learner step, `bf16` over `fp8`", "≥ 1.45", _ratios(learned, lambda row: row["seconds"])),
-        Target("whole step, `bf16` over `fp8`", "≥ 1.5", _ratios(steps, lambda row: row["seconds"])),
+        Target(
+            "learner step, `bf16` over `fp8`",
+            "≥ 1.45",
+            _ratios(learned, lambda row: row["seconds"]),
+        ),
+        Target(
+            "whole step, `bf16` over `fp8`", "≥ 1.5", _ratios(steps, lambda row: row["seconds"])
+        ),
         Target(
             "step of `fp8`, `bitwise` over `fast`",
             "≤ 1.1",
@@ -56,8 +73,8 @@ def targets(folder: Path) -> list[Target]:
 
 
 def _memory(steps: Rows) -> list[Target]:
-    """Peak memory by parts: masters, their gradients and moments are float32 under every preset, so that a target for
-    the whole would be one for the model's size."""
+    """Peak memory by parts: masters, their gradients and moments are float32 under every preset, so
+    that a target for the whole would be one for the model's size."""
     sides = ("fp8, bitwise", "bf16, bitwise")
     parts = (
         ("memory of working weights", "≤ 0.65", _part("working_bytes")),
@@ -65,7 +82,8 @@ def _memory(steps: Rows) -> list[Target]:
         ("memory of activations, at the peak of learning", "≤ 1.05", _activations),
     )
     return [
-        Target(f"{what}, `fp8` over `bf16`", required, _ratios(steps, value, *sides)) for what, required, value in parts
+        Target(f"{what}, `fp8` over `bf16`", required, _ratios(steps, value, *sides))
+        for what, required, value in parts
     ]
 
 
@@ -74,9 +92,15 @@ def _part(name: str) -> Callable[[Mapping[str, Any]], float]:
 
 
 def _activations(row: Mapping[str, Any]) -> float:
-    """The peak of learning less what else is there: four float32 numbers a parameter (master, gradient, two moments),
-    working weights, and the cache, which stays where graphs hold its addresses."""
-    return row["peak_bytes"]["learn"] - 4 * row["parameter_bytes"] - row["working_bytes"] - row["kv_bytes"]
+    """The peak of learning less what else is there: four float32 numbers a parameter (master,
+    gradient, two moments), working weights, and the cache, which stays where graphs hold its
+    addresses."""
+    return (
+        row["peak_bytes"]["learn"]
+        - 4 * row["parameter_bytes"]
+        - row["working_bytes"]
+        - row["kv_bytes"]
+    )
 
 
 def losses(folder: Path) -> list[str]:
@@ -90,7 +114,9 @@ def table(folder: Path) -> str:
     found = measured_on(folder)
     gpu = "one H100 or H200" if found is None else f"one {found['machine']['gpu']['name']}"
     lines = [f"| target, on {gpu} | required | measured |", "|---|---|---|"]
-    lines += [f"| {target.what} | {target.required} | {target.measured} |" for target in targets(folder)]
+    lines += [
+        f"| {target.what} | {target.required} | {target.measured} |" for target in targets(folder)
+    ]
     lost = "; ".join(losses(folder)) or ("none" if measured(folder, "kernels") else NOT_MEASURED)
     return "\n".join([*lines, f"| shapes where FP8 loses to BF16 | named | {lost} |"])
 
@@ -108,31 +134,50 @@ BITS = {
 
 def bits_table(folder: Path) -> str:
     """For every claim: elements compared, how many differ, controls that did; in Markdown."""
-    lines = ["| bits | compared | differ | controls that differ, as they must |", "|---|---|---|---|"]
+    lines = [
+        "| bits | compared | differ | controls that differ, as they must |",
+        "|---|---|---|---|",
+    ]
     rows = measured(folder, "bits")
     for word, what in BITS.items():
         own = [row for row in rows if row["case"].split()[0].strip(",") == word]
-        claims = [row for row in own if row.get("expected", "equal") == "equal" and "compared" in row]
+        claims = [
+            row for row in own if row.get("expected", "equal") == "equal" and "compared" in row
+        ]
         controls = [row for row in own if row.get("expected") == "different"]
-        count, differ = (f"{sum(row[key] for row in claims):,}" for key in ("compared", "differing"))
+        count, differ = (
+            f"{sum(row[key] for row in claims):,}" for key in ("compared", "differing")
+        )
         held = f"{sum(row['holds'] for row in controls)} of {len(controls)}"
-        lines.append(f"| {what} | {count} | {differ} | {held} |" if own else f"| {what} | {NOT_MEASURED} | | |")
+        lines.append(
+            f"| {what} | {count} | {differ} | {held} |"
+            if own
+            else f"| {what} | {NOT_MEASURED} | | |"
+        )
     other = [row for row in rows if row["case"].startswith("cuBLAS") and "compared" in row]
     shares = [row["differing"] / row["compared"] for row in other]
     said = f"{min(shares):.1%} to {max(shares):.1%} of elements" if shares else NOT_MEASURED
-    return "\n".join([*lines, f"| cuBLAS against Triton (a record, not a claim) | {len(other) or ''} | {said} | |"])
+    return "\n".join(
+        [
+            *lines,
+            f"| cuBLAS against Triton (a record, not a claim) | {len(other) or ''} | {said} | |",
+        ]
+    )
 
 
 def ceilings_table(folder: Path) -> str:
     """What the machine reached at most, which floors are formed from."""
-    rows, lines = measured(folder, "ceilings"), ["| at most, on this machine | measured |", "|---|---|"]
+    rows = measured(folder, "ceilings")
+    lines = ["| at most, on this machine | measured |", "|---|---|"]
     for what, words, unit in (
         ("copy", "copy, bytes read and written", "TB/s"),
         ("bf16", "BF16 product", "TFLOP/s"),
         ("fp8", "FP8 product, one scale for each operand", "TFLOP/s"),
     ):
         rates = [row["rate"] for row in rows if row["what"] == what]
-        lines.append(f"| {words} | {f'{max(rates) / 1e12:,.2f} {unit}' if rates else NOT_MEASURED} |")
+        lines.append(
+            f"| {words} | {f'{max(rates) / 1e12:,.2f} {unit}' if rates else NOT_MEASURED} |"
+        )
     return "\n".join(lines)
 
 
@@ -157,4 +202,7 @@ def _updates(rows: Rows) -> Rows:
         if what != "prefill":
             key = (case, row["contestant"])
             sums[key] = sums.get(key, 0.0) + row["seconds"]
-    return [{"case": case, "contestant": who, "seconds": seconds} for (case, who), seconds in sums.items()]
+    return [
+        {"case": case, "contestant": who, "seconds": seconds}
+        for (case, who), seconds in sums.items()
+    ]

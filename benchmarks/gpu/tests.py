@@ -1,8 +1,10 @@
-"""The tests that need a GPU, each a case of its own, so that a run which is cut off goes on where it was.
+"""The tests that need a GPU, each a case of its own, so that a run which is cut off goes on where
+it was.
 
-Three groups, by what they take: those of bits at the width of real models and of captured steps, three at a time, which
-80 GB hold; and those of kernels, whose time is the compiler's, one for every two processors. All share one cache of
-compiled kernels, and neighbours in the list stay in one process, so that few kernels are compiled twice.
+Three groups, by what they take: those of bits at the width of real models and of captured steps,
+three at a time, which 80 GB hold; and those of kernels, whose time is the compiler's, one for every
+two processors. All share one cache of compiled kernels, and neighbours in the list stay in one
+process, so that few kernels are compiled twice.
 
 This module is also the plugin of pytest that writes the cases: `-p benchmarks.gpu.tests`.
 """
@@ -51,17 +53,30 @@ def run(bench: Bench) -> None:
         with bench.case(group) as case:
             status = _pytest(chosen, workers, bench)
             counts = _counts(bench.results, chosen)
-            # a pytest that was stopped has recorded what it got to; without any record it has not begun
+            # a pytest that was stopped has recorded what it got to; without any record it has not
+            # begun
             whole = status in _OK and sum(counts.values()) > 0
             case.row(group, holds=whole and counts["failed"] == 0, exit_status=status, **counts)
             if not whole:
-                raise RuntimeError(f"pytest ended with {status}, and {sum(counts.values())} tests are on record")
+                raise RuntimeError(
+                    f"pytest ended with {status}, and {sum(counts.values())} tests are on record"
+                )
         if bench.rehearsal:
             break
 
 
 def _pytest(chosen: tuple[str, ...], workers: int, bench: Bench) -> int:
-    command = [sys.executable, "-m", "pytest", *chosen, "-p", "benchmarks.gpu.tests", "-p", "no:cacheprovider", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *chosen,
+        "-p",
+        "benchmarks.gpu.tests",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+    ]
     if workers and find_spec("xdist") is not None:
         command += ["-n", str(workers), "--dist", "worksteal"]
     given = {_FOLDER: str(bench.results.folder.resolve()), _SESSION: bench.results.session}
@@ -72,7 +87,9 @@ def _pytest(chosen: tuple[str, ...], workers: int, bench: Bench) -> int:
 def _counts(results: Results, chosen: tuple[str, ...]) -> dict[str, int]:
     """Of the tests on record that are among the chosen ones."""
     found = [
-        line for (stage, case), line in results.of_this_machine().items() if stage == STAGE and case.startswith(chosen)
+        line
+        for (stage, case), line in results.of_this_machine().items()
+        if stage == STAGE and case.startswith(chosen)
     ]
     outcomes = [line.get("outcome") for line in found]
     return {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")}
@@ -83,7 +100,8 @@ def _results() -> Results:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was on record before this pytest: a worker that replaces another must collect what that did."""
+    """Leave out what was on record before this pytest: a worker that replaces another must collect
+    what that did."""
     before = _results().of_this_machine(int(os.environ[_BEFORE]))
     settled = {case for (stage, case), line in before.items() if stage == STAGE and _ended(line)}
     out = [item for item in items if item.nodeid in settled]
@@ -112,7 +130,10 @@ class Recorder:
             self.bad[name] = str(report.longreprtext)[-3000:]
         if report.skipped:
             self.skipped.add(name)
-        if report.when in ("setup", "call"):  # a teardown follows; of a worker that died there is one report only
+        if report.when in (
+            "setup",
+            "call",
+        ):  # a teardown follows; of a worker that died there is one report only
             return
         outcome = "failed" if name in self.bad else "skipped" if name in self.skipped else "passed"
         more = {"message": self.bad[name]} if name in self.bad else {}
@@ -121,8 +142,8 @@ class Recorder:
 
 
 class Guard:
-    """In a worker of xdist: ends it where a test has lost the GPU. xdist starts another, and the tests that follow do
-    not fail for what one has done."""
+    """In a worker of xdist: ends it where a test has lost the GPU. xdist starts another, and the
+    tests that follow do not fail for what one has done."""
 
     def __init__(self) -> None:
         self.failed = False

@@ -1,9 +1,11 @@
-"""Seconds of a call on a GPU: a captured graph of at least 20 calls is replayed between two events, and medians taken.
+"""Seconds of a call on a GPU: a captured graph of at least 20 calls is replayed between two events,
+and medians taken.
 
-Timed one by one, calls of some microseconds measure Python's launches. In a graph the GPU goes from one to the next by
-itself. The calls rotate among *sets* of inputs that together are four times as large as the L2 cache, so that none of
-them finds its inputs there; how many sets there were and their bytes stand beside each result. Where a call cannot be
-captured, at least 20 calls are launched between the events, and the result says so, with the reason.
+Timed one by one, calls of some microseconds measure Python's launches. In a graph the GPU goes from
+one to the next by itself. The calls rotate among *sets* of inputs that together are four times as
+large as the L2 cache, so that none of them finds its inputs there; how many sets there were and
+their bytes stand beside each result. Where a call cannot be captured, at least 20 calls are
+launched between the events, and the result says so, with the reason.
 """
 
 import statistics
@@ -62,8 +64,8 @@ def l2_bytes() -> int:
 
 
 def num_sets(nbytes: int) -> int:
-    """How many sets of inputs of this size are four times the L2 cache; two at least, and no more than 256. Without a
-    GPU, two."""
+    """How many sets of inputs of this size are four times the L2 cache; two at least, and no more
+    than 256. Without a GPU, two."""
     if not torch.cuda.is_available():
         return 2
     return min(max(2, -(-4 * l2_bytes() // max(nbytes, 1))), 256)
@@ -81,7 +83,8 @@ class Timer:
         self._first = self._warm_up()
 
     def _warm_up(self) -> float:
-        """Every call once: kernels are compiled, workspaces allocated. Returns the seconds of the first."""
+        """Every call once: kernels are compiled, workspaces allocated. Returns the seconds of the
+        first."""
         start = time.perf_counter()
         if self.rehearsal:
             self.contestant.over[0]()
@@ -97,8 +100,12 @@ class Timer:
             try:
                 self._graph = self._captured(side)
             except RuntimeError as error:  # PyTorch's for anything that cannot be captured
-                torch.cuda.synchronize()  # an error that stays is not the capture's, and ends the case
-                self.how = f"eager, the capture failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                # an error that stays is not the capture's, and ends the case
+                torch.cuda.synchronize()
+                self.how = (
+                    f"eager, the capture failed: {type(error).__name__}: "
+                    f"{str(error).splitlines()[0][:200]}"
+                )
         return time.perf_counter() - start
 
     def _captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -113,7 +120,8 @@ class Timer:
                 call()
 
     def settle(self) -> None:
-        """A first sample, not counted: it uploads the graph. Short calls are then repeated to be at least 20."""
+        """A first sample, not counted: it uploads the graph. Short calls are then repeated to be at
+        least 20."""
         if self.rehearsal or self.contestant.eager:
             return
         if self.sample() * self.num_calls < _SHORT_S:
@@ -143,7 +151,8 @@ class Timer:
     def timing(self, samples: Sequence[float]) -> Timing:
         sets = len(self.contestant.over)
         return Timing(
-            statistics.median(samples), min(samples), max(samples), len(samples), self.num_calls, sets,
+            statistics.median(samples), min(samples), max(samples), len(samples), self.num_calls,
+            sets,
             sets * self.contestant.nbytes, self.how,
         )  # fmt: skip
 

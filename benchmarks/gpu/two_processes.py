@@ -1,8 +1,10 @@
-"""Whether a backward repeats in another process: digests of its products, and of a model's whole gradient.
+"""Whether a backward repeats in another process: digests of its products, and of a model's whole
+gradient.
 
-Products of a backward are cuBLAS's. PyTorch's manual says that cuBLAS may choose otherwise when several streams share a
-workspace, unless CUBLAS_WORKSPACE_CONFIG fixes it. So every setting is run in two processes at once, each on two
-streams, and their digests are compared; between settings they are only recorded.
+Products of a backward are cuBLAS's. PyTorch's manual says that cuBLAS may choose otherwise when
+several streams share a workspace, unless CUBLAS_WORKSPACE_CONFIG fixes it. So every setting is run
+in two processes at once, each on two streams, and their digests are compared; between settings they
+are only recorded.
 
 `python -m benchmarks.gpu.two_processes` is one such process: it prints its digests as JSON.
 """
@@ -41,7 +43,12 @@ def run(bench: Bench) -> None:
 def _compare(case: Case, setting: str | None, bench: Bench) -> None:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment |= {} if setting is None else {VARIABLE: setting}
-    command = [sys.executable, "-m", "benchmarks.gpu.two_processes", *(["--rehearse"] if bench.rehearsal else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.two_processes",
+        *(["--rehearse"] if bench.rehearsal else []),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]  # type: ignore[call-overload]
     found = []
@@ -59,7 +66,8 @@ def _compare(case: Case, setting: str | None, bench: Bench) -> None:
         repeated = len(set(digests)) == 1
         equal = digests == found[1][name]
         case.row(
-            name, compared=len(digests), differing=sum(a != b for a, b in zip(digests, found[1][name])),
+            name, compared=len(digests),
+            differing=sum(a != b for a, b in zip(digests, found[1][name])),
             digest=digests[0], repeated=repeated, holds=repeated and equal,
         )  # fmt: skip
     control = found[0]["another seed"] != found[0]["bf16 for the input"]
@@ -83,7 +91,9 @@ def digests(rehearsal: bool) -> dict[str, list[str]]:
             torch.cuda.synchronize()
         found[name] = [_digest([result]) for result in results]
     for preset in ("fp8", "bf16"):
-        found[f"gradient of a model, {preset}"] = [_digest(_gradient(preset, rehearsal)) for _ in range(2)]
+        found[f"gradient of a model, {preset}"] = [
+            _digest(_gradient(preset, rehearsal)) for _ in range(2)
+        ]
     return found
 
 
@@ -93,7 +103,9 @@ def _products(rehearsal: bool, device: torch.device) -> Iterator[tuple[str, Call
     tokens, outputs, inputs = (8, 48, 32) if rehearsal else (8192, 4096, 4096)
 
     def normal(seed: int, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).bfloat16()
+        return torch.randn(
+            *shape, generator=torch.Generator(device).manual_seed(seed), device=device
+        ).bfloat16()
 
     dy, x, w = normal(0, tokens, outputs), normal(1, tokens, inputs), normal(2, outputs, inputs)
     yield "bf16 for the input", lambda: ops.gradient_product(dy, w.t(), torch.bfloat16)
@@ -110,7 +122,13 @@ def _gradient(preset: str, rehearsal: bool) -> list[Tensor]:
     config = replace(SHAPES["Qwen3-0.6B"], num_layers=2)
     lengths = [700, 1200, 33]
     if rehearsal:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+        }
         config, lengths = replace(config, vocab_size=64, num_layers=1, **sizes), [3, 2]
     model = random_model(config, preset)
     layout = Layout.packed(lengths).to(model.ops.device)

@@ -1,7 +1,9 @@
-"""isobit: reinforcement-learning post-training in FP8, where rollouts and learner compute the same bits.
+"""isobit: reinforcement-learning post-training in FP8, where rollouts and learner compute the same
+bits.
 
-The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch. Type
-checkers read the imports below instead, and so know every name as what it is (tests/test_typing.py).
+The public names are loaded on first use, so that `isobit --help` and the reward workers never
+import torch. Type checkers read the imports below instead, and so know every name as what it is
+(tests/test_typing.py).
 """
 
 import os
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from isobit.training.train import resume as resume
     from isobit.training.train import train as train
 
-# GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each other at the end of
-# every operator. By default they spin so long that beside other busy processes a step takes many times as long
-# (docs/log.md); with this they spin for microseconds, then sleep.
+# GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each
+# other at the end of every operator. By default they spin so long that beside other busy processes
+# a step takes many times as long (docs/log.md); with this they spin for microseconds, then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-# PyTorch reads this at its first allocation: tensors of 2 MiB and more then ask for huge pages. Every step's gradients
-# are fresh memory, and a page of 4 KiB at a time takes longer than the product that writes them (docs/log.md).
+# PyTorch reads this at its first allocation: tensors of 2 MiB and more then ask for huge pages.
+# Every step's gradients are fresh memory, and a page of 4 KiB at a time takes longer than the
+# product that writes them (docs/log.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {

@@ -1,7 +1,8 @@
 """The exceptions that isobit raises for its users, and how a terminal shows what others wrote.
 
-A message is one line that says what is wrong, where, and what would be right. The command line prints it on
-stderr, without a traceback, and exits with `exit_code`. Broken internal invariants are `assert`s instead.
+A message is one line that says what is wrong, where, and what would be right. The command line
+prints it on stderr, without a traceback, and exits with `exit_code`. Broken internal invariants are
+`assert`s instead.
 """
 
 import re
@@ -33,9 +34,10 @@ LEFT_OUT = "characters left out"
 
 
 class IsobitError(Exception):
-    """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint. In its text, what
-    a stranger's file says without end is cut, and control characters are written out: it stays one line, of at most
-    `_LONGEST` characters and the note that says how many were left out. `brief` and `listed` keep a message whole."""
+    """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint. In its
+    text, what a stranger's file says without end is cut, and control characters are written out: it
+    stays one line, of at most `_LONGEST` characters and the note that says how many were left out.
+    `brief` and `listed` keep a message whole."""
 
     exit_code = 2
     shared = False
@@ -50,26 +52,31 @@ class IsobitError(Exception):
 
 
 class RunFailed(IsobitError):
-    """A run that started well and had to stop: a reward function failed, or too many steps in a row were bad."""
+    """A run that started well and had to stop: a reward function failed, or too many steps in a row
+    were bad."""
 
     exit_code = 1
 
 
 class Corruption(RunFailed):
-    """Memory or a computation is not what it must be: the hardware is at fault, or code that writes elsewhere."""
+    """Memory or a computation is not what it must be: the hardware is at fault, or code that writes
+    elsewhere."""
 
 
 class RankLost(RunFailed):
-    """Another process of the run is gone or late: what they compute together cannot go on, nor be saved."""
+    """Another process of the run is gone or late: what they compute together cannot go on, nor be
+    saved."""
 
 
 class NonFiniteError(IsobitError):
-    """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
+    """NaN or infinity where a number is needed. The learner skips a step in which this happens, and
+    counts it."""
 
 
 def failed_allocation(error: BaseException) -> str | None:
-    """What memory was asked for in vain, in the words of PyTorch, NumPy or Python; None for any other error. PyTorch
-    has a class for a GPU's memory, known here by its name, and a plain RuntimeError for the host's."""
+    """What memory was asked for in vain, in the words of PyTorch, NumPy or Python; None for any
+    other error. PyTorch has a class for a GPU's memory, known here by its name, and a plain
+    RuntimeError for the host's."""
     said = str(error).partition("\n")[0]
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return said or "Python found none"
@@ -78,8 +85,9 @@ def failed_allocation(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text that others wrote (a model, a data row, a template, an exception), as a terminal may have it: what it would
-    obey, escape sequences and changes of the direction of writing, is written out."""
+    """Text that others wrote (a model, a data row, a template, an exception), as a terminal may
+    have it: what it would obey, escape sequences and changes of the direction of writing, is
+    written out."""
     return "".join(c if _harmless(c) else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -88,7 +96,8 @@ def _harmless(c: str) -> bool:
 
 
 def brief(text: object, most: int = 120) -> str:
-    """A name or value that others chose, in a message: whole, or its two ends where it is longer than `most`."""
+    """A name or value that others chose, in a message: whole, or its two ends where it is longer
+    than `most`."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[: most - 23]}...{whole[-20:]}"
 
@@ -111,13 +120,21 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def download_hint(path: str | Path, *, data: bool = False) -> str:
-    """How to get what is called `path` there, as the end of a message; empty where it does not look like such a name.
+    """How to get what is called `path` there, as the end of a message; empty where it does not look
+    like such a name.
 
     `owner/name` is one, unless it ends like a file or the folder `owner` is here.
     """
     name = str(path)
-    if not _NAME.fullmatch(name) or Path(name).suffix.lower() in _FILES or Path(name).parent.exists():
+    if (
+        not _NAME.fullmatch(name)
+        or Path(name).suffix.lower() in _FILES
+        or Path(name).parent.exists()
+    ):
         return ""
     place, kind = ("data", " --repo-type dataset") if data else ("models", "")
     folder = f"{place}/{name.rpartition('/')[2]}"
-    return f"; isobit reads what is here already: hf download {name}{kind} --local-dir {folder}, then give {folder}"
+    return (
+        f"; isobit reads what is here already: hf download {name}{kind} --local-dir "
+        f"{folder}, then give {folder}"
+    )

@@ -1,4 +1,5 @@
-"""`isobit generate` and `isobit eval` with several adapters over one model: each answers as it does alone."""
+"""`isobit generate` and `isobit eval` with several adapters over one model: each answers as it does
+alone."""
 
 import json
 import re
@@ -23,7 +24,8 @@ ASKED = ("--data", "rows.jsonl", "--reward", "threes.py:threes", "--max-new-toke
 
 @pytest.fixture
 def folder(tmp_path: Path, base_model: Path) -> Path:
-    """Two adapters of a model, `math` and `code`, prompts, and a reward that is earned now and then."""
+    """Two adapters of a model, `math` and `code`, prompts, and a reward that is earned now and
+    then."""
     for number, (name, new) in enumerate(NEW.items()):
         model = Model.load(base_model, "bf16", adapter=new)
         random = torch.Generator().manual_seed(number)
@@ -34,7 +36,8 @@ def folder(tmp_path: Path, base_model: Path) -> Path:
     rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "threes.py").write_text(
-        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in completions]\n"
+        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in "
+        "completions]\n"
     )
     return tmp_path
 
@@ -54,32 +57,48 @@ def isobit(folder: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit)
 
 def test_generate_asks_each_adapter(isobit: Isobit, base_model: Path) -> None:
     words = ("--prompt", "1+2=", "--prompt", "3", "--max-new-tokens", 6, "--seed", 5, "-n", 2)
-    every = isobit("generate", base_model, "--adapter", "math", "--adapter", "c=code", *words, "--json")
+    every = isobit(
+        "generate", base_model, "--adapter", "math", "--adapter", "c=code", *words, "--json"
+    )
     rows = [json.loads(line) for line in every.splitlines()]
     alone = {
         name: [
-            json.loads(line) for line in isobit("generate", base_model, "--adapter", f, *words, "--json").splitlines()
+            json.loads(line)
+            for line in isobit(
+                "generate", base_model, "--adapter", f, *words, "--json"
+            ).splitlines()
         ]
         for name, f in (("math", "math"), ("c", "code"))
     }
     for name, wanted in alone.items():
         assert [row | {"adapter": None} for row in rows if row["adapter"] == name] == wanted
-    assert [r["logprobs"] for r in alone["math"]] != [r["logprobs"] for r in alone["c"]]  # the control
-    lines = isobit("generate", base_model, "--adapter", "math", "--adapter", "c=code", *words).splitlines()
+    assert [r["logprobs"] for r in alone["math"]] != [
+        r["logprobs"] for r in alone["c"]
+    ]  # the control
+    lines = isobit(
+        "generate", base_model, "--adapter", "math", "--adapter", "c=code", *words
+    ).splitlines()
     headings = [
-        f"[{name} {i}.{j}] {prompt}" for i, prompt in enumerate(("1+2=", "3")) for name in alone for j in (0, 1)
+        f"[{name} {i}.{j}] {prompt}"
+        for i, prompt in enumerate(("1+2=", "3"))
+        for name in alone
+        for j in (0, 1)
     ]
     assert [line[: len(heading)] for line, heading in zip(lines, headings, strict=True)] == headings
 
 
-def test_eval_gives_each_adapter_a_row_and_a_file(isobit: Isobit, base_model: Path, folder: Path) -> None:
+def test_eval_gives_each_adapter_a_row_and_a_file(
+    isobit: Isobit, base_model: Path, folder: Path
+) -> None:
     """The files are those of evaluations one at a time, so they are compared as these are."""
     given = ("--adapter", "math", "--adapter", "c=code")
     printed = isobit("eval", base_model, *given, *ASKED, "--out", "every.json")
     isobit("eval", base_model, *ASKED, "--out", "base.json")
     isobit("eval", "math", *ASKED, "--out", "math.json")
     isobit("eval", "code", *ASKED, "--out", "code.json")
-    read = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("base", "math", "code")}
+    read = {
+        name: json.loads((folder / f"{name}.json").read_text()) for name in ("base", "math", "code")
+    }
     for name, other in (("every", "base"), ("every-math", "math"), ("every-c", "code")):
         assert json.loads((folder / f"{name}.json").read_text()) == read[other]
     assert len({json.dumps(one["prompts"]) for one in read.values()}) == 3  # the control
@@ -92,9 +111,12 @@ def test_eval_gives_each_adapter_a_row_and_a_file(isobit: Isobit, base_model: Pa
     assert next(row.split()[2:] for row in pairs if re.match(r"math +accuracy", row)) == found
 
 
-def test_unscored_completions_are_told_of_each(isobit: Isobit, base_model: Path, folder: Path) -> None:
+def test_unscored_completions_are_told_of_each(
+    isobit: Isobit, base_model: Path, folder: Path
+) -> None:
     (folder / "threes.py").write_text(
-        "def threes(prompts, completions, **k):\n    return [None if p.startswith('0') else 0.0 for p in prompts]\n"
+        "def threes(prompts, completions, **k):\n    return [None if p.startswith('0') else 0.0 "
+        "for p in prompts]\n"
     )
     printed = isobit("eval", base_model, "--adapter", "math", *ASKED).splitlines()
     for name in (ALONE, "math"):
@@ -104,14 +126,22 @@ def test_unscored_completions_are_told_of_each(isobit: Isobit, base_model: Path,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--adapter", "math", "--adapter", "x/../math"), r"--adapter 'x/../math': math is called math too; give each"),
+        (
+            ("--adapter", "math", "--adapter", "x/../math"),
+            r"--adapter 'x/../math': math is called math too; give each",
+        ),
         (("--adapter", "a b=math"), "--adapter 'a b=math': expected NAME=DIR"),
         (("--adapter", "c=missing"), "adapter missing: no such directory"),
-        (("--adapter", "math", "--against", "code"), "--adapter: give the model .* without --against"),
+        (
+            ("--adapter", "math", "--against", "code"),
+            "--adapter: give the model .* without --against",
+        ),
         (("--adapter", "math", "--precision", "fp8-rollout-kv"), "calibrates its KV cache"),
     ],
 )
-def test_mistakes_are_said_in_a_line(isobit: Isobit, base_model: Path, words: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_said_in_a_line(
+    isobit: Isobit, base_model: Path, words: tuple[str, ...], message: str
+) -> None:
     error = isobit("eval", base_model, *words, *ASKED, fails=True)
     assert re.search(message, error)
     assert len(error.strip().splitlines()) == 1
@@ -126,7 +156,9 @@ def test_a_model_that_is_an_adapter_itself_is_refused(isobit: Isobit, base_model
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rollout"])
-def test_what_is_opened_keeps_no_masters_and_is_the_model(folder: Path, base_model: Path, precision: str) -> None:
+def test_what_is_opened_keeps_no_masters_and_is_the_model(
+    folder: Path, base_model: Path, precision: str
+) -> None:
     """Rows that name no adapter have its bits. The control: those that name one."""
     flow = precision, "auto", "bitwise"
     served = open_serving(base_model, {name: folder / name for name in NEW}, flow)

@@ -1,4 +1,5 @@
-"""Presets side by side: what is run, what is repeated, and that a run that had to stop is a result."""
+"""Presets side by side: what is run, what is repeated, and that a run that had to stop is a
+result."""
 
 import dataclasses
 import json
@@ -18,7 +19,9 @@ from tests.runs import fingerprint, write_config
 PRESETS = ("bf16[engines=separate]", "fp8-rollout", "fp8")
 
 
-def settings(folder: Path, model: Path, presets: tuple[str, ...] = PRESETS, **changes: object) -> CompareConfig:
+def settings(
+    folder: Path, model: Path, presets: tuple[str, ...] = PRESETS, **changes: object
+) -> CompareConfig:
     train = write_config(folder, model, evaluation={"every": 2, "samples": 4}, **changes)
     return load_compare_config(train, presets, 2, str(folder / "out"))
 
@@ -28,7 +31,10 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
 ) -> None:
     assert compare(settings(tmp_path, base_model)) == 0
     text = capsys.readouterr().out
-    lines = {line.split("  ")[0]: line for line in text.split("Mismatch")[1].split("Cost")[0].splitlines()}
+    lines = {
+        line.split("  ")[0]: line
+        for line in text.split("Mismatch")[1].split("Cost")[0].splitlines()
+    }
     assert " 0 of " in lines["fp8"]
     for preset in PRESETS[:2]:
         assert " 0 of " not in lines[preset]
@@ -38,13 +44,19 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
     assert values["fp8"]["differing_tokens"] == [0, 0]
     assert min(values["fp8-rollout"]["kl_k3"]) > max(values["bf16[engines=separate]"]["kl_k3"]) > 0
     assert values["fp8"]["sync_bytes"] == [0, 0]
-    assert 0 < values["fp8-rollout"]["sync_bytes"][0] < values["bf16[engines=separate]"]["sync_bytes"][0]
+    assert (
+        0
+        < values["fp8-rollout"]["sync_bytes"][0]
+        < values["bf16[engines=separate]"]["sync_bytes"][0]
+    )
     page = (tmp_path / "out/comparison.html").read_text()
     assert page.count("<svg") >= 6
     assert all(preset in page for preset in PRESETS)
     # the same prompts for all, and another order for another seed
     first = [
-        next(iter(read(tmp_path / "out" / folder_name(preset) / f"seed-{seed}" / COMPLETIONS)))["prompt"]
+        next(iter(read(tmp_path / "out" / folder_name(preset) / f"seed-{seed}" / COMPLETIONS)))[
+            "prompt"
+        ]
         for preset in PRESETS
         for seed in (0, 1)
     ]
@@ -55,9 +67,14 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
 def test_seeds_begin_where_the_config_says(tmp_path: Path, base_model: Path) -> None:
     train = write_config(tmp_path, base_model, evaluation={"every": 2, "samples": 4})
     path = tmp_path / "compare.yaml"
-    path.write_text(f"train: {train}\npresets: [fp8]\nseeds: 2\nfirst_seed: 7\nout: {tmp_path / 'out'}\n")
+    path.write_text(
+        f"train: {train}\npresets: [fp8]\nseeds: 2\nfirst_seed: 7\nout: {tmp_path / 'out'}\n"
+    )
     compare(load_compare_config(path, [], None, None))
-    assert sorted(folder.name for folder in (tmp_path / "out" / "fp8").iterdir()) == ["seed-7", "seed-8"]
+    assert sorted(folder.name for folder in (tmp_path / "out" / "fp8").iterdir()) == [
+        "seed-7",
+        "seed-8",
+    ]
     assert load_config(tmp_path / "out/fp8/seed-8/config.yaml").seed == 8
 
 
@@ -95,7 +112,14 @@ def test_a_run_that_had_to_stop_is_a_result(
         "def digits(prompts, completions, **columns):\n    raise RuntimeError('no reward today')\n"
     )
     reward = f"{tmp_path / 'nan.py'}:digits"
-    assert compare(settings(tmp_path, base_model, ("bf16", "fp8"), rewards={"functions": [{"function": reward}]})) == 0
+    assert (
+        compare(
+            settings(
+                tmp_path, base_model, ("bf16", "fp8"), rewards={"functions": [{"function": reward}]}
+            )
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "fp8, seed-1: stopped: " in text
     assert "no reward today" in text
@@ -120,10 +144,19 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> No
     path.write_text(yaml.safe_dump({"train": str(train), "presets": ["fp8"], "seed": 2}))
     with pytest.raises(IsobitError, match=r"unknown key 'seed' \(did you mean 'seeds'"):
         load_compare_config(path, [], None, None)
-    path.write_text(yaml.safe_dump({"train": str(train), "presets": ["fp8"], "out": str(tmp_path / "out")}))
+    path.write_text(
+        yaml.safe_dump({"train": str(train), "presets": ["fp8"], "out": str(tmp_path / "out")})
+    )
     compare(load_compare_config(path, [], None, None))
     path.write_text(
-        yaml.safe_dump({"train": str(train), "presets": ["fp8"], "changes": ["steps=5"], "out": str(tmp_path / "out")})
+        yaml.safe_dump(
+            {
+                "train": str(train),
+                "presets": ["fp8"],
+                "changes": ["steps=5"],
+                "out": str(tmp_path / "out"),
+            }
+        )
     )
     with pytest.raises(IsobitError, match="a run of another configuration"):
         compare(load_compare_config(path, [], None, None))
@@ -132,4 +165,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> No
 def test_students_interval() -> None:
     assert mean_interval([0.5]) == (0.5, 0.5, 0.5)
     mean, low, high = mean_interval([1.0, 2.0, 3.0])
-    assert (mean, low, high) == (2.0, pytest.approx(2 - 4.302653 / 3**0.5), pytest.approx(2 + 4.302653 / 3**0.5))
+    assert (mean, low, high) == (
+        2.0,
+        pytest.approx(2 - 4.302653 / 3**0.5),
+        pytest.approx(2 + 4.302653 / 3**0.5),
+    )

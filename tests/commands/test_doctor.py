@@ -17,7 +17,9 @@ from isobit.precision import PRESETS
 
 def _doctor(*arguments: str, **environment: str) -> str:
     command = [sys.executable, "-m", "isobit", "doctor", *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
     assert not done.stderr
     return done.stdout
 
@@ -45,7 +47,10 @@ def test_it_says_what_of_a_preset_is_not_in_cpp() -> None:
 def test_without_a_compiler_it_says_why_everything_is_slow_and_what_helps(tmp_path: Path) -> None:
     slow = "the operators run in PyTorch, much slower than in C++: install a compiler"
     found = _doctor(CXX="no-such-compiler", ISOBIT_CACHE=str(tmp_path))
-    assert "reference backend, because native cannot be built: CXX=no-such-compiler is not a program" in found
+    assert (
+        "reference backend, because native cannot be built: CXX=no-such-compiler is not a program"
+        in found
+    )
     assert slow in found
     assert "CXX=no-such-compiler" in found.split("threads")[1].split("\n")[0]
     assert slow not in _doctor()  # the control
@@ -58,6 +63,8 @@ def test_processors_and_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     advice = "\n".join(diagnose().advice)
     assert "the processor has no BF16 instructions" in advice
     assert "other work runs here: 7.5 processes were busy" in advice
-    monkeypatch.setattr(doctor, "processor_features", lambda: frozenset({"avx2", "fma", "avx512_bf16"}))
+    monkeypatch.setattr(
+        doctor, "processor_features", lambda: frozenset({"avx2", "fma", "avx512_bf16"})
+    )
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
     assert not any("BF16" in line or "other work" in line for line in diagnose().advice)

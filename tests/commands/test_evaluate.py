@@ -1,4 +1,5 @@
-"""`isobit eval`: what is asked, of whom, and what is printed and written; against counting by hand."""
+"""`isobit eval`: what is asked, of whom, and what is printed and written; against counting by
+hand."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from tests.models import tiny_model
 from tests.runs import write_config
 
 Eval = Callable[..., str]
-TAGGED = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": "easy" if i < 3 else "hard"} for i in range(8)]
+TAGGED = [
+    {"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": "easy" if i < 3 else "hard"}
+    for i in range(8)
+]
 
 
 @pytest.fixture
@@ -23,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
     """A file of eight prompts with a tag, and a reward that a random model earns now and then."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TAGGED))
     (tmp_path / "threes.py").write_text(
-        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in completions]\n"
+        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in "
+        "completions]\n"
     )
     return tmp_path
 
@@ -49,7 +54,9 @@ def line(text: str, name: str) -> list[str]:
     return next(row.split() for row in text.splitlines() if row.startswith(name + " "))
 
 
-def test_a_template_for_a_model_that_lacks_one(base_model: Path, evaluate: Eval, folder: Path) -> None:
+def test_a_template_for_a_model_that_lacks_one(
+    base_model: Path, evaluate: Eval, folder: Path
+) -> None:
     """Rendered to the text of the prompt and to another one: the same answers, and others."""
     (folder / "same.jinja").write_text("{{ messages[0].content }}")
     (folder / "other.jinja").write_text("{{ messages[0].content }}1+1=")
@@ -63,7 +70,9 @@ def test_a_template_for_a_model_that_lacks_one(base_model: Path, evaluate: Eval,
 
 
 def test_one_model_is_measured_and_written(base_model: Path, evaluate: Eval, folder: Path) -> None:
-    printed = evaluate(base_model, *asked("-n", 4, "--pass-at", "1,2,4", "--tag", "level", "--out", "result.json"))
+    printed = evaluate(
+        base_model, *asked("-n", 4, "--pass-at", "1,2,4", "--tag", "level", "--out", "result.json")
+    )
     result = json.loads((folder / "result.json").read_text())
     greedy = [row["greedy"]["reward"] for row in result["prompts"]]
     right = [sum("3" in s["completion"] for s in row["samples"]) for row in result["prompts"]]
@@ -86,13 +95,22 @@ def test_one_model_is_measured_and_written(base_model: Path, evaluate: Eval, fol
 
 
 def test_samples_are_drawn_as_asked(base_model: Path, evaluate: Eval, folder: Path) -> None:
-    """Of the likeliest token alone they are the greedy completion; the control draws from all. A penalty acts on greedy
-    completions too, and no truncation does."""
+    """Of the likeliest token alone they are the greedy completion; the control draws from all. A
+    penalty acts on greedy completions too, and no truncation does."""
     found = {}
-    for words in ((), ("--top-k", 1), ("--top-p", 0.01), ("--min-p", 1.0), ("--repetition-penalty", 50)):
+    for words in (
+        (),
+        ("--top-k", 1),
+        ("--top-p", 0.01),
+        ("--min-p", 1.0),
+        ("--repetition-penalty", 50),
+    ):
         evaluate(base_model, *asked("-n", 2, "--out", "result.json", *words))
         result = json.loads((folder / "result.json").read_text())
-        texts = [[row["greedy"]["completion"], *(s["completion"] for s in row["samples"])] for row in result["prompts"]]
+        texts = [
+            [row["greedy"]["completion"], *(s["completion"] for s in row["samples"])]
+            for row in result["prompts"]
+        ]
         name = str(words[0] if words else "")[2:].replace("-", "_")
         found[name] = texts
         assert not words or result["settings"][name] == words[1]
@@ -117,7 +135,10 @@ def test_two_models_are_compared_and_so_are_their_saved_results(
     content = json.loads((folder / "both.json").read_text())
     single = json.loads((folder / "b.json").read_text())
     assert content["against"] == single
-    pairs = [(a["greedy"]["reward"], b["greedy"]["reward"]) for a, b in zip(content["prompts"], single["prompts"])]
+    pairs = [
+        (a["greedy"]["reward"], b["greedy"]["reward"])
+        for a, b in zip(content["prompts"], single["prompts"])
+    ]
     found = content["comparison"]["accuracy"]
     assert (found["only_first"], found["only_second"]) == (pairs.count((1, 0)), pairs.count((0, 1)))
     assert found["difference"]["value"] == pytest.approx(sum(a - b for a, b in pairs) / 8)
@@ -132,7 +153,8 @@ def test_a_model_against_itself_shows_no_difference(base_model: Path, evaluate: 
 def test_a_run_is_asked_what_training_asked_it(
     base_model: Path, evaluate: Eval, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers as the last evaluation logged, greedy and sampled; with --best those of the best."""
+    """The same numbers as the last evaluation logged, greedy and sampled; with --best those of the
+    best."""
     evaluation = {"every": 2, "num_samples": 3, "samples": 6, "best_by": "reward/held_out"}
     run = train(load_config(write_config(folder, base_model, evaluation=evaluation))).run_dir
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
@@ -151,7 +173,9 @@ def test_a_run_is_asked_what_training_asked_it(
     assert (len(result["prompts"]), result["ks"]) == (4, [1, 2])
 
 
-def test_a_live_runs_half_written_checkpoint_is_left_alone(base_model: Path, evaluate: Eval, folder: Path) -> None:
+def test_a_live_runs_half_written_checkpoint_is_left_alone(
+    base_model: Path, evaluate: Eval, folder: Path
+) -> None:
     run = train(load_config(write_config(folder, base_model), ["steps=1"])).run_dir
     half = run / "checkpoints" / ".writing-000007"
     half.mkdir()
@@ -162,34 +186,51 @@ def test_a_live_runs_half_written_checkpoint_is_left_alone(base_model: Path, eva
 def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model: Path) -> None:
     run = folder / "run"
     run.mkdir()
-    write_config(folder, base_model, evaluation={"num_samples": 8, "pass_at": [8]}).rename(run / "config.yaml")
+    write_config(folder, base_model, evaluation={"num_samples": 8, "pass_at": [8]}).rename(
+        run / "config.yaml"
+    )
     (run / "format.txt").write_text("2\n")
     assert evaluation_config(run, {}).evaluation.pass_at == (8,)
-    config = evaluation_config(run, {"evaluation": {"num_samples": 4}, "seed": 3, "task": {"path": "x", "options": {}}})
+    config = evaluation_config(
+        run, {"evaluation": {"num_samples": 4}, "seed": 3, "task": {"path": "x", "options": {}}}
+    )
     assert (config.evaluation.num_samples, config.evaluation.pass_at, config.seed) == (4, (), 3)
-    assert (config.task.name, config.task.path, config.task.held_out_size) == ("arithmetic", "x", None)
+    assert (config.task.name, config.task.path, config.task.held_out_size) == (
+        "arithmetic",
+        "x",
+        None,
+    )
     config = evaluation_config(run, {"task": {"name": "countdown"}})
     assert (config.task.name, config.task.options) == ("countdown", {})
     assert evaluation_config(None, {"evaluation": {"pass_at": [2]}}).evaluation.num_samples == 8
 
 
 def test_given_completions_are_scored(evaluate: Eval) -> None:
-    printed = evaluate(*asked()[:2], "--reward", "isobit.tasks.arithmetic:reward", "--completions", "answer")
+    printed = evaluate(
+        *asked()[:2], "--reward", "isobit.tasks.arithmetic:reward", "--completions", "answer"
+    )
     assert line(printed, "accuracy")[1] == "1.0000"
     assert "tokens" not in printed
 
 
-def test_unscored_completions_are_counted_with_the_first_reason(evaluate: Eval, folder: Path) -> None:
+def test_unscored_completions_are_counted_with_the_first_reason(
+    evaluate: Eval, folder: Path
+) -> None:
     (folder / "some.py").write_text(
         "def f(prompts, completions, **k):\n    return [1 / (int(c) - 4) for c in completions]\n"
     )
     printed = evaluate(*asked()[:2], "--reward", "some.py:f", "--completions", "answer")
-    assert "unscored completions, wrong and in no mean reward: 1; the first: reward function some.py:f, " in printed
+    assert (
+        "unscored completions, wrong and in no mean reward: 1; the first: reward function "
+        "some.py:f, "
+    ) in printed
     assert "ZeroDivisionError" in printed
     assert line(printed, "reward")[-1] == "7"
 
 
-def test_the_answer_pattern_decides_the_vote(base_model: Path, evaluate: Eval, folder: Path) -> None:
+def test_the_answer_pattern_decides_the_vote(
+    base_model: Path, evaluate: Eval, folder: Path
+) -> None:
     def answers(*words: Any) -> set[str | None]:
         evaluate(base_model, *asked("-n", 6, "--out", "result.json", *words))
         rows = json.loads((folder / "result.json").read_text())["prompts"]

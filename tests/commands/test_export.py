@@ -15,7 +15,13 @@ from isobit.errors import IsobitError
 from ..models import tiny_model
 from ..runs import write_config
 
-BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64}
+BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,9 @@ def test_a_run_is_exported_from_its_newest_checkpoint(tmp_path: Path, blocks: Pa
     train(config)
     run = tmp_path / "run"
     newest = load_file(run / "checkpoints" / "step-000004" / "model.safetensors")
-    done = CliRunner().invoke(app, ["export", str(run), "--to", str(tmp_path / "out"), "--format", "fp32"])
+    done = CliRunner().invoke(
+        app, ["export", str(run), "--to", str(tmp_path / "out"), "--format", "fp32"]
+    )
     assert done.exit_code == 0, done.output
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in newest.items())
@@ -40,19 +48,24 @@ def test_a_run_is_exported_from_its_newest_checkpoint(tmp_path: Path, blocks: Pa
     text = export(run, tmp_path / "fp8", "fp8", None)
     assert "14 matrices in FP8 blocks, as the rollout under fp8-unified multiplies them" in text
     stored = load_file(tmp_path / "fp8" / "model.safetensors")
-    found = Model.load(run / "checkpoints" / "step-000004", "fp8-unified").transformer.rollout_weights()
+    found = Model.load(
+        run / "checkpoints" / "step-000004", "fp8-unified"
+    ).transformer.rollout_weights()
     by_name = {weight.name: weight.working for weight in found}
     codes = stored["model.layers.1.self_attn.o_proj.weight"].view(torch.uint8)
     assert torch.equal(codes, by_name["layers.1.o"].data.view(torch.uint8))
     assert not torch.equal(
-        exported["model.embed_tokens.weight"], load_file(blocks / "model.safetensors")["model.embed_tokens.weight"]
+        exported["model.embed_tokens.weight"],
+        load_file(blocks / "model.safetensors")["model.embed_tokens.weight"],
     )
 
 
 def test_bf16_is_half_of_fp32_and_loads(tmp_path: Path, blocks: Path) -> None:
     export(blocks, tmp_path / "bf16", "bf16", None)
     export(blocks, tmp_path / "fp32", "fp32", None)
-    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("bf16", "fp32")}
+    sizes = {
+        name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("bf16", "fp32")
+    }
     assert sizes["bf16"] < 0.55 * sizes["fp32"]
     assert Model.load(tmp_path / "bf16").config == Model.load(tmp_path / "fp32").config
 
@@ -85,7 +98,9 @@ def test_nothing_half_written_is_left(tmp_path: Path, blocks: Path, base_model: 
         export(base_model, tmp_path / "out", "fp8", None)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")
-    with pytest.raises(IsobitError, match=r"taken exists and is not empty; choose another directory \(--to\)"):
+    with pytest.raises(
+        IsobitError, match=r"taken exists and is not empty; choose another directory \(--to\)"
+    ):
         export(blocks, tmp_path / "taken", "bf16", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(IsobitError, match=r"cannot write .*file/out: Not a directory"):

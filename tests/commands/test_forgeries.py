@@ -26,7 +26,9 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("forged")
-    train(load_config(write_config(folder, base_model, run={"keep_last": 9, "checkpoint_every": 2})))
+    train(
+        load_config(write_config(folder, base_model, run={"keep_last": 9, "checkpoint_every": 2}))
+    )
     return folder / "run"
 
 
@@ -38,7 +40,9 @@ def run(tmp_path: Path, finished: Path) -> Path:
 
 def _steps(run: Path) -> list[list[Row]]:
     path = run / COMPLETIONS
-    return [[json.loads(line) for line in completions.lines(path, m)] for m in completions.members(path)]
+    return [
+        [json.loads(line) for line in completions.lines(path, m)] for m in completions.members(path)
+    ]
 
 
 def _write(run: Path, steps: list[list[Row]]) -> None:
@@ -83,7 +87,8 @@ def _redate(steps: list[list[Row]]) -> None:
 
 
 def _weights(run: Path) -> None:
-    """One bit of the last checkpoint, after which nothing is sampled, under a manifest that says that it is right."""
+    """One bit of the last checkpoint, after which nothing is sampled, under a manifest that says
+    that it is right."""
     path = run / "checkpoints" / "step-000004" / "model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[0]
@@ -106,7 +111,8 @@ def _last_step_gone(run: Path) -> None:
 
 
 def _signed_again(run: Path) -> None:
-    """A reward is changed, and the chain from there on computed anew; the checkpoints have the old one."""
+    """A reward is changed, and the chain from there on computed anew; the checkpoints have the old
+    one."""
 
     def better(row: Row) -> None:
         row["reward"], row["rewards"] = 1.0, {"digits": 1.0}
@@ -114,7 +120,10 @@ def _signed_again(run: Path) -> None:
     _row(3, better)(run)
     path = run / COMPLETIONS
     lines = [completions.lines(path, member) for member in completions.members(path)]
-    hashes = [None, *(hashlib.sha256(b"".join(line + b"\n" for line in step)).hexdigest() for step in lines)]
+    hashes = [
+        None,
+        *(hashlib.sha256(b"".join(line + b"\n" for line in step)).hexdigest() for step in lines),
+    ]
 
     def sign(rows: list[Row]) -> None:
         previous = GENESIS
@@ -152,40 +161,79 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
         "its prompt is not that of its group",
     ),
     "a text": (_row(3, lambda row: row.update(completion="42")), "its text: recorded '42', drawn "),
-    "a prompt's text": (_row(3, lambda row: row.update(prompt="1+1=")), "its prompt is not the text of its tokens"),
-    "a rendered prompt": (_row(3, lambda row: row.update(prompt_rendered="")), "its prompt_rendered is not the text"),
-    "truncated": (_row(3, lambda row: row.update(truncated=not row["truncated"])), "truncated: recorded "),
-    "a reward": (_row(3, lambda row: row.update(reward=1.0)), "its reward is 1.0, and its parts make "),
+    "a prompt's text": (
+        _row(3, lambda row: row.update(prompt="1+1=")),
+        "its prompt is not the text of its tokens",
+    ),
+    "a rendered prompt": (
+        _row(3, lambda row: row.update(prompt_rendered="")),
+        "its prompt_rendered is not the text",
+    ),
+    "truncated": (
+        _row(3, lambda row: row.update(truncated=not row["truncated"])),
+        "truncated: recorded ",
+    ),
+    "a reward": (
+        _row(3, lambda row: row.update(reward=1.0)),
+        "its reward is 1.0, and its parts make ",
+    ),
     "a reward and its part": (
         _row(2, lambda row: row.update(reward=1.0, rewards={"digits": 1.0})),
         "completions of step 2 are not those that were recorded (SHA-256)",
     ),
-    "a column of the data": (_row(2, lambda row: row.update(columns={"answer": "1"})), "completions of step 2 are not"),
-    "the learner's log-probabilities": (_row(2, lambda row: row.update(policy_logprobs=None)), "step 2 are not those"),
+    "a column of the data": (
+        _row(2, lambda row: row.update(columns={"answer": "1"})),
+        "completions of step 2 are not",
+    ),
+    "the learner's log-probabilities": (
+        _row(2, lambda row: row.update(policy_logprobs=None)),
+        "step 2 are not those",
+    ),
     "tokens whose weights are gone": (
         _row(2, lambda row: row["completion_ids"].reverse()),
         "completions of step 2 are not those that were recorded",
     ),
-    "a row twice": (_completions(lambda steps: steps[1].append(steps[1][0])), "its samples are [0, 0, 1, 2, 3]"),
-    "a row gone": (_completions(lambda steps: steps[1].pop()), "its samples are [0, 1, 2], and a group has 0 to 3"),
-    "a group gone": (_completions(lambda steps: steps[1].__delitem__(slice(4))), "completions of step 2 are not"),
+    "a row twice": (
+        _completions(lambda steps: steps[1].append(steps[1][0])),
+        "its samples are [0, 0, 1, 2, 3]",
+    ),
+    "a row gone": (
+        _completions(lambda steps: steps[1].pop()),
+        "its samples are [0, 1, 2], and a group has 0 to 3",
+    ),
+    "a group gone": (
+        _completions(lambda steps: steps[1].__delitem__(slice(4))),
+        "completions of step 2 are not",
+    ),
     "a step twice": (_completions(lambda steps: steps.append(steps[3])), "step 4 is there twice"),
     "a step gone": (_completions(lambda steps: steps.pop(1)), "completions of step 2 are missing"),
     "a step with another number": (_completions(_redate), "completions of step 2 are missing"),
-    "steps in another order": (_completions(lambda steps: steps.reverse()), "step 3 stands after step 4"),
+    "steps in another order": (
+        _completions(lambda steps: steps.reverse()),
+        "step 3 stands after step 4",
+    ),
     "a step more": (
         _completions(lambda steps: steps.append([row | {"step": 5} for row in steps[3]])),
         f"step 5 is not in {CERTIFICATE}",
     ),
-    "rows that are none": (_completions(lambda steps: steps[1].append({"step": 2})), "step 2: 'prompt_index'"),
+    "rows that are none": (
+        _completions(lambda steps: steps[1].append({"step": 2})),
+        "step 2: 'prompt_index'",
+    ),
     "a flipped bit": (_flip, "damaged at byte "),
     "bytes cut off": (_cut, "are no whole step"),
     "a metric": (
         _lines("metrics.jsonl", lambda rows: rows[1].update({"reward/mean": 1.0})),
         "the row of step 2 is not",
     ),
-    "a row of metrics gone": (_lines("metrics.jsonl", lambda rows: rows.pop(0)), "the row of step 1 is missing"),
-    "the weights of the last step": (_weights, "step-000004 are not those that the certificate has of step 4"),
+    "a row of metrics gone": (
+        _lines("metrics.jsonl", lambda rows: rows.pop(0)),
+        "the row of step 1 is missing",
+    ),
+    "the weights of the last step": (
+        _weights,
+        "step-000004 are not those that the certificate has of step 4",
+    ),
     "the last step of all files": (_last_step_gone, f"{CERTIFICATE} has no row of step 4"),
     "a row of the certificate gone": (
         _lines(CERTIFICATE, lambda rows: rows.pop(2)),
@@ -199,9 +247,15 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
         _lines(CERTIFICATE, lambda rows: rows[2].update(rollouts="0" * 64)),
         "line 3: its hash is not that of what it says",
     ),
-    "rows of the certificate exchanged": (_lines(CERTIFICATE, _swap), "step 3 does not follow the row before it"),
+    "rows of the certificate exchanged": (
+        _lines(CERTIFICATE, _swap),
+        "step 3 does not follow the row before it",
+    ),
     "the certificate gone": (lambda run: (run / CERTIFICATE).unlink(), f"{CERTIFICATE} is missing"),
-    "the certificate computed anew": (_signed_again, f"has another hash of step 4 than {CERTIFICATE}"),
+    "the certificate computed anew": (
+        _signed_again,
+        f"has another hash of step 4 than {CERTIFICATE}",
+    ),
     "the config": (_other_config, "config.yaml is not the config that step 4 was done with"),
 }
 
@@ -216,10 +270,14 @@ def test_each_is_noticed(name: str, run: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_an_untouched_run_passes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The control. Its lines say how many completions were drawn again, and how many the chain alone holds."""
+    """The control. Its lines say how many completions were drawn again, and how many the chain
+    alone holds."""
     verify_command(run, None)
     out = capsys.readouterr().out
-    assert "certificate: 64 completions, their rewards and the metrics of steps 0 to 4 are as they were recorded" in out
+    assert (
+        "certificate: 64 completions, their rewards and the metrics of steps 0 to 4 are as they "
+        "were recorded"
+    ) in out
     assert "32 of 64 completions were drawn again, and 0 of their " in out
     chain = read_chain(run / CERTIFICATE)
     assert chain is not None
@@ -227,8 +285,11 @@ def test_an_untouched_run_passes(run: Path, capsys: pytest.CaptureFixture[str]) 
         verify_command(run, 4, str(chain.rows[step]["hash"]))
 
 
-def test_who_rewrites_everything_is_found_by_a_hash_that_was_kept(run: Path, base_model: Path, tmp_path: Path) -> None:
-    """Another whole run in its place verifies, as it must; of the hash that the first one printed it has none."""
+def test_who_rewrites_everything_is_found_by_a_hash_that_was_kept(
+    run: Path, base_model: Path, tmp_path: Path
+) -> None:
+    """Another whole run in its place verifies, as it must; of the hash that the first one printed
+    it has none."""
     chain = read_chain(run / CERTIFICATE)
     assert chain is not None
     (tmp_path / "other").mkdir()
@@ -252,14 +313,20 @@ def test_a_resumed_run_continues_the_chain_of_one_that_never_stopped(
     chain = read_chain(finished / CERTIFICATE)
     assert chain is not None
     assert f"certificate of step 4: {chain.head}" in capsys.readouterr().err
-    kept = json.loads((tmp_path / "again" / "checkpoints" / "step-000004" / "trainer" / "certificate.json").read_text())
+    kept = json.loads(
+        (
+            tmp_path / "again" / "checkpoints" / "step-000004" / "trainer" / "certificate.json"
+        ).read_text()
+    )
     assert kept == {"step": 4, "hash": chain.head}
     verify_command(tmp_path / "again", None)
 
 
 def test_control_another_seed_has_another_chain(finished: Path, tmp_path: Path) -> None:
     train(load_config(finished / "config.yaml", [f"run.dir={tmp_path}/seed", "seed=1", "steps=1"]))
-    rows = [(each / CERTIFICATE).read_text().splitlines()[0] for each in (finished, tmp_path / "seed")]
+    rows = [
+        (each / CERTIFICATE).read_text().splitlines()[0] for each in (finished, tmp_path / "seed")
+    ]
     assert json.loads(rows[0])["weights"] == json.loads(rows[1])["weights"]
     assert json.loads(rows[0])["config"] != json.loads(rows[1])["config"]
 
@@ -274,7 +341,9 @@ def test_a_chain_that_is_gone_with_every_trace_is_missed(run: Path) -> None:
         state = json.loads((checkpoint / "trainer" / "state.json").read_text())
         del state["offsets"][CERTIFICATE]
         (checkpoint / "trainer" / "state.json").write_text(json.dumps(state))
-        manifest["trainer/state.json"] = hashlib.sha256((checkpoint / "trainer/state.json").read_bytes()).hexdigest()
+        manifest["trainer/state.json"] = hashlib.sha256(
+            (checkpoint / "trainer/state.json").read_bytes()
+        ).hexdigest()
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunFailed, match=r"in 1 places: certificate\.jsonl is missing"):
         verify_command(run, None)

@@ -32,14 +32,19 @@ def test_the_text_is_the_engines(generate: Generate, base_model: Path) -> None:
     expected = Engine(Model.load(base_model)).generate(["1+2=", "3"], sampling)
     options = ("-n", 2, "--max-new-tokens", 6, "--temperature", 0.7, "--seed", 5)
     found = generate("--prompt", "1+2=", "--prompt", "3", *options)
-    lines = [f"[{i}.{j}] {p}{expected[i][j].text}" for i, p in enumerate(["1+2=", "3"]) for j in range(2)]
+    lines = [
+        f"[{i}.{j}] {p}{expected[i][j].text}" for i, p in enumerate(["1+2=", "3"]) for j in range(2)
+    ]
     assert found.splitlines() == lines
     assert generate(*options, stdin="1+2=\n3\n") == found
 
 
 def test_json_holds_tokens_and_their_logprobs(generate: Generate) -> None:
     rows = [
-        json.loads(line) for line in generate("--prompt", "1+", "--json", "-n", 3, "--max-new-tokens", 5).splitlines()
+        json.loads(line)
+        for line in generate(
+            "--prompt", "1+", "--json", "-n", 3, "--max-new-tokens", 5
+        ).splitlines()
     ]
     assert [row["sample_index"] for row in rows] == [0, 1, 2]
     for row in rows:
@@ -60,4 +65,8 @@ def test_a_chat_by_a_template_of_ones_own(generate: Generate, tmp_path: Path) ->
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}=")
     words = ("--temperature", 0, "--max-new-tokens", 6)
     plain = generate("--prompt", "1+2=", *words)
-    assert "1+2=" + generate("--prompt", "1+2", "--chat", "--chat-template", tmp_path / "mine.jinja", *words) == plain
+    assert (
+        "1+2="
+        + generate("--prompt", "1+2", "--chat", "--chat-template", tmp_path / "mine.jinja", *words)
+        == plain
+    )

@@ -1,4 +1,5 @@
-"""`isobit verify`: what a run recorded is drawn again from its checkpoints; whatever was changed is found."""
+"""`isobit verify`: what a run recorded is drawn again from its checkpoints; whatever was changed is
+found."""
 
 import json
 import shutil
@@ -62,11 +63,20 @@ def test_a_run_is_what_its_weights_sampled(
     lines = _said(run, capsys)
     kept = [row for row in rows if row["rollout_step"] in (0, 2)]
     assert [line.split(":")[0] for line in lines[:-2]] == ["step 0", "step 2"]
-    assert all(line.endswith("drawn again, every token and every bit of its log-probability") for line in lines[:-2])
+    assert all(
+        line.endswith("drawn again, every token and every bit of its log-probability")
+        for line in lines[:-2]
+    )
     tokens = sum(len(row["completion_ids"]) for row in kept)
-    assert lines[-2].startswith(f"certificate: {len(rows)} completions, their rewards and the metrics of steps 0 to 4 ")
-    assert lines[-1].startswith(f"{run}: {len(kept)} of {len(rows)} completions were drawn again, and 0 of their ")
-    assert lines[-1].endswith(f"{tokens} tokens differ in any bit: these weights sampled what is recorded")
+    assert lines[-2].startswith(
+        f"certificate: {len(rows)} completions, their rewards and the metrics of steps 0 to 4 "
+    )
+    assert lines[-1].startswith(
+        f"{run}: {len(kept)} of {len(rows)} completions were drawn again, and 0 of their "
+    )
+    assert lines[-1].endswith(
+        f"{tokens} tokens differ in any bit: these weights sampled what is recorded"
+    )
 
 
 def _rewritten(run: Path, change: Any) -> None:
@@ -110,7 +120,10 @@ def test_a_log_probability_that_was_changed_by_one_bit_is_found(run: Path) -> No
 def test_tokens_of_somebody_else_are_found(run: Path) -> None:
     def change(row: dict[str, Any]) -> dict[str, Any]:
         if row["step"] == 1 and row["prompt_index"] == 0:
-            row["completion_ids"], row["rollout_logprobs"] = row["completion_ids"][:1], row["rollout_logprobs"][:1]
+            row["completion_ids"], row["rollout_logprobs"] = (
+                row["completion_ids"][:1],
+                row["rollout_logprobs"][:1],
+            )
         return row
 
     _rewritten(run, change)
@@ -128,7 +141,9 @@ def test_other_weights_are_found(run: Path, tmp_path: Path, base_model: Path) ->
 def test_another_seed_is_found(run: Path) -> None:
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
-    with pytest.raises(RunFailed, match=r"in 3 places: config\.yaml is not the config that step 4 was done with"):
+    with pytest.raises(
+        RunFailed, match=r"in 3 places: config\.yaml is not the config that step 4 was done with"
+    ):
         verify_command(run, None)
 
 
@@ -144,12 +159,17 @@ def test_rows_that_do_not_say_when_they_were_sampled_are_left_out(run: Path) -> 
     """They are not of step 0 for that."""
     _rewritten(run, lambda row: {key: value for key, value in row.items() if key != "rollout_step"})
     _without_certificate(run)
-    with pytest.raises(IsobitError, match="none of its checkpoints sampled completions that are recorded"):
+    with pytest.raises(
+        IsobitError, match="none of its checkpoints sampled completions that are recorded"
+    ):
         verify_command(run, None)
 
 
 def test_whole_groups_up_to_a_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [line.partition(" completions")[0] for line in _said(run, capsys, 5)[:-2]] == ["step 0: 8", "step 2: 8"]
+    assert [line.partition(" completions")[0] for line in _said(run, capsys, 5)[:-2]] == [
+        "step 0: 8",
+        "step 2: 8",
+    ]
 
 
 def test_another_machine_is_named(run: Path) -> None:
@@ -167,7 +187,9 @@ def test_what_cannot_be_verified_is_refused(
     (run / "rollouts_from.txt").write_text("/runs/first\n")
     assert "sampled none; verify /runs/first" in refused("verify", run)
     (run / "rollouts_from.txt").unlink()
-    _rewritten(run, lambda row: {key: value for key, value in row.items() if key != "completion_ids"})
+    _rewritten(
+        run, lambda row: {key: value for key, value in row.items() if key != "completion_ids"}
+    )
     _without_certificate(run)
     assert "none of its checkpoints sampled completions that are recorded" in refused("verify", run)
     calibrated = _trained(tmp_path / "calibrated", base_model, precision="fp8-rollout-kv", steps=1)

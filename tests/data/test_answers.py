@@ -30,7 +30,10 @@ ANSWERS: list[tuple[Any, str]] = [
     ("", ""),
     (said("7"), "7"),
     ([*said("7"), *said("8")], "78"),
-    (said([{"type": "text", "text": "It is "}, {"type": "text", "text": "7", "image": None}]), "It is 7"),
+    (
+        said([{"type": "text", "text": "It is "}, {"type": "text", "text": "7", "image": None}]),
+        "It is 7",
+    ),
     (said("7", name=None, tool_calls=None), "7"),
     (said("I add.", tool_calls=[CALL]), "I add."),
 ]
@@ -66,7 +69,11 @@ def test_text_and_messages_of_the_assistant_are_answers(value: Any, text: str) -
 
 @pytest.mark.parametrize(("value", "found"), OTHERS)
 def test_nothing_else_is_one(value: Any, found: str) -> None:
-    for read, wanted in ((answer_text, "text or"), (answer_messages, "text or"), (gold_text, "text, a number or")):
+    for read, wanted in (
+        (answer_text, "text or"),
+        (answer_messages, "text or"),
+        (gold_text, "text, a number or"),
+    ):
         with pytest.raises(NoAnswer) as caught:
             read(value)
         assert str(caught.value) == f"expected {wanted} the messages of an assistant, got {found}"
@@ -99,7 +106,10 @@ def test_a_reward_is_given_no_other_completion(value: Any, found: str, tmp_path:
 def test_messages_in_parts_are_text(tmp_path: Path) -> None:
     """As prompt, as answer, and with what else the assistant's message has."""
     file = tmp_path / "rows.jsonl"
-    user = {"role": "user", "content": [{"type": "text", "text": "3 "}, {"type": "text", "text": "+ 4?"}]}
+    user = {
+        "role": "user",
+        "content": [{"type": "text", "text": "3 "}, {"type": "text", "text": "+ 4?"}],
+    }
     answer = said([{"type": "text", "text": "7"}], reasoning_content="Add.", name=None)[0]
     file.write_text(json.dumps({"messages": [user, answer]}) + "\n")
     (example,) = read_examples(Source(file))
@@ -118,9 +128,12 @@ def test_a_conversation_must_end_with_an_answer_that_says_something(tmp_path: Pa
     file, user = tmp_path / "rows.jsonl", {"role": "user", "content": "3 + 4?"}
     good = json.dumps({"messages": [user, *said("7")]})
     for content in (None, ""):
-        file.write_text(f"{good}\n{json.dumps({'messages': [user, *said(content, tool_calls=[CALL])]})}\n")
+        file.write_text(
+            f"{good}\n{json.dumps({'messages': [user, *said(content, tool_calls=[CALL])]})}\n"
+        )
         with pytest.raises(
-            IsobitError, match=r"rows\.jsonl:2: the last of 'messages': .* calls tools and says nothing"
+            IsobitError,
+            match=r"rows\.jsonl:2: the last of 'messages': .* calls tools and says nothing",
         ):
             read_examples(Source(file))
 
@@ -140,7 +153,10 @@ def test_given_completions_are_answers_or_refused(tmp_path: Path, run_isobit: Ru
     for value, found in [*OTHERS, (7, "a number")]:
         code, _, err = evaluate("7", value)
         assert code == 2
-        assert f"rows.jsonl:2: column 'said': expected text or the messages of an assistant, got {found}" in err
+        assert (
+            "rows.jsonl:2: column 'said': expected text or the messages of an assistant, got "
+            f"{found}"
+        ) in err
         assert err.count("\n") == 1
 
 
@@ -156,20 +172,33 @@ KNOWN = {
 
 
 def written(source: str) -> Iterator[str]:
-    """What a module turns into text of what it does not know: values of rows and of JSON, and arguments of any type.
-    Messages aside, which `raise` has, and Python's own notation (`!r`)."""
+    """What a module turns into text of what it does not know: values of rows and of JSON, and
+    arguments of any type. Messages aside, which `raise` has, and Python's own notation (`!r`)."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             continue
         names = _foreign_names(function)
-        raised = {id(node) for each in ast.walk(function) if isinstance(each, ast.Raise) for node in ast.walk(each)}
+        raised = {
+            id(node)
+            for each in ast.walk(function)
+            if isinstance(each, ast.Raise)
+            for node in ast.walk(each)
+        }
         for node in ast.walk(function):
-            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+            called = (
+                node.func.id
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                else None
+            )
             if id(node) in raised:
                 continue
             if called in ("str", "format") and any(_is_foreign(part, names) for part in node.args):  # type: ignore[attr-defined]
                 yield ast.unparse(node)
-            plain = isinstance(node, ast.FormattedValue) and node.format_spec is None and node.conversion != ord("r")
+            plain = (
+                isinstance(node, ast.FormattedValue)
+                and node.format_spec is None
+                and node.conversion != ord("r")
+            )
             if plain and _is_foreign(node.value, names):  # type: ignore[attr-defined]
                 yield ast.unparse(node)
 
@@ -185,43 +214,87 @@ def _is_foreign(node: ast.AST, names: set[str]) -> bool:
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name in ("get", "values", "items", "pop") and isinstance(node.func, ast.Attribute):
             return _is_foreign(node.func.value, names)
-        within = name in ("zip", "enumerate", "list", "tuple") and any(_is_foreign(part, names) for part in node.args)
+        within = name in ("zip", "enumerate", "list", "tuple") and any(
+            _is_foreign(part, names) for part in node.args
+        )
         return name in ("loads", "parse_json", "read_json") or within
-    return any(_is_foreign(part, names) for part in ast.iter_child_nodes(node) if not isinstance(node, ast.Compare))
+    return any(
+        _is_foreign(part, names)
+        for part in ast.iter_child_nodes(node)
+        if not isinstance(node, ast.Compare)
+    )
 
 
 def _foreign_names(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
     """Arguments of any type, and what is assigned from such values in the function."""
     given = function.args
-    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-    names = {each.arg for each in arguments if each.annotation is not None and "Any" in ast.unparse(each.annotation)}
-    names |= {each.arg for each in arguments if isinstance(function, ast.Lambda) and each.arg in ("columns", "row")}
+    arguments = [
+        *given.posonlyargs,
+        *given.args,
+        *given.kwonlyargs,
+        *filter(None, (given.vararg, given.kwarg)),
+    ]
+    names = {
+        each.arg
+        for each in arguments
+        if each.annotation is not None and "Any" in ast.unparse(each.annotation)
+    }
+    names |= {
+        each.arg
+        for each in arguments
+        if isinstance(function, ast.Lambda) and each.arg in ("columns", "row")
+    }
     before = -1
     while len(names) > before:
         before = len(names)
         for node in ast.walk(function):
-            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            if (
+                isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr))
+                and node.value is not None
+            ):
                 value, targets = node.value, getattr(node, "targets", None) or [node.target]  # type: ignore[union-attr]
             elif isinstance(node, (ast.For, ast.comprehension)):
                 value, targets = node.iter, [node.target]
                 counted = isinstance(value, ast.Call) and ast.unparse(value.func) == "enumerate"
-                targets = node.target.elts[1:] if counted and isinstance(node.target, ast.Tuple) else targets
+                targets = (
+                    node.target.elts[1:]
+                    if counted and isinstance(node.target, ast.Tuple)
+                    else targets
+                )
             else:
                 continue
             if isinstance(value, _TAKEN) and _is_foreign(value, names):
-                names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+                names |= {
+                    part.id
+                    for target in targets
+                    for part in ast.walk(target)
+                    if isinstance(part, ast.Name)
+                }
     return names
 
 
-_TAKEN = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.BoolOp, ast.IfExp, ast.Tuple, ast.List)
+_TAKEN = (
+    ast.Name,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Call,
+    ast.BoolOp,
+    ast.IfExp,
+    ast.Tuple,
+    ast.List,
+)
 
 
 def test_nothing_else_writes_a_strangers_value_as_text() -> None:
     files = [
-        path for room in ROOMS for path in ([SOURCE / room] if ".py" in room else sorted((SOURCE / room).rglob("*.py")))
+        path
+        for room in ROOMS
+        for path in ([SOURCE / room] if ".py" in room else sorted((SOURCE / room).rglob("*.py")))
     ]
     found = {
-        str(path.relative_to(SOURCE)): set(written(path.read_text())) for path in files if "sandbox" not in path.parts
+        str(path.relative_to(SOURCE)): set(written(path.read_text()))
+        for path in files
+        if "sandbox" not in path.parts
     }
     assert {path: texts for path, texts in found.items() if texts} == KNOWN
 
@@ -231,10 +304,14 @@ def test_nothing_else_writes_a_strangers_value_as_text() -> None:
     [
         "gold = lambda columns: str(columns['answer'])",
         "def f(example: Example) -> str:\n    return str(example.columns['completion'])",
-        "def f(row: Mapping[str, Any], column: str) -> str:\n    value = row.get(column)\n    return f'{value}'",
-        "def f(row: Mapping[str, Any]) -> list[str]:\n    return [str(each) for each in row['answer']]",
-        "def f(columns: Sequence[Any]) -> list[str]:\n    return [format(a) for _, a in enumerate(columns)]",
-        "def f(path: Path) -> str:\n    content = json.loads(path.read_text())\n    return str(content['model'])",
+        "def f(row: Mapping[str, Any], column: str) -> str:\n    value = row.get(column)\n    "
+        "return f'{value}'",
+        "def f(row: Mapping[str, Any]) -> list[str]:\n    return [str(each) for each in "
+        "row['answer']]",
+        "def f(columns: Sequence[Any]) -> list[str]:\n    return [format(a) for _, a in "
+        "enumerate(columns)]",
+        "def f(path: Path) -> str:\n    content = json.loads(path.read_text())\n    return "
+        "str(content['model'])",
     ],
 )
 def test_negative_control_the_scan_finds_what_is_planted(planted: str) -> None:

@@ -14,7 +14,9 @@ from isobit.errors import IsobitError
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -46,7 +48,9 @@ def test_every_column_but_the_prompt_is_passed_through(file: Path) -> None:
 
 def test_another_prompt_column_stays_a_column(file: Path) -> None:
     write(file, {"question": "1+1?", "solution": "2"})
-    (example,) = read(file, columns={"prompt": "question", "answer": "solution"}, template="Q: {prompt} {x}")
+    (example,) = read(
+        file, columns={"prompt": "question", "answer": "solution"}, template="Q: {prompt} {x}"
+    )
     assert example.prompt == "Q: 1+1? {x}"
     assert example.columns == {"question": "1+1?", "solution": "2", "answer": "2"}
 
@@ -68,27 +72,38 @@ def test_a_system_message_goes_before_every_chat(file: Path) -> None:
     assert read(file, system="S")[0].prompt == [{"role": "system", "content": "S"}, user]
     assert read(file, chat=True)[0].prompt == [user]
     write(file, {"prompt": [{"role": "system", "content": "own"}, user]})
-    with pytest.raises(IsobitError, match=r":1: the chat has a system message of its own: no task\.system for it"):
+    with pytest.raises(
+        IsobitError, match=r":1: the chat has a system message of its own: no task\.system for it"
+    ):
         read(file, system="S")
 
 
 def test_messages_are_the_prompt_where_there_is_none(file: Path) -> None:
-    """The assistant's last message is what supervised training learns; rewards get it as `completion`."""
+    """The assistant's last message is what supervised training learns; rewards get it as
+    `completion`."""
     user, gold = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
     rest = [gold, {"role": "user", "content": "sure?"}]
-    write(file, {"messages": [user, gold], "level": 1}, {"messages": [user, *rest, gold], "level": 2})
+    write(
+        file, {"messages": [user, gold], "level": 1}, {"messages": [user, *rest, gold], "level": 2}
+    )
     first, second = read(file)
     assert (first.prompt, second.prompt) == ([user], [user, *rest])
     assert first.columns == {"messages": [user, gold], "level": 1, "completion": "2"}
     write(file, {"messages": [user, *rest], "completion": "own"})
-    assert read(file)[0] == Example(0, [user, *rest], {"messages": [user, *rest], "completion": "own"})
+    assert read(file)[0] == Example(
+        0, [user, *rest], {"messages": [user, *rest], "completion": "own"}
+    )
     write(file, {"messages": [user, gold], "completion": "own"})
     assert read(file)[0].columns["completion"] == "own"
     write(file, {"prompt": "p", "messages": [user, gold]})
     assert read(file)[0] == Example(0, "p", {"messages": [user, gold]})
     write(file, {"prompt": "p", "conversation": [user, gold]})
     found = read(file, columns={"messages": "conversation"})[0]
-    assert (found.prompt, found.columns["completion"], found.columns["prompt"]) == ([user], "2", "p")
+    assert (found.prompt, found.columns["completion"], found.columns["prompt"]) == (
+        [user],
+        "2",
+        "p",
+    )
 
 
 def test_a_chat_prompt_keeps_its_last_message_and_loses_null_keys(file: Path) -> None:
@@ -99,19 +114,32 @@ def test_a_chat_prompt_keeps_its_last_message_and_loses_null_keys(file: Path) ->
 
 def test_columns_are_renamed(file: Path) -> None:
     write(file, {"question": "q", "answer": "long", "final": "7", "completions": "c"})
-    columns = {"prompt": "question", "answer": "final", "solution": "answer", "earlier": "completions"}
+    columns = {
+        "prompt": "question",
+        "answer": "final",
+        "solution": "answer",
+        "earlier": "completions",
+    }
     assert read(file, columns=columns)[0] == Example(
         0, "q", {"question": "q", "answer": "7", "final": "7", "solution": "long", "earlier": "c"}
     )
 
 
 def test_the_answer_of_verl_rows_is_found(file: Path) -> None:
-    verl = {"prompt": "p", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "42"}}
+    verl = {
+        "prompt": "p",
+        "data_source": "s",
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+    }
     write(file, verl)
     assert read(file)[0].columns["answer"] == "42"
-    write(file, {**verl, "answer": "a long solution\n#### 42"})  # as `datasets` keeps it where a row is mapped
+    write(
+        file, {**verl, "answer": "a long solution\n#### 42"}
+    )  # as `datasets` keeps it where a row is mapped
     assert read(file)[0].columns["answer"] == "42"
-    assert read(file, columns={"answer": "answer"})[0].columns["answer"] == "a long solution\n#### 42"
+    assert (
+        read(file, columns={"answer": "answer"})[0].columns["answer"] == "a long solution\n#### 42"
+    )
     write(file, {**verl, "answer": "own", "reward_model": {"style": "model", "ground_truth": None}})
     assert read(file)[0].columns["answer"] == "own"
 
@@ -135,7 +163,8 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
         (["null"], ":1: expected a JSON object of columns, got null"),
         (
             [{"promt": "a"}],
-            ":1: no column 'prompt' and none named with task.columns: {prompt: ...}; did you mean 'promt'?",
+            ":1: no column 'prompt' and none named with task.columns: {prompt: ...}; did you "
+            "mean 'promt'?",
         ),
         ([{"prompt": ""}], ":1: 'prompt' is empty"),
         ([{"prompt": "a"}, {"prompt": " \n"}], ":2: 'prompt' is empty"),
@@ -145,14 +174,20 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
         ([{"prompt": {"role": "user"}}], "got an object"),
         ([{"prompt": [{"role": "user"}]}], ":1: message 0 of 'prompt' must be"),
         ([{"prompt": [{"role": "user", "content": ["x"]}]}], ":1: message 0 of 'prompt' must be"),
-        ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "x"}]}], ":2: 'prompt' is text in one row and chat"),
+        (
+            [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "x"}]}],
+            ":2: 'prompt' is text in one row and chat",
+        ),
         (
             [{"prompt": "a", "x": 1}, "", {"prompt": "b", "y": 1}],
             "data.jsonl:1: lacks 'x'; adds 'y'",
         ),
         ([{"prompt": "a", "x": 1}, {"x": 1}], "data.jsonl:1: lacks 'prompt'"),
         ([{"messages": "a"}], ":1: 'messages' must be a list of chat messages, got text"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1: 'messages' has the assistant's message only"),
+        (
+            [{"messages": [{"role": "assistant", "content": "a"}]}],
+            ":1: 'messages' has the assistant's message only",
+        ),
         (
             [
                 {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]}
@@ -160,7 +195,10 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
             ],
             ":2: 'messages' ends with the assistant's message in one row and not in another",
         ),
-        ([{"prompt": "a", "completions": 1}], ":1: column 'completions' has a name that reward functions get"),
+        (
+            [{"prompt": "a", "completions": 1}],
+            ":1: column 'completions' has a name that reward functions get",
+        ),
     ],
 )
 def test_bad_rows_are_named_with_file_and_line(file: Path, rows: list[Any], message: str) -> None:
@@ -178,7 +216,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: Path) -> None
     with pytest.raises(IsobitError, match=":2: not UTF-8 text"):
         read(file)
     write(file, {"prompt": "a", "anser": 1})
-    with pytest.raises(IsobitError, match=r"no column 'answr' \(task.columns.answer\); did you mean 'anser'"):
+    with pytest.raises(
+        IsobitError, match=r"no column 'answr' \(task.columns.answer\); did you mean 'anser'"
+    ):
         read(file, columns={"answer": "answr"})
     write(file, {"prompt": [{"role": "user", "content": "x"}]})
     with pytest.raises(IsobitError, match=":1: the prompt is a chat already"):
@@ -194,7 +234,11 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert [Dataset(numbered(10), seed=4).at(cursor).index for cursor in range(30)] != first
-    assert [Dataset(numbered(10), shuffle=False).at(cursor).index for cursor in range(12)] == [*range(10), 0, 1]
+    assert [Dataset(numbered(10), shuffle=False).at(cursor).index for cursor in range(12)] == [
+        *range(10),
+        0,
+        1,
+    ]
     assert tuple(first[10:20]) == data.order(1)
 
 
@@ -224,5 +268,7 @@ def test_what_is_held_out_is_never_trained_on(prompts: list[int], size: int, see
     held = {str(example.prompt) for example in held_out}
     assert len(held) == len(held_out) == size
     assert held.isdisjoint(str(example.prompt) for example in train)
-    assert held | {str(example.prompt) for example in train} == {str(example.prompt) for example in rows}
+    assert held | {str(example.prompt) for example in train} == {
+        str(example.prompt) for example in rows
+    }
     assert [example.index for example in train] == sorted(example.index for example in train)

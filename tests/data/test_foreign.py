@@ -8,14 +8,19 @@ from isobit.data.foreign import check_readable, exists, read_bytes
 from isobit.data.readers import Source, read_rows
 from isobit.errors import IsobitError
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+LFS = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\n"
+    "size 12345\n"
+)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "rows.json"])
 def test_data_that_are_pointers_or_links_to_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(LFS)
-    with pytest.raises(IsobitError, match=r"rows\.\w+: a pointer of Git LFS, not the file itself; `git lfs pull`"):
+    with pytest.raises(
+        IsobitError, match=r"rows\.\w+: a pointer of Git LFS, not the file itself; `git lfs pull`"
+    ):
         list(read_rows(Source(path)))
     path.unlink()
     path.symlink_to("gone")

@@ -109,7 +109,17 @@ def saved_splits(folder: Path, rows: Rows) -> Path:
     return place
 
 
-WRITERS: list[Writer] = [jsonl, json_array, csv_file, tsv_file, parquet, shards, saved, saved_splits, packed_splits]
+WRITERS: list[Writer] = [
+    jsonl,
+    json_array,
+    csv_file,
+    tsv_file,
+    parquet,
+    shards,
+    saved,
+    saved_splits,
+    packed_splits,
+]
 WRITERS += [packed(write) for write in (jsonl, json_array, csv_file, tsv_file)]
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 PROMPT = TEXT.filter(lambda text: bool(text.strip()))
@@ -122,10 +132,15 @@ def text_rows(draw: st.DrawFn) -> Rows:
     return draw(st.lists(row, min_size=1, max_size=5))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=text_rows())
 def test_every_format_gives_the_same_examples(tmp_path: Path, rows: Rows) -> None:
-    wanted = [Example(i, row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(rows)]
+    wanted = [
+        Example(i, row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
+        for i, row in enumerate(rows)
+    ]
     for write in WRITERS:
         assert read(write(tmp_path, rows)) == wanted, write.__name__
 
@@ -143,9 +158,13 @@ NESTED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=st.lists(NESTED, min_size=1, max_size=4))
-def test_nested_columns_and_chats_are_the_same_in_every_format_that_has_them(tmp_path: Path, rows: Rows) -> None:
+def test_nested_columns_and_chats_are_the_same_in_every_format_that_has_them(
+    tmp_path: Path, rows: Rows
+) -> None:
     first = read(jsonl(tmp_path, rows))
     assert [example.prompt for example in first] == [row["prompt"] for row in rows]
     for write in (parquet, saved, saved_splits, json_array, packed(jsonl)):
@@ -169,7 +188,10 @@ def test_a_row_has_its_place(tmp_path: Path, write: Writer) -> None:
 def test_a_place_in_csv_is_where_the_record_begins(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n\r\n"two\r\nlines",1\r\nb,2\r\n')
-    assert [(e.prompt, e.where) for e in read(path)] == [("two\r\nlines", f"{path}:3"), ("b", f"{path}:5")]
+    assert [(e.prompt, e.where) for e in read(path)] == [
+        ("two\r\nlines", f"{path}:3"),
+        ("b", f"{path}:5"),
+    ]
 
 
 def test_a_long_field_of_csv_is_read_and_the_limit_left_as_it_was(tmp_path: Path) -> None:
@@ -220,8 +242,12 @@ def test_what_json_has_no_word_for_becomes_plain(tmp_path: Path) -> None:
 
 
 def test_arrays_of_datasets_are_lists(tmp_path: Path) -> None:
-    features = datasets.Features({"prompt": datasets.Value("string"), "grid": datasets.Array2D((2, 2), "int32")})
-    data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "grid": [[[1, 2], [3, 4]]] * 2}, features=features)
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "grid": datasets.Array2D((2, 2), "int32")}
+    )
+    data = datasets.Dataset.from_dict(
+        {"prompt": ["a", "b"], "grid": [[[1, 2], [3, 4]]] * 2}, features=features
+    )
     data.with_format("numpy").select([1, 0]).save_to_disk(tmp_path / "d")
     found = read(tmp_path / "d")
     assert [(e.prompt, e.columns) for e in found] == [
@@ -235,7 +261,10 @@ def test_arrays_of_datasets_are_lists(tmp_path: Path) -> None:
     [
         (["train.jsonl", "test.jsonl"], {"train", "test"}),
         (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], {"train"}),
-        (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"], {"train_sft", "test_sft"}),
+        (
+            ["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"],
+            {"train_sft", "test_sft"},
+        ),
         (["gsm8k-train.csv", "gsm8k-validation.csv"], {"train", "validation"}),
         (["train/0.parquet", "train/1.parquet", "dev/0.parquet"], {"train", "validation"}),
         (["0000.parquet", "0001.parquet"], {"train"}),
@@ -279,7 +308,10 @@ def test_a_format_is_known_by_content_or_forced(tmp_path: Path) -> None:
         assert len(read(write(tmp_path, ROWS).rename(tmp_path / "rows"))) == 5
     table = csv_file(tmp_path, ROWS).rename(tmp_path / "rows.txt")
     assert len(read_examples(Source(table, "csv"))) == 5
-    with pytest.raises(IsobitError, match=r"cannot tell its format .* set task\.format to one of jsonl, csv, parquet"):
+    with pytest.raises(
+        IsobitError,
+        match=r"cannot tell its format .* set task\.format to one of jsonl, csv, parquet",
+    ):
         read(table)
     csv_file(tmp_path, ROWS)
     jsonl(tmp_path, ROWS[:2])
@@ -318,7 +350,9 @@ def not_utf8(folder: Path) -> Path:
 
 def columns_called(*names: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        pq.write_table(pa.table([pa.array(["a"])] * len(names), names=list(names)), folder / "rows.parquet")
+        pq.write_table(
+            pa.table([pa.array(["a"])] * len(names), names=list(names)), folder / "rows.parquet"
+        )
         return folder / "rows.parquet"
 
     return write
@@ -383,7 +417,8 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     (columns_called("prompt", "a", "a"), "rows.parquet: two columns are called 'a'; rename one"),
     (
         columns_called("question"),
-        "row 1: no column 'prompt' and none named with task.columns: {prompt: ...}; known: question",
+        "row 1: no column 'prompt' and none named with task.columns: {prompt: ...}; known: "
+        "question",
     ),
     (
         columns_called("prompt", "log_extra"),
@@ -416,9 +451,18 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         text_file(b'{"prompt": "a"}\n{"prompt": 3}\n', "rows.jsonl"),
         "rows.jsonl:2: 'prompt' must be text or a list of chat",
     ),
-    (text_file(b"\x1f\x8b\x08\0", "rows.gz"), "rows.gz: malformed gzip: the file is cut off or damaged"),
-    (text_file(gzip.compress(b"hello"), "rows.gz"), "rows.gz: cannot tell its format from name or content"),
-    (text_file(gzip.compress(b'{"prompt": 1}'), "rows.jsonl.gz"), "rows.jsonl.gz:1: 'prompt' must be text"),
+    (
+        text_file(b"\x1f\x8b\x08\0", "rows.gz"),
+        "rows.gz: malformed gzip: the file is cut off or damaged",
+    ),
+    (
+        text_file(gzip.compress(b"hello"), "rows.gz"),
+        "rows.gz: cannot tell its format from name or content",
+    ),
+    (
+        text_file(gzip.compress(b'{"prompt": 1}'), "rows.jsonl.gz"),
+        "rows.jsonl.gz:1: 'prompt' must be text",
+    ),
     (text_file(gzip.compress(b"x" * 4000)[:-9], "rows.jsonl.gz"), "rows.jsonl.gz: malformed gzip"),
     (
         text_file(b'[{"prompt": "a"}, 3]', "rows.json"),
@@ -429,14 +473,17 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     (text_file(b"[]", "rows.json"), "rows.json: no examples in it"),
     (
         text_file(b'{\n "data": [{"prompt": "a"}]\n}', "rows.json"),
-        "rows.json: one JSON object; expected an array of rows, [{...}, {...}], or one object a line",
+        "rows.json: one JSON object; expected an array of rows, [{...}, {...}], or one object a "
+        "line",
     ),
     (lambda folder: folder / "gone.parquet", "cannot read data file"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), BAD, ids=[message[:40] for _, message in BAD])
-def test_what_cannot_be_read_is_named_in_one_line(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+def test_what_cannot_be_read_is_named_in_one_line(
+    tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
     with pytest.raises(IsobitError) as caught:
         read(make(tmp_path))
     assert message in str(caught.value)
@@ -447,17 +494,41 @@ def test_what_cannot_be_read_is_named_in_one_line(tmp_path: Path, make: Callable
 def test_settings_that_do_not_fit_the_data(tmp_path: Path) -> None:
     file, folder = str(jsonl(tmp_path, ROWS)), str(saved(tmp_path, ROWS))
     for changes, message in [
-        ({"path": file, "split": "train"}, r"task\.split: .*rows\.jsonl is a file, which has no splits"),
-        ({"path": folder, "split": "train"}, r"task\.split: .*saved is one saved dataset, which has no splits"),
-        ({"path": file, "format": "dataset"}, r"task\.format: dataset is a directory, and .* is a file"),
-        ({"path": file, "held_out_split": "test"}, r"task\.held_out_split: .* is a file, which has no splits"),
+        (
+            {"path": file, "split": "train"},
+            r"task\.split: .*rows\.jsonl is a file, which has no splits",
+        ),
+        (
+            {"path": folder, "split": "train"},
+            r"task\.split: .*saved is one saved dataset, which has no splits",
+        ),
+        (
+            {"path": file, "format": "dataset"},
+            r"task\.format: dataset is a directory, and .* is a file",
+        ),
+        (
+            {"path": file, "held_out_split": "test"},
+            r"task\.held_out_split: .* is a file, which has no splits",
+        ),
         ({"path": file, "format": "parquet"}, "truncated or corrupt Parquet"),
         ({"path": folder, "format": "csv"}, "expected csv files"),
-        ({"path": file, "columns": {"completions": "answer"}}, r"task\.columns: 'completions' is a name that reward"),
-        ({"path": file, "columns": {"gold": "anser"}}, r"rows\.jsonl:1: no column 'anser' \(task\.columns\.gold\)"),
-        ({"name": "arithmetic", "columns": {"a": "b"}}, r"task\.columns: task arithmetic makes its own data"),
+        (
+            {"path": file, "columns": {"completions": "answer"}},
+            r"task\.columns: 'completions' is a name that reward",
+        ),
+        (
+            {"path": file, "columns": {"gold": "anser"}},
+            r"rows\.jsonl:1: no column 'anser' \(task\.columns\.gold\)",
+        ),
+        (
+            {"name": "arithmetic", "columns": {"a": "b"}},
+            r"task\.columns: task arithmetic makes its own data",
+        ),
         ({"name": "countdown", "chat": True}, r"task\.chat: task countdown makes its own data"),
-        ({"name": "arithmetic", "format": "csv"}, r"task\.format: task arithmetic makes its own data"),
+        (
+            {"name": "arithmetic", "format": "csv"},
+            r"task\.format: task arithmetic makes its own data",
+        ),
     ]:
         with pytest.raises(IsobitError, match=message):
             load_task(TaskSettings(**changes))  # type: ignore[arg-type]
@@ -468,12 +539,19 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda name: monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
 
 
-def test_what_needs_an_extra_says_how_to_install_it(tmp_path: Path, without: Callable[[str], None]) -> None:
+def test_what_needs_an_extra_says_how_to_install_it(
+    tmp_path: Path, without: Callable[[str], None]
+) -> None:
     file, folder = parquet(tmp_path, ROWS), saved(tmp_path, ROWS)
     without("datasets")
     assert len(read(file)) == 5, "pyarrow is enough for Parquet"
-    with pytest.raises(IsobitError, match=r'saved: .* needs datasets; install it with: pip install "isobit\[data\]"'):
+    with pytest.raises(
+        IsobitError,
+        match=r'saved: .* needs datasets; install it with: pip install "isobit\[data\]"',
+    ):
         read(folder)
     without("pyarrow")
-    with pytest.raises(IsobitError, match=r'Parquet needs pyarrow; install it with: pip install "isobit\[data\]"'):
+    with pytest.raises(
+        IsobitError, match=r'Parquet needs pyarrow; install it with: pip install "isobit\[data\]"'
+    ):
         read(file)

@@ -1,9 +1,10 @@
-"""Ranks killed at chosen moments, and the run that goes on: `python -m tests.distributed.kills --kills 60`.
+"""Ranks killed at chosen moments, and the run that goes on: `python -m tests.distributed.kills
+--kills 60`.
 
-A run of two to four ranks loses one of them (SIGKILL) when it enters a verb for the n-th time, or some milliseconds
-later, and goes on, on another number of ranks, until the next one is killed. Its end must be that of a run that nobody
-killed. Started with torchrun as `-m tests.distributed.kills --rank R --phase P --nth N --after-ms M -- train ...`, this
-module is that run's ranks.
+A run of two to four ranks loses one of them (SIGKILL) when it enters a verb for the n-th time, or
+some milliseconds later, and goes on, on another number of ranks, until the next one is killed. Its
+end must be that of a run that nobody killed. Started with torchrun as `-m tests.distributed.kills
+--rank R --phase P --nth N --after-ms M -- train ...`, this module is that run's ranks.
 """
 
 import argparse
@@ -41,15 +42,20 @@ def _ranks(given: argparse.Namespace) -> None:
         if self.ranks.rank == given.rank and name == given.phase and not restarted():
             entered += 1
             if entered == given.nth:
-                threading.Timer(given.after_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(
+                    given.after_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)
+                ).start()
 
     Session._phase = counted  # type: ignore[method-assign]
     sys.argv = ["isobit", *given.arguments]
     main()
 
 
-def launched(size: int, options: list[str], arguments: list[str], restarts: int = 0) -> tuple[int, str, float]:
-    """(exit code, what was printed, seconds from the first rank's end to the last's) of ranks that torchrun starts."""
+def launched(
+    size: int, options: list[str], arguments: list[str], restarts: int = 0
+) -> tuple[int, str, float]:
+    """(exit code, what was printed, seconds from the first rank's end to the last's) of ranks that
+    torchrun starts."""
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -58,7 +64,15 @@ def launched(size: int, options: list[str], arguments: list[str], restarts: int 
         str(size),
         *("--monitor-interval", "0.1", "--max-restarts", str(restarts)),
     ]
-    command = [sys.executable, *launcher, "-m", "tests.distributed.kills", *options, "--", *arguments]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "tests.distributed.kills",
+        *options,
+        "--",
+        *arguments,
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -89,11 +103,18 @@ def killed(kills: int, seed: int, folder: Path) -> dict[str, int]:
         size, phase = rng.choice([2, 3, 3, 4]), PHASES[done % len(PHASES)]
         options = [
             *("--rank", str(rng.randrange(size)), "--phase", phase),
-            *("--nth", str(rng.choice([1, 1, 2, 3])), "--after-ms", str(rng.choice([0, 0, 1, 5, 20, 60]))),
+            *(
+                "--nth",
+                str(rng.choice([1, 1, 2, 3])),
+                "--after-ms",
+                str(rng.choice([0, 0, 1, 5, 20, 60])),
+            ),
         ]
         new = not (directory / "config.yaml").is_file()
         arguments = ["train", str(config), *SMALL, *SETTINGS, f"run.dir={directory}"]
-        code, printed, seconds = launched(size, options, arguments if new else ["train", "--resume", str(directory)])
+        code, printed, seconds = launched(
+            size, options, arguments if new else ["train", "--resume", str(directory)]
+        )
         done += 1
         if code == 0:
             counts["too late"] += 1  # the run ended before its rank entered the verb so often
@@ -101,11 +122,15 @@ def killed(kills: int, seed: int, folder: Path) -> dict[str, int]:
             counts[phase] += 1
             assert seconds < LONGEST_S, f"{seconds:.0f} s until all had ended\n{printed}"
             said = [line for line in printed.splitlines() if line.startswith("isobit: ")]
-            own = [line for line in said if re.search("gone|did not come|cannot reach|waited", line)]
+            own = [
+                line for line in said if re.search("gone|did not come|cannot reach|waited", line)
+            ]
             assert options[1] == "0" or own, printed
         if code == 0 or (all_checkpoints(directory / "checkpoints") and done == kills):
             code, printed, _ = launched(
-                2, ["--rank", "-1", "--phase", "", "--nth", "0"], ["train", "--resume", str(directory)]
+                2,
+                ["--rank", "-1", "--phase", "", "--nth", "0"],
+                ["train", "--resume", str(directory)],
             )
             assert code == 0, printed
             assert bits(directory) == whole, f"another end, after {options}"

@@ -28,7 +28,8 @@ SMALL = ["optimizer.micro_batch_tokens=32", "run.quantization_every=2"]
 
 
 def written(folder: Path, family: str = "qwen3", **changes: object) -> Path:
-    """A config whose model has several blocks of 128 rows in each matrix, and several micro-batches a step."""
+    """A config whose model has several blocks of 128 rows in each matrix, and several micro-batches
+    a step."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model("fp8", family, seed=5, scale=3.0, **SIZES).save(folder / "base")
     return write_config(folder, folder / "base", **changes)
@@ -36,7 +37,9 @@ def written(folder: Path, family: str = "qwen3", **changes: object) -> Path:
 
 def session(config: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> None:
     """One rank's part of a new run."""
-    with open_session(load_config(config, [*SMALL, *overrides]), NO_OBJECTS, quiet=True, ranks=ranks) as opened:
+    with open_session(
+        load_config(config, [*SMALL, *overrides]), NO_OBJECTS, quiet=True, ranks=ranks
+    ) as opened:
         training_loop(opened)
         opened.finish()
 
@@ -48,7 +51,9 @@ def resumed(directory: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> 
         opened.finish()
 
 
-def replayed(recorded: Path, out: Path, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> None:
+def replayed(
+    recorded: Path, out: Path, overrides: Sequence[str] = (), ranks: Ranks = ALONE
+) -> None:
     """One rank's part of a run that learns from what another has recorded."""
     with open_replay(recorded, out, overrides, quiet=True, ranks=ranks) as opened:
         training_loop(opened)
@@ -56,15 +61,23 @@ def replayed(recorded: Path, out: Path, overrides: Sequence[str] = (), ranks: Ra
 
 
 def bits(directory: Path) -> dict[str, Any]:
-    """The fingerprint of a run without the memory of its ranks, which share what one rank has alone."""
+    """The fingerprint of a run without the memory of its ranks, which share what one rank has
+    alone."""
     found = fingerprint(directory)
-    rows = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in json.loads(found["metrics"])]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith("memory/")}
+        for row in json.loads(found["metrics"])
+    ]
     return found | {
-        "metrics": json.dumps([{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows])
+        "metrics": json.dumps(
+            [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
+        )
     }
 
 
-def trained(config: Path, directory: Path, size: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def trained(
+    config: Path, directory: Path, size: int, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """The bits of a new run on `size` ranks; 0: without any of their code."""
     given = [*overrides, f"run.dir={directory}"]
     if size == 0:
@@ -75,7 +88,8 @@ def trained(config: Path, directory: Path, size: int, overrides: Sequence[str] =
 
 
 def started(arguments: Sequence[str], torchrun: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """`isobit ARGUMENTS` in a process of its own, with one thread for each rank; or in those of a torchrun."""
+    """`isobit ARGUMENTS` in a process of its own, with one thread for each rank; or in those of a
+    torchrun."""
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "isobit", *arguments],

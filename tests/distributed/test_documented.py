@@ -1,4 +1,5 @@
-"""The examples of docs/how-to/cluster.md for Slurm, Kubernetes and Ray: read by what would read them."""
+"""The examples of docs/how-to/cluster.md for Slurm, Kubernetes and Ray: read by what would read
+them."""
 
 import re
 import shlex
@@ -12,7 +13,9 @@ import yaml
 from isobit.config import load_config
 from tests.runs import write_config
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "cluster.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "cluster.md").read_text(
+    encoding="utf-8"
+)
 
 
 def block(title: str) -> str:
@@ -42,7 +45,11 @@ def test_the_batch_script(tmp_path: Path) -> None:
     read = launcher_takes(words)
     assert (read.module, read.training_script, read.max_restarts) == (True, "isobit", 3)
     load_config(write_config(tmp_path, tmp_path), overrides(["isobit", *read.training_script_args]))
-    assert set(re.findall(r"^#SBATCH --(\S+?)=", script, re.MULTILINE)) >= {"nodes", "ntasks-per-node", "signal"}
+    assert set(re.findall(r"^#SBATCH --(\S+?)=", script, re.MULTILINE)) >= {
+        "nodes",
+        "ntasks-per-node",
+        "signal",
+    }
 
 
 def test_the_job(tmp_path: Path) -> None:
@@ -57,7 +64,9 @@ def test_the_job(tmp_path: Path) -> None:
     assert host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     load_config(write_config(tmp_path, tmp_path), overrides(["isobit", *read.training_script_args]))
 
 
@@ -67,11 +76,15 @@ def test_the_ray_cluster(tmp_path: Path) -> None:
     (workers,) = cluster["spec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
     engines = workers["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"]
-    (command,) = re.findall(r"^isobit train run.yaml (.*fleet\.cluster.*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
+    (command,) = re.findall(
+        r"^isobit train run.yaml (.*fleet\.cluster.*)$", PAGE.replace("\\\n", " "), re.MULTILINE
+    )
     (head,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert head["resources"]["limits"]["nvidia.com/gpu"] == 1  # the learner's, which Ray has not
     assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
-    assert load_config(write_config(tmp_path, tmp_path), shlex.split(command)).fleet.engines == engines
+    assert (
+        load_config(write_config(tmp_path, tmp_path), shlex.split(command)).fleet.engines == engines
+    )
 
 
 @pytest.mark.parametrize("wrong", ["--nproc-per-nodes 8", "--rdzv-endpoints x"])

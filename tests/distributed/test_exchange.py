@@ -1,5 +1,5 @@
-"""The sum of gradients, of simulated ranks up to 64: the bits of one process, and with groups fewer bytes between
-machines."""
+"""The sum of gradients, of simulated ranks up to 64: the bits of one process, and with groups fewer
+bytes between machines."""
 
 import functools
 from collections.abc import Mapping
@@ -49,12 +49,18 @@ def expected(gradients: Gradients, group: int) -> dict[str, Tensor | None]:
     return sums
 
 
-def summed(ranks: ThreadRanks, gradients: Gradients, group: int) -> tuple[Shards, Mapping[str, Tensor | None]]:
+def summed(
+    ranks: ThreadRanks, gradients: Gradients, group: int
+) -> tuple[Shards, Mapping[str, Tensor | None]]:
     shards = Shards.of(SHAPES, ranks)
-    leaves: dict[str, Tensor] = {name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in SHAPES.items()}
+    leaves: dict[str, Tensor] = {
+        name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in SHAPES.items()
+    }
     own = [name for name in SHAPES if shards.owned(name)]
     parameters = {name: torch.nn.Parameter(torch.zeros(shards.own_shape(name))) for name in own}
-    if ranks.size == group == 1:  # as it is in one process: what is differentiated is what is updated
+    if (
+        ranks.size == group == 1
+    ):  # as it is in one process: what is differentiated is what is updated
         leaves = dict(parameters)
     total = GradientSum(leaves, parameters, shards, group)
     total.begin()
@@ -62,26 +68,38 @@ def summed(ranks: ThreadRanks, gradients: Gradients, group: int) -> tuple[Shards
         with total.round(first, min(ranks.size, len(gradients) - first)):
             if first + ranks.rank < len(gradients):
                 given = gradients[first + ranks.rank]
-                for name in ("final_norm", *reversed([n for n in SHAPES if n.startswith("layers.")]), "embed"):
+                for name in (
+                    "final_norm",
+                    *reversed([n for n in SHAPES if n.startswith("layers.")]),
+                    "embed",
+                ):
                     if name in given:
                         leaves[name].backward(given[name])
     total.finish()
     return shards, {name: parameter.grad for name, parameter in parameters.items()}
 
 
-def same(found: tuple[Shards, Mapping[str, Tensor | None]], whole: Mapping[str, Tensor | None]) -> bool:
+def same(
+    found: tuple[Shards, Mapping[str, Tensor | None]], whole: Mapping[str, Tensor | None]
+) -> bool:
     shards, sums = found
     parts = {name: whole[name] for name in sums}
     return all(
         part is sums[name] is None
-        or (part is not None and sums[name] is not None and torch.equal(part[slice(*shards.own(name))], sums[name]))
+        or (
+            part is not None
+            and sums[name] is not None
+            and torch.equal(part[slice(*shards.own(name))], sums[name])
+        )
         for name, part in parts.items()
     )
 
 
 FEW = [(1, 1), (1, 8), (3, 1), (5, 8), (7, 3), (4, 2), (8, 4), (6, 2), (4, 4), (6, 4)]
 """Ranks and group: in one stage, and from (4, 2) on, where the group divides the ranks, in two."""
-CASES = [(size, group, max(3 * size, 3 * group, 12) + rest) for size, group in FEW for rest in (0, 1, 3)]
+CASES = [
+    (size, group, max(3 * size, 3 * group, 12) + rest) for size, group in FEW for rest in (0, 1, 3)
+]
 CASES += [(64, 1, 69), (24, 8, 24), (24, 8, 39), (64, 8, 69)]
 
 
@@ -92,7 +110,9 @@ def test_ranks_add_in_the_order_of_one_process(size: int, group: int, count: int
     sums = run(size, lambda ranks: summed(ranks, gradients, group))
     assert all(same(found, whole) for found in sums)
     backwards = [gradients[i : i + group] for i in range(0, len(gradients), group)][::-1]
-    other = expected([each for part in backwards for each in part], group)  # the control: the last group first
+    other = expected(
+        [each for part in backwards for each in part], group
+    )  # the control: the last group first
     assert not all(same(found, other) for found in sums)
 
 
@@ -102,7 +122,9 @@ def test_of_the_bytes_between_machines_one_in_a_group_is_left(size: int, group: 
 
     def outside(ranks: ThreadRanks, sum_group: int) -> int:
         summed(ranks, gradients, sum_group)
-        return sum(count for rank, count in ranks.sent_to.items() if rank // group != ranks.rank // group)
+        return sum(
+            count for rank, count in ranks.sent_to.items() if rank // group != ranks.rank // group
+        )
 
     staged, plain = (sum(run(size, lambda ranks, g=g: outside(ranks, g))) for g in (group, 1))
     assert staged * group == plain > 0

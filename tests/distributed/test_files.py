@@ -1,5 +1,5 @@
-"""Checkpoints that several ranks write and read: the same bytes at every number of ranks, and no rank reads or holds
-another's rows."""
+"""Checkpoints that several ranks write and read: the same bytes at every number of ranks, and no
+rank reads or holds another's rows."""
 
 import errno
 import hashlib
@@ -35,7 +35,13 @@ from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
 from tests.distributed.threads import run
 from tests.models import tiny_model
 
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, total_steps=8)
 KINDS = {
     "dense": ("qwen3", SETTINGS),
@@ -70,12 +76,15 @@ class Run:
         self.optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
 
     def learn(self, steps: range) -> "Run":
-        """Steps with gradients that are a function of master and step alone; one expert never has one."""
+        """Steps with gradients that are a function of master and step alone; one expert never has
+        one."""
         shards = self.optimizer.shards
         for step in steps:
             for name, parameter in self.optimizer.parameters.items():
                 if "experts.1.gate_up" not in name:
-                    given = torch.Generator().manual_seed(step * 1000 + list(shards.shapes).index(name))
+                    given = torch.Generator().manual_seed(
+                        step * 1000 + list(shards.shapes).index(name)
+                    )
                     whole = torch.randn(shards.shapes[name], generator=given)
                     parameter.grad = whole[slice(*shards.own(name))].clone()
             self.optimizer.step(1e-3, 1.0)
@@ -105,8 +114,15 @@ class Run:
 
 
 def test_bytes_are_those_of_safetensors_own_writer(tmp_path: Path) -> None:
-    tensors: dict[str, Tensor] = {f"of {dtype}": torch.arange(15).view(3, 5).to(dtype) for dtype in files._NAMES}
-    tensors |= {"0-d": torch.tensor(3.0), "empty": torch.zeros(0, 4), 'é "x"\\\n': torch.ones(2), "B": torch.ones(1)}
+    tensors: dict[str, Tensor] = {
+        f"of {dtype}": torch.arange(15).view(3, 5).to(dtype) for dtype in files._NAMES
+    }
+    tensors |= {
+        "0-d": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        'é "x"\\\n': torch.ones(2),
+        "B": torch.ones(1),
+    }
     for count in range(len(tensors) + 1):
         some = dict(list(tensors.items())[:count])
         save_file(some, tmp_path / "theirs", metadata={"format": "pt"})
@@ -123,10 +139,16 @@ def test_what_is_mapped_from_a_file_outlives_its_replacement(tmp_path: Path) -> 
     assert torch.equal(load_file(tmp_path / "a")["x"], torch.full((10,), 2.0))
 
 
-@pytest.mark.parametrize(("name", "shape", "size"), [("F4", [4], 2), ("F6_E2M3", [4], 3), ("I8", [2], 2)])
-def test_numbers_that_are_not_read_are_one_line(tmp_path: Path, name: str, shape: list[int], size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "size"), [("F4", [4], 2), ("F6_E2M3", [4], 3), ("I8", [2], 2)]
+)
+def test_numbers_that_are_not_read_are_one_line(
+    tmp_path: Path, name: str, shape: list[int], size: int
+) -> None:
     header = json.dumps({"a": {"dtype": name, "shape": shape, "data_offsets": [0, size]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(size)
+    )
     with pytest.raises(IsobitError, match=r"a has dtype (F4|F6_E2M3|torch.int8); expected float32"):
         read_weights(tmp_path)
 
@@ -146,34 +168,57 @@ def test_a_model_has_the_bytes_of_safetensors_own_writer(
     model = model_of(family)
     parts = names.split(model.named_parameters(), model.config)
     made = {name: part.mine() if callable(part.mine) else part.mine for name, part in parts.items()}
-    tensors = {name: tensor.detach().to(dtype) for name, tensor in made.items() if tensor is not None}
+    tensors = {
+        name: tensor.detach().to(dtype) for name, tensor in made.items() if tensor is not None
+    }
     for size in (1, 2, 3, 4):
         folder = tmp_path / str(size)
-        run(size, lambda ranks: model_of(family, ranks).save(tmp_path / str(ranks.size), dtype, shard_bytes))
+        run(
+            size,
+            lambda ranks: model_of(family, ranks).save(
+                tmp_path / str(ranks.size), dtype, shard_bytes
+            ),
+        )
         found = sorted(folder.glob("*.safetensors"))
         assert (len(found) > 2) == (shard_bytes < 1 << 30)
         for path in found:
             there = list(load_file(path))
-            save_file({name: tensors[name] for name in there}, tmp_path / "theirs", metadata={"format": "pt"})
+            save_file(
+                {name: tensors[name] for name in there},
+                tmp_path / "theirs",
+                metadata={"format": "pt"},
+            )
             assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
         assert hashes(folder) == hashes(tmp_path / "1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(tmp_path: Path, kind: str) -> None:
+def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(
+    tmp_path: Path, kind: str
+) -> None:
     family, settings = of_kind(kind)
 
     def work(ranks: Ranks) -> Path:
-        return Run(model_of(family, ranks), settings).learn(range(2)).save(tmp_path / str(ranks.size))
+        return (
+            Run(model_of(family, ranks), settings).learn(range(2)).save(tmp_path / str(ranks.size))
+        )
 
     wanted = hashes(work(ALONE))
-    assert {"manifest.json", "model.safetensors", "trainer/kv_scales.safetensors", "config.json"} <= set(wanted)
+    assert {
+        "manifest.json",
+        "model.safetensors",
+        "trainer/kv_scales.safetensors",
+        "config.json",
+    } <= set(wanted)
     save_file(
         Run(model_of(family), settings).learn(range(2)).optimizer.state(),
         tmp_path / "theirs",
         metadata={"format": "pt"},
     )
-    assert hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest() == wanted["trainer/optimizer.safetensors"]
+    assert (
+        hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
+        == wanted["trainer/optimizer.safetensors"]
+    )
     for size in (1, 2, 3, 4):
         path = run(size, work)[0]
         assert hashes(path) == wanted, size
@@ -182,17 +227,24 @@ def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(tmp_path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
-    """Saved by 4, loaded and saved by 3, 1 and 2; and what they learn then is what one rank would have learned."""
+    """Saved by 4, loaded and saved by 3, 1 and 2; and what they learn then is what one rank would
+    have learned."""
     family, settings = of_kind(kind)
 
     def again(ranks: Ranks) -> Path:
         return Run.load(path, settings, ranks).save(tmp_path / str(ranks.size))
 
     def further(ranks: Ranks) -> Path:
-        return Run.load(path, settings, ranks).learn(range(2, 4)).save(tmp_path / f"further-{ranks.size}")
+        return (
+            Run.load(path, settings, ranks)
+            .learn(range(2, 4))
+            .save(tmp_path / f"further-{ranks.size}")
+        )
 
     straight = hashes(Run(model_of(family), settings).learn(range(4)).save(tmp_path / "straight"))
-    path = run(4, lambda ranks: Run(model_of(family, ranks), settings).learn(range(2)).save(tmp_path / "4"))[0]
+    path = run(
+        4, lambda ranks: Run(model_of(family, ranks), settings).learn(range(2)).save(tmp_path / "4")
+    )[0]
     wanted = hashes(path)
     assert wanted != straight
     for size in (3, 1, 2):
@@ -201,11 +253,17 @@ def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: s
         assert hashes(run(size, further)[0]) == straight, size
 
 
-def test_control_rows_in_the_order_of_ranks_are_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_rows_in_the_order_of_ranks_are_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def in_order_of_ranks(path: Path, parts: dict[str, Part], ranks: Ranks = ALONE) -> None:
-        counts = ranks.all_gather_json({name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()})
+        counts = ranks.all_gather_json(
+            {name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()}
+        )
         starts = {name: sum(given[name] for given in counts[: ranks.rank]) for name in parts}
-        write_file(path, {name: replace(part, start=starts[name]) for name, part in parts.items()}, ranks)
+        write_file(
+            path, {name: replace(part, start=starts[name]) for name, part in parts.items()}, ranks
+        )
 
     run(3, lambda ranks: model_of(ranks=ranks).save(tmp_path / "right"))
     monkeypatch.setattr(checkpoint, "write_file", in_order_of_ranks)
@@ -244,7 +302,8 @@ def _raising(error: BaseException) -> Callable[..., int]:
 
 @pytest.fixture
 def strike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A save by three ranks, after an earlier one, in which one of them cannot write: what each rank raised."""
+    """A save by three ranks, after an earlier one, in which one of them cannot write: what each
+    rank raised."""
 
     def struck(rank: int, instead: Callable[..., int]) -> list[BaseException | None]:
         fault = _Fault(instead)
@@ -276,16 +335,21 @@ def strike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_cannot_write_is_one_error_on_all(tmp_path: Path, strike: Any, rank: int, number: int) -> None:
+def test_a_rank_that_cannot_write_is_one_error_on_all(
+    tmp_path: Path, strike: Any, rank: int, number: int
+) -> None:
     errors = strike(rank, _raising(OSError(number, os.strerror(number))))
     assert {type(error) for error in errors} == {RunFailed}
     assert {str(error) for error in errors} == {
-        f"cannot save checkpoint {tmp_path / 'step-000002'}: {os.strerror(number)}; earlier checkpoints are intact"
+        f"cannot save checkpoint {tmp_path / 'step-000002'}: {os.strerror(number)}; earlier "
+        "checkpoints are intact"
     }
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_a_rank_that_writes_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_writes_nothing_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(2, lambda ranks: Run(model_of(ranks=ranks), SETTINGS).save(tmp_path, 1))
     fill = files._fill
 
@@ -312,7 +376,8 @@ def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path, strike: Any, rank
 
 
 def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
-    """A better one replaces it, a worse one does not, and a run that goes on from before has the one of its time."""
+    """A better one replaces it, a worse one does not, and a run that goes on from before has the
+    one of its time."""
 
     def work(ranks: Ranks) -> tuple[Any, Any]:
         folder = tmp_path / str(ranks.size)
@@ -341,11 +406,14 @@ def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
 
 
 def _poisoned(path: Path, parts: dict[str, Part]) -> None:
-    """Make every number of a file NaN (255 in codes) that is not this rank's. Counts of steps stay."""
+    """Make every number of a file NaN (255 in codes) that is not this rank's. Counts of steps
+    stay."""
     whole = load_file(path)
     for name, part in parts.items():
         tensor = whole[name].view(-1)
-        kept = tensor[part.start : part.start + (0 if part.mine is None else part.mine.numel())].clone()
+        kept = tensor[
+            part.start : part.start + (0 if part.mine is None else part.mine.numel())
+        ].clone()
         if part.shape:
             tensor.fill_(255 if part.dtype == torch.uint8 else math.nan)
         tensor[part.start : part.start + len(kept)] = kept
@@ -363,7 +431,9 @@ def test_no_rank_reads_the_rows_of_another(tmp_path: Path, kind: str) -> None:
         mine, own = tmp_path / f"{ranks.size}-{ranks.rank}", Run.load(path, settings, ranks)
         shutil.copytree(path, mine)
         parameters = own.model.named_parameters()
-        _poisoned(mine / "model.safetensors", names.split(parameters, own.model.config, ranks=ranks))
+        _poisoned(
+            mine / "model.safetensors", names.split(parameters, own.model.config, ranks=ranks)
+        )
         _poisoned(mine / "trainer" / "optimizer.safetensors", own.optimizer.parts())
         if ranks.size > 1:
             with pytest.raises(IsobitError, match="holds NaN or infinity"):
@@ -383,12 +453,16 @@ def test_other_forms_are_read_by_rows(tmp_path: Path, form: Any) -> None:
     else:
         model.save(tmp_path, form)
     whole = Model.load(tmp_path, "bf16").named_parameters()
-    assert any(not torch.equal(whole[name], master) for name, master in model.named_parameters().items())
+    assert any(
+        not torch.equal(whole[name], master) for name, master in model.named_parameters().items()
+    )
 
     def work(ranks: Ranks) -> None:
         loaded = Model.load(tmp_path, "bf16", ranks=ranks)
         for name, rows in loaded.named_parameters().items():
-            assert torch.equal(rows, whole[name][slice(*loaded.transformer.masters.shards.own(name))])
+            assert torch.equal(
+                rows, whole[name][slice(*loaded.transformer.masters.shards.own(name))]
+            )
 
     for size in (2, 3):
         run(size, work)
@@ -397,28 +471,49 @@ def test_other_forms_are_read_by_rows(tmp_path: Path, form: Any) -> None:
 def test_rows_that_begin_inside_a_block_have_its_scale(tmp_path: Path) -> None:
     codes, scale = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(3, 2)
     write_weights(tmp_path, {"a": codes, "a_scale_inv": scale})
-    wanted = codes.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    wanted = (
+        codes.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    )
     with open_weights(tmp_path) as weights:
-        for lo, hi in ((0, 300), (0, 128), (100, 200), (127, 129), (128, 256), (255, 300), (299, 300), (7, 7)):
+        for lo, hi in (
+            (0, 300),
+            (0, 128),
+            (100, 200),
+            (127, 129),
+            (128, 256),
+            (255, 300),
+            (299, 300),
+            (7, 7),
+        ):
             assert torch.equal(weights.rows("a", lo, hi), wanted[lo:hi])
 
 
 def test_a_reward_model_is_read_by_all_ranks_and_scores_the_same(tmp_path: Path) -> None:
     tiny_model("bf16", seed=3, **SIZES).save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"score.weight": torch.linspace(-1, 1, 256)[None]}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"score.weight": torch.linspace(-1, 1, 256)[None]}, tmp_path / "model.safetensors"
+    )
     sequences = [[3, 4, 5, 6], [7, 8]]
     wanted = RewardModel.load(tmp_path, "fp8").score(sequences)
     assert wanted[0] != wanted[1]
     for size in (2, 3):
-        found = run(size, lambda ranks: RewardModel.load(tmp_path, "fp8", ranks=ranks).score(sequences))
+        found = run(
+            size, lambda ranks: RewardModel.load(tmp_path, "fp8", ranks=ranks).score(sequences)
+        )
         assert found == [wanted] * size
 
 
 DEFECTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "NaN": (lambda t: t["model.layers.1.mlp.down_proj.weight"][255].fill_(math.nan), "down_proj.weight holds NaN"),
+    "NaN": (
+        lambda t: t["model.layers.1.mlp.down_proj.weight"][255].fill_(math.nan),
+        "down_proj.weight holds NaN",
+    ),
     "missing": (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
-    "head": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "differs from the embedding"),
+    "head": (
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+        "differs from the embedding",
+    ),
 }
 
 
@@ -471,7 +566,10 @@ def test_a_flipped_bit_is_seen_whoever_looks(tmp_path: Path) -> None:
     (path / "trainer" / "optimizer.safetensors").write_bytes(data)
     (path / "config.json").unlink()
     for size in (1, 2, 3):
-        assert run(size, lambda ranks: checkpoints.damage(path, ranks)) == ["config.json is missing"] * size
+        assert (
+            run(size, lambda ranks: checkpoints.damage(path, ranks))
+            == ["config.json is missing"] * size
+        )
     for size in (1, 2, 3):
         with pytest.raises(IsobitError, match=r"all 1 are damaged: .*config.json is missing"):
             run(size, lambda ranks: checkpoints.newest(tmp_path, None, ranks))

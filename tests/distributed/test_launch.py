@@ -41,7 +41,9 @@ def test_ranks_are_started_with_the_command_that_was_given(
     with pytest.raises(SystemExit) as stop:
         cli.main()
     directory = tmp_path if how == "--resume" else again
-    assert calls == [(2, ["train", *given, "ranks=2"], f"go on with: isobit train --resume {directory}")]
+    assert calls == [
+        (2, ["train", *given, "ranks=2"], f"go on with: isobit train --resume {directory}")
+    ]
     assert stop.value.code == 3
 
 
@@ -58,7 +60,8 @@ finally:
 
 
 def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
-    """torchrun's store outlives ranks: their addresses are there, and hellos that nobody says any more."""
+    """torchrun's store outlives ranks: their addresses are there, and hellos that nobody says any
+    more."""
     store = dist.HashStore()
     store.set("isobit/hello/2", "of one that died")
     with ThreadPoolExecutor(3) as pool:
@@ -66,8 +69,12 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
             parts = list(pool.map(lambda rank: launch._of_this_life(store, rank, 3, 30), range(3)))
             assert not any(part.check(["address"]) for part in parts)
             parts[2].set("address", life)
-            assert {part.get("address") for part in parts} == {life.encode()}  # it is one and the same
-            assert store.check(["address"]) == (life == "second")  # the control: the store that all lives share
+            assert {part.get("address") for part in parts} == {
+                life.encode()
+            }  # it is one and the same
+            assert store.check(["address"]) == (
+                life == "second"
+            )  # the control: the store that all lives share
             store.set("address", life)
 
 
@@ -82,10 +89,18 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_end_with_launcher", lambda: None)
     other = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     port = other.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, str(value))
     with (
-        pytest.raises(IsobitError, match=rf"meet at localhost:{port}: another program uses that port; set MASTER_PORT"),
+        pytest.raises(
+            IsobitError,
+            match=rf"meet at localhost:{port}: another program uses that port; set MASTER_PORT",
+        ),
         launch.joined(30),
     ):
         pass
@@ -94,20 +109,31 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.all_gather_json("here") == ["here"]
 
 
-def test_ranks_that_add_in_other_orders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one machine has a compiler and the other has none. The control: alike, they go on."""
+def test_ranks_that_add_in_other_orders_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one machine has a compiler and the other has none. The control: alike, they go
+    on."""
     config = written(tmp_path)
-    threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'alike'}", "steps=1"], ranks))
+    threads.run(
+        2, lambda ranks: session(config, [f"run.dir={tmp_path / 'alike'}", "steps=1"], ranks)
+    )
     orders, get_ops = iter(["exact", "bitwise"]), model.get_ops
     monkeypatch.setattr(model, "get_ops", lambda backend, _: get_ops(backend, next(orders)))
-    with pytest.raises(IsobitError, match=r"^the ranks differ: consistency is \S+ on rank 0 .* and \S+ on rank 1"):
+    with pytest.raises(
+        IsobitError, match=r"^the ranks differ: consistency is \S+ on rank 0 .* and \S+ on rank 1"
+    ):
         threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'other'}"], ranks))
 
 
-def test_ranks_whose_source_differs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_source_differs_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One byte of a file in C++ on one machine. The control: alike, they go on (the test above)."""
     config, copy = written(tmp_path), tmp_path / "isobit"
-    shutil.copytree(Path(isobit.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(isobit.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     source_digest.cache_clear()  # an editor may have changed what this process runs with
     assert source_digest(copy) == source_digest()
     changed = copy / "kernels" / "product" / "product.cpp"
@@ -116,7 +142,8 @@ def test_ranks_whose_source_differs_are_refused(tmp_path: Path, monkeypatch: pyt
     digests = iter([source_digest(), source_digest(copy)])
     monkeypatch.setattr(opening, "source_digest", lambda: next(digests))
     with pytest.raises(
-        IsobitError, match=r"^the ranks differ: isobit's source is \w{16} on rank 0 .* \w{16} on rank 1"
+        IsobitError,
+        match=r"^the ranks differ: isobit's source is \w{16} on rank 0 .* \w{16} on rank 1",
     ):
         threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'run'}"], ranks))
     assert not (tmp_path / "run").exists()

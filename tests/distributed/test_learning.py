@@ -1,4 +1,5 @@
-"""The learner on several ranks: weights, moments and metrics have the bits of one, whoever computes what."""
+"""The learner on several ranks: weights, moments and metrics have the bits of one, whoever computes
+what."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +25,13 @@ from tests.distributed.threads import Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
 
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps=8)
 OBJECTIVE = ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
 
@@ -38,8 +45,13 @@ def whole(ranks: Ranks, shards: Shards, mine: Mapping[str, Tensor]) -> dict[str,
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for rank, tensors in enumerate(ranks.all_gather_tensors(mine)):
         for name, tensor in tensors.items():
-            found.setdefault(name, []).append((shards.rows[name.partition("|")[0]][rank][0], tensor))
-    return {name: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])]) for name, parts in found.items()}
+            found.setdefault(name, []).append(
+                (shards.rows[name.partition("|")[0]][rank][0], tensor)
+            )
+    return {
+        name: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])])
+        for name, parts in found.items()
+    }
 
 
 def learn(
@@ -65,25 +77,39 @@ def learn(
         model.sync()
         version = model.weights_version
         samples = [replace(s, weights_version=version) for s in samples]
-    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
+    state = {
+        f"{name}|{key}": value
+        for name, each in optimizer._tensors().items()
+        for key, value in each.items()
+    }
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
-    return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), metrics
+    return whole(
+        ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}
+    ), metrics
 
 
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.parametrize(
     ("precision", "family"),
-    [*product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text"), ("fp8", "gpt_oss")],
+    [
+        *product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")),
+        ("fp8", "gemma3_text"),
+        ("fp8", "gpt_oss"),
+    ],
 )
 def test_every_number_of_ranks_learns_the_same(precision: str, family: str) -> None:
     samples = roll_out(model_of(precision, family))
     state, metrics = learn(samples, precision, family)
     assert metrics[0]["steps/skipped"] == 0
     assert not math.isnan(metrics[1]["grad_norm"])
-    assert metrics[0]["grad_norm"] > SETTINGS.max_grad_norm  # so that its last digit would be in the weights
+    assert (
+        metrics[0]["grad_norm"] > SETTINGS.max_grad_norm
+    )  # so that its last digit would be in the weights
     for size in (1, 2, 3, 4):
         for found, measured in run(size, lambda ranks: learn(samples, precision, family, ranks)):
             assert same(found, state), size
@@ -91,7 +117,8 @@ def test_every_number_of_ranks_learns_the_same(precision: str, family: str) -> N
 
 
 class _AllReduced(GradientSum):
-    """The control: every rank adds its own micro-batches, and the sums of the ranks are added, as a library does."""
+    """The control: every rank adds its own micro-batches, and the sums of the ranks are added, as a
+    library does."""
 
     def begin(self) -> None:
         super().begin()
@@ -103,7 +130,9 @@ class _AllReduced(GradientSum):
     def _message(self, bucket: Any, now: Any) -> Tensor:
         for name in bucket.names:
             if (gradient := now.gradients.get(name)) is not None:
-                self._mine[name] = gradient if name not in self._mine else self._mine[name] + gradient
+                self._mine[name] = (
+                    gradient if name not in self._mine else self._mine[name] + gradient
+                )
         return super()._message(bucket, now)
 
     def finish(self) -> None:
@@ -111,27 +140,39 @@ class _AllReduced(GradientSum):
         sums = shards.ranks.all_gather_tensors(self._mine)
         for name, holder in self._holders.items():
             parts = [given[name] for given in sums if name in given]
-            holder.grad = sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None
+            holder.grad = (
+                sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None
+            )
 
 
 def test_control_sums_of_ranks_give_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = roll_out(model_of("fp8", "qwen3"))
     state, _ = learn(samples, "fp8", "qwen3")
     monkeypatch.setattr("isobit.rl.learner.gradient.GradientSum", _AllReduced)
-    found = {size: run(size, lambda ranks: learn(samples, "fp8", "qwen3", ranks))[0][0] for size in (1, 2, 3)}
+    found = {
+        size: run(size, lambda ranks: learn(samples, "fp8", "qwen3", ranks))[0][0]
+        for size in (1, 2, 3)
+    }
     assert not same(found[1], state) or not same(found[2], state)
     assert not same(found[2], found[3])
     # it is a gradient all the same, up to rounding
-    assert all(torch.allclose(found[2][name], state[name], rtol=0.05, atol=5e-3) for name in state if "|" not in name)
+    assert all(
+        torch.allclose(found[2][name], state[name], rtol=0.05, atol=5e-3)
+        for name in state
+        if "|" not in name
+    )
 
 
 def test_control_rows_in_the_order_of_ranks_are_other_weights() -> None:
     """With one range for each rank their order happens to be right; here it is not."""
-    shapes = {name: tuple(p.shape) for name, p in model_of("fp8", "qwen3").named_parameters().items()}
+    shapes = {
+        name: tuple(p.shape) for name, p in model_of("fp8", "qwen3").named_parameters().items()
+    }
     for size in (2, 3, 4):
         rows = Shards.of(shapes, ThreadRanks(Meeting(size), 0)).rows
         assert any(
-            [r for r in ranges if r != (0, 0)] != sorted(r for r in ranges if r != (0, 0)) for ranges in rows.values()
+            [r for r in ranges if r != (0, 0)] != sorted(r for r in ranges if r != (0, 0))
+            for ranges in rows.values()
         )
 
 
@@ -156,17 +197,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gradients checked": {"check_gradients_every": 1},
     "8-bit moments": {"settings": replace(SETTINGS, state="8bit")},
     "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
-    "BF16 masters, 8-bit moments": {"settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)},
+    "BF16 masters, 8-bit moments": {
+        "settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)
+    },
     "Muon": {"settings": replace(SETTINGS, name="muon")},
     "Muon, BF16 masters, experts": {
         "settings": replace(SETTINGS, name="muon", masters="bf16"),
         "family": "qwen3_moe",
     },
-    "old log-probabilities recomputed": {"objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)},
+    "old log-probabilities recomputed": {
+        "objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)
+    },
     "tensor-wise": {"precision": "fp8[weight_granularity=tensor]"},
     "nvfp4": {"precision": "nvfp4"},
     "separate engines": {"precision": "fp8-rollout"},
-    "load balancing": {"family": "qwen3_moe", "objective": replace(OBJECTIVE, router_aux_coefficient=0.1)},
+    "load balancing": {
+        "family": "qwen3_moe",
+        "objective": replace(OBJECTIVE, router_aux_coefficient=0.1),
+    },
 }
 
 
@@ -196,12 +244,16 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
         return one(self, batch, index, *given)
 
     monkeypatch.setattr(Differentiation, "_backward", broken)
-    before = {name: p.detach().clone() for name, p in model_of("fp8", "qwen3").named_parameters().items()}
+    before = {
+        name: p.detach().clone() for name, p in model_of("fp8", "qwen3").named_parameters().items()
+    }
     state, metrics = learn(samples, "fp8", "qwen3", steps=1)
     assert metrics[0]["steps/skipped"] == 2
     assert same(state, before)
     for size in (2, 3):
-        for found, measured in run(size, lambda ranks: learn(samples, "fp8", "qwen3", ranks, steps=1)):
+        for found, measured in run(
+            size, lambda ranks: learn(samples, "fp8", "qwen3", ranks, steps=1)
+        ):
             assert same(found, before)
             assert repr(measured) == repr(metrics)
 

@@ -25,7 +25,9 @@ def test_what_ranks_send_in_a_step_is_what_the_model_says(
         for found, modelled in run(size, both):
             assert found == modelled, size
             assert (min(found.gradients, found.weights) > 0) == (size > 1)
-    monkeypatch.setattr("isobit.distributed.exchange.buckets", lambda names: [list(names)])  # the control
+    monkeypatch.setattr(
+        "isobit.distributed.exchange.buckets", lambda names: [list(names)]
+    )  # the control
     assert any(found != modelled for found, modelled in run(4, both))
 
 

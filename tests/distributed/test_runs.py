@@ -1,4 +1,5 @@
-"""Whole runs: the same bits at every number of ranks, also after a restart on another number, and errors for all."""
+"""Whole runs: the same bits at every number of ranks, also after a restart on another number, and
+errors for all."""
 
 import os
 import shutil
@@ -15,31 +16,55 @@ from isobit.distributed import supervisor
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.heartbeat import beats
 from tests.distributed.kills import launched
-from tests.distributed.sessions import SMALL, bits, replayed, resumed, session, started, trained, written
+from tests.distributed.sessions import (
+    SMALL,
+    bits,
+    replayed,
+    resumed,
+    session,
+    started,
+    trained,
+    written,
+)
 from tests.distributed.threads import ThreadRanks, run
 
 VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8": ("qwen3", []),
     "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.sum_group=2"]),
     "bf16": ("qwen3", ["precision=bf16"]),
-    "mixture of experts": ("qwen3_moe", ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"]),
+    "mixture of experts": (
+        "qwen3_moe",
+        ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"],
+    ),
     "BF16 masters": ("qwen3", ["optimizer.masters=bf16", "optimizer.state=8bit"]),
     "Muon": ("qwen3", ["optimizer.name=muon"]),
     "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
-    "dynamic sampling": ("qwen3", ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"]),
-    "ahead, replay": ("qwen3", ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"]),
+    "dynamic sampling": (
+        "qwen3",
+        ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"],
+    ),
+    "ahead, replay": (
+        "qwen3",
+        ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"],
+    ),
     "top-p": ("qwen3", ["sampling.top_p=0.9", "sampling.top_k=9", "steps=2"]),
     "reference, evaluation": (
         "qwen3",
-        ["algorithm.kl_coefficient=0.01", "algorithm.kl_in_reward=true", "evaluation.every=2", "steps=3"],
+        [
+            "algorithm.kl_coefficient=0.01",
+            "algorithm.kl_in_reward=true",
+            "evaluation.every=2",
+            "steps=3",
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_has_the_same_bits_at_every_number_of_ranks(tmp_path: Path, variant: str) -> None:
-    """Weights, moments, metrics without times, completions, records of quantization, the best model."""
+    """Weights, moments, metrics without times, completions, records of quantization, the best
+    model."""
     family, overrides = VARIANTS[variant]
     config = written(tmp_path, family)
     alone = trained(config, tmp_path / "alone", 0, overrides)
@@ -58,7 +83,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str,
     return config, folder / "alone", trained(config, folder / "alone", 0)
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
+def test_a_run_goes_on_with_other_numbers_of_ranks(
+    tmp_path: Path, one: tuple[Path, Path, Any]
+) -> None:
     """4, then 3, 1 and 2: the end of a run that was never stopped."""
     config, _, alone = one
     directory = tmp_path / "elastic"
@@ -68,8 +95,11 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, one: tuple[Pa
     assert bits(directory) == alone
 
 
-def test_recorded_rollouts_are_learned_from_alike(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
-    """`--from-rollouts` on several ranks: the run that one makes of them, with the weights of the run recorded."""
+def test_recorded_rollouts_are_learned_from_alike(
+    tmp_path: Path, one: tuple[Path, Path, Any]
+) -> None:
+    """`--from-rollouts` on several ranks: the run that one makes of them, with the weights of the
+    run recorded."""
     _, recorded, alone = one
 
     def again(size: int, *overrides: str) -> dict[str, Any]:
@@ -81,7 +111,10 @@ def test_recorded_rollouts_are_learned_from_alike(tmp_path: Path, one: tuple[Pat
     wanted = bits(tmp_path / "again")
     assert wanted["model.safetensors"] == alone["model.safetensors"]
     assert again(2) == again(3) == wanted
-    assert again(2, "optimizer.learning_rate=0.002")["model.safetensors"] != wanted["model.safetensors"]  # the control
+    assert (
+        again(2, "optimizer.learning_rate=0.002")["model.safetensors"]
+        != wanted["model.safetensors"]
+    )  # the control
 
 
 def _joined(directory: Path, size: int, printed: str) -> None:
@@ -116,7 +149,9 @@ def test_processes_exchange_whole_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_torchrun_starts_again_train_the_same(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
+def test_processes_that_torchrun_starts_again_train_the_same(
+    tmp_path: Path, one: tuple[Path, Path, Any]
+) -> None:
     """One of three dies (SIGKILL) as it learns from the third batch, a step after a checkpoint."""
     config, _, alone = one
     directory = tmp_path / "run"
@@ -154,7 +189,9 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
     config, _, alone = one
     directory = tmp_path / "run"
     process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "steps=40"])
-    _waited(lambda: (directory / "checkpoints" / "step-000002").is_dir() and len(beats(directory)) == 2)
+    _waited(
+        lambda: (directory / "checkpoints" / "step-000002").is_dir() and len(beats(directory)) == 2
+    )
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(process.pid if victim == "launcher" else pids[int(victim)], signal.SIGKILL)
     began = time.monotonic()
@@ -178,20 +215,36 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
-def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, size: int, victim: int) -> None:
+def test_a_rank_that_stands_still_is_named_and_ended(
+    tmp_path: Path, size: int, victim: int
+) -> None:
     """At the deadline, in one line, also if it is the one with the screen."""
     config, directory = written(tmp_path, steps=4000), tmp_path / "run"
-    process = started(["train", str(config), *SMALL, f"run.dir={directory}", f"ranks={size}", "run.rank_timeout_s=5"])
+    process = started(
+        [
+            "train",
+            str(config),
+            *SMALL,
+            f"run.dir={directory}",
+            f"ranks={size}",
+            "run.rank_timeout_s=5",
+        ]
+    )
     _waited(lambda: len(beats(directory)) == size and beats(directory)[-1]["step"] >= 1)
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(pids[victim], signal.SIGSTOP)
     began = time.monotonic()
     printed, _ = process.communicate(timeout=300)
-    assert time.monotonic() - began < supervisor._ENDS_S  # after which whoever starts ranks ends them
+    assert (
+        time.monotonic() - began < supervisor._ENDS_S
+    )  # after which whoever starts ranks ends them
     assert not any(map(_alive, pids))
     assert process.returncode == 1
     (line,) = [line for line in printed.splitlines() if line.startswith("isobit:")]
-    assert f"waited 5 s for rank {victim} (last seen in: " in line or f", rank {victim} (last seen in: " in line
+    assert (
+        f"waited 5 s for rank {victim} (last seen in: " in line
+        or f", rank {victim} (last seen in: " in line
+    )
     assert f"isobit train --resume {directory}" in line
     assert "gloo" not in printed
     assert "Traceback" not in printed
@@ -200,7 +253,9 @@ def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, size: int, 
 @pytest.mark.slow
 def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
     config, directory = written(tmp_path, steps=400), tmp_path / "run"
-    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"])
+    process = started(
+        ["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"]
+    )
     _waited(lambda: any(beat["step"] >= 2 for beat in beats(directory)))
     process.terminate()
     printed, _ = process.communicate(timeout=300)
@@ -212,7 +267,8 @@ def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_an_error_of_one_rank_is_every_ranks(tmp_path: Path) -> None:
-    """A reward function that fails for one completion: the newest whole step is saved, as on one process."""
+    """A reward function that fails for one completion: the newest whole step is saved, as on one
+    process."""
     config, directory = written(tmp_path), tmp_path / "run"
     reward = tmp_path / "digit_reward.py"
     reward.write_text(
@@ -241,14 +297,20 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     def differing(ranks: ThreadRanks) -> None:
         session(config, [f"run.dir={tmp_path / 'run'}", f"seed={ranks.rank // 2}"], ranks)
 
-    with pytest.raises(IsobitError, match=r"the ranks differ: seed is 0 on rank 0 .* and 1 on rank 2"):
+    with pytest.raises(
+        IsobitError, match=r"the ranks differ: seed is 0 on rank 0 .* and 1 on rank 2"
+    ):
         run(3, differing)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_does_not_see_the_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_see_the_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, directory = written(tmp_path), tmp_path / "run"
     seen = Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda self: self.parent != directory and seen(self))
-    with pytest.raises(IsobitError, match=r"rank 1 on host \S+ does not see it; the ranks need one file system"):
+    with pytest.raises(
+        IsobitError, match=r"rank 1 on host \S+ does not see it; the ranks need one file system"
+    ):
         run(2, lambda ranks: session(config, [f"run.dir={directory}"], ranks))

@@ -1,4 +1,5 @@
-"""What another user of the machine, or the network, can reach of ranks that run here: nothing that answers."""
+"""What another user of the machine, or the network, can reach of ranks that run here: nothing that
+answers."""
 
 import os
 import socket
@@ -24,7 +25,9 @@ from isobit.errors import RankLost
 from tests.distributed.sessions import SMALL, bits, trained, written
 from tests.sockets import MARK, beyond_loopback, listening, marked
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets and processes are read from /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="sockets and processes are read from /proc"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +52,9 @@ def ranks_of(config: Path, directory: Path, mark: str, temporary: Path) -> "subp
 
 
 class Stranger(threading.Thread):
-    """Looks for what the processes of a mark listen on, and speaks to it: bytes without a meaning, and the protocol of
-    torch's store. `seen` and `answered`: where it found a socket, and where a store answered it."""
+    """Looks for what the processes of a mark listen on, and speaks to it: bytes without a meaning,
+    and the protocol of torch's store. `seen` and `answered`: where it found a socket, and where a
+    store answered it."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
@@ -78,7 +82,8 @@ class Stranger(threading.Thread):
 
 @pytest.mark.slow
 def test_ranks_listen_on_loopback_and_obey_no_stranger(tmp_path: Path) -> None:
-    """The controls: a socket for all is one that the check finds, and a store that is open answers."""
+    """The controls: a socket for all is one that the check finds, and a store that is open
+    answers."""
     mark = f"ranks-{os.getpid()}"
     config, temporary = written(tmp_path, steps=4), tmp_path / "temporary"
     temporary.mkdir()
@@ -87,7 +92,11 @@ def test_ranks_listen_on_loopback_and_obey_no_stranger(tmp_path: Path) -> None:
     process = ranks_of(config, tmp_path / "run", mark, temporary)
     stranger.start()
     while process.poll() is None:
-        modes |= {stat.S_IMODE(folder.stat().st_mode) for folder in temporary.glob("isobit-ranks-*") if folder.exists()}
+        modes |= {
+            stat.S_IMODE(folder.stat().st_mode)
+            for folder in temporary.glob("isobit-ranks-*")
+            if folder.exists()
+        }
         time.sleep(0.05)
     stranger.over.set()
     stranger.join()
@@ -102,7 +111,8 @@ def test_ranks_listen_on_loopback_and_obey_no_stranger(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "host", "open_to_all"), [("4", "0.0.0.0", True), ("6", "::", True), ("4", "127.0.0.1", False)]
+    ("family", "host", "open_to_all"),
+    [("4", "0.0.0.0", True), ("6", "::", True), ("4", "127.0.0.1", False)],
 )
 def test_control_a_socket_for_all_is_seen(family: str, host: str, open_to_all: bool) -> None:
     with socket.socket(socket.AF_INET if family == "4" else socket.AF_INET6) as opened:
@@ -147,7 +157,9 @@ def test_who_connects_as_another_rank_must_know_the_secret(tmp_path: Path, knows
     secrets = ["", "" if knows else "guessed"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEETING, str(folder), str(rank), secret], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", MEETING, str(folder), str(rank), secret],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank, secret in enumerate(secrets)
     ]
@@ -184,9 +196,11 @@ for each in (alike, other):
 
 @pytest.mark.parametrize("how", ["late", "stop"])
 def test_only_ranks_that_the_same_launcher_has_started_are_ended(how: str) -> None:
-    """Those that are late, or stopped: not one that is alike, not another run's of that number, and not whatever
-    process a store may name."""
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {"RANK": "1"})
+    """Those that are late, or stopped: not one that is alike, not another run's of that number, and
+    not whatever process a store may name."""
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {"RANK": "1"}
+    )
     try:
         command = [sys.executable, "-c", LAUNCHER, str(bystander.pid), how]
         printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -197,7 +211,9 @@ def test_only_ranks_that_the_same_launcher_has_started_are_ended(how: str) -> No
         bystander.wait()
 
 
-def test_what_a_stranger_writes_into_torchruns_store_is_a_line_and_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stranger_writes_into_torchruns_store_is_a_line_and_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = dist.HashStore()
     ranks = transport.TorchRanks(store, 0, 1, torch.device("cpu"), 30)
     try:

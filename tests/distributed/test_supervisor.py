@@ -22,7 +22,11 @@ WRONG = IsobitError("the ranks differ")
 
 
 def outcome(
-    folder: PrivateFolder, codes: list[int], words: dict[int, IsobitError], ended: int | None, *signals: signal.Signals
+    folder: PrivateFolder,
+    codes: list[int],
+    words: dict[int, IsobitError],
+    ended: int | None,
+    *signals: signal.Signals,
 ) -> int | str:
     """The exit code, or the error as code and text."""
     for rank, error in words.items():
@@ -49,7 +53,11 @@ def outcome(
     ],
 )
 def test_the_line_that_says_most(
-    tmp_path: Path, codes: list[int], words: dict[int, IsobitError], ended: int | None, expected: int | str
+    tmp_path: Path,
+    codes: list[int],
+    words: dict[int, IsobitError],
+    ended: int | None,
+    expected: int | str,
 ) -> None:
     found = outcome(PrivateFolder(tmp_path), codes, words, ended)
     if isinstance(expected, int):
@@ -74,8 +82,11 @@ time.sleep(600)
 
 
 def test_every_signal_goes_on_to_the_ranks_and_the_third_ends_them() -> None:
-    """Ctrl-C twice is twice for them: the second one ends a rank at once, whose first lets it finish its step."""
-    processes = [subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) for _ in range(2)]
+    """Ctrl-C twice is twice for them: the second one ends a rank at once, whose first lets it
+    finish its step."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) for _ in range(2)
+    ]
     with supervisor._received() as signals:
         waiting = threading.Thread(target=supervisor._wait, args=(processes, signals))
         try:
@@ -85,7 +96,9 @@ def test_every_signal_goes_on_to_the_ranks_and_the_third_ends_them() -> None:
             waiting.start()
             for count, number in enumerate((signal.SIGINT, signal.SIGTERM), 1):
                 os.kill(os.getpid(), number)
-                assert [int(process.stdout.readline()) for process in processes if process.stdout] == [count] * 2
+                assert [
+                    int(process.stdout.readline()) for process in processes if process.stdout
+                ] == [count] * 2
             os.kill(os.getpid(), signal.SIGTERM)
             waiting.join(60)
             assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2

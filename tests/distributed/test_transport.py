@@ -18,7 +18,8 @@ def _threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
 def test_ranks_that_were_closed_have_no_threads_while_they_are_referred_to() -> None:
-    """A thread of gloo that frees a tensor while Python ends aborts the process, after its work is done."""
+    """A thread of gloo that frees a tensor while Python ends aborts the process, after its work is
+    done."""
     before = _threads()
     ranks = TorchRanks(dist.HashStore(), 0, 1, torch.device("cpu"), 30)
     ranks.all_to_all(torch.ones(3), [3], [3], range(1))()

@@ -33,8 +33,8 @@ class Meeting:
 
 
 class ThreadRanks(Ranks):
-    """One of them. `bytes_sent` counts as `isobit.distributed.transport` does; `sent_to`: those of exchanges
-    by rank; `met` is what it was asked, in order."""
+    """One of them. `bytes_sent` counts as `isobit.distributed.transport` does; `sent_to`: those of
+    exchanges by rank; `met` is what it was asked, in order."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
@@ -50,10 +50,15 @@ class ThreadRanks(Ranks):
     ) -> Callable[[], Tensor]:
         assert sent.numel() == sum(sent_sizes)
         self.met.append(f"exchange {sum(sent_sizes)}")
-        pieces = {rank: piece.clone() for rank, piece in zip(among, sent.split(list(sent_sizes)), strict=True)}
+        pieces = {
+            rank: piece.clone()
+            for rank, piece in zip(among, sent.split(list(sent_sizes)), strict=True)
+        }
         for rank, piece in pieces.items():
             self.sent_to[rank] += piece.numel() * piece.element_size()
-        self.bytes_sent += sum(p.numel() * p.element_size() for rank, p in pieces.items() if rank != self.rank)
+        self.bytes_sent += sum(
+            p.numel() * p.element_size() for rank, p in pieces.items() if rank != self.rank
+        )
         given = self._all("exchange", pieces)
         received = [given[rank][self.rank] for rank in among]
         assert [piece.numel() for piece in received] == list(received_sizes)
@@ -83,7 +88,8 @@ class ThreadRanks(Ranks):
 
 
 def run(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """What `work` returns on each of `size` ranks. Raises what the lowest rank that failed raised."""
+    """What `work` returns on each of `size` ranks. Raises what the lowest rank that failed
+    raised."""
     meeting, found, raised = Meeting(size), [None] * size, [None] * size
 
     def one(rank: int) -> None:
@@ -101,5 +107,7 @@ def run(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
         thread.join()
     errors = [e for e in raised if e is not None]
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     return found  # type: ignore[return-value]

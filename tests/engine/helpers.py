@@ -22,11 +22,22 @@ def options(preset: object) -> tuple[tuple[str, object], ...] | str:
 
 
 def fresh(
-    precision: Any, backend: str = "reference", seed: int = 5, consistency: str | None = None, **changes: int
+    precision: Any,
+    backend: str = "reference",
+    seed: int = 5,
+    consistency: str | None = None,
+    **changes: int,
 ) -> Model:
     """A random model of the test's own."""
     config = replace(CONFIG, **changes)
-    return Model.init(config, Tokenizer.characters(ALPHABET), precision, seed, backend, consistency or level(backend))
+    return Model.init(
+        config,
+        Tokenizer.characters(ALPHABET),
+        precision,
+        seed,
+        backend,
+        consistency or level(backend),
+    )
 
 
 @lru_cache(maxsize=16)
@@ -41,7 +52,9 @@ def _tiny(precision: object, backend: str, consistency: str | None) -> Model:
     return model
 
 
-def tiny(precision: object = "float32", backend: str = "reference", consistency: str | None = None) -> Model:
+def tiny(
+    precision: object = "float32", backend: str = "reference", consistency: str | None = None
+) -> Model:
     """A random model, shared by the tests: do not change its weights."""
     require(backend)
     return _tiny(options(precision), backend, consistency)
@@ -59,18 +72,24 @@ def outcome(groups: list[list[Completion]]) -> Outcome:
     }
 
 
-def rollout(engine: Engine, prompts: list, sampling: Sampling, prompt_ids: list[int] | None = None) -> Outcome:
+def rollout(
+    engine: Engine, prompts: list, sampling: Sampling, prompt_ids: list[int] | None = None
+) -> Outcome:
     """Generate, proving after every step that the pages are in order."""
     return outcome(engine.generate(prompts, sampling, prompt_ids, lambda *_: engine.integrity()))
 
 
-def learner_logprobs(model: Model, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
+def learner_logprobs(
+    model: Model, completions: list[Completion], temperature: float
+) -> list[torch.Tensor]:
     """What the learner's packed forward gives for the sampled tokens."""
     rows = model.logprobs([[*c.prompt_token_ids, *c.token_ids] for c in completions], temperature)
     return [row[len(c.prompt_token_ids) - 1 :] for row, c in zip(rows, completions)]
 
 
-def differing(model: Model, groups: list[list[Completion]], temperature: float = 1.0) -> tuple[int, int]:
+def differing(
+    model: Model, groups: list[list[Completion]], temperature: float = 1.0
+) -> tuple[int, int]:
     """(tokens whose two log-probabilities differ in any bit, tokens)."""
     completions = [completion for group in groups for completion in group]
     learner = torch.cat(learner_logprobs(model, completions, temperature))

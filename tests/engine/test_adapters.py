@@ -1,4 +1,5 @@
-"""Requests of several adapters and of the base alone in one batch: each has the bits that it has alone."""
+"""Requests of several adapters and of the base alone in one batch: each has the bits that it has
+alone."""
 
 import shutil
 from pathlib import Path
@@ -35,14 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def served(folder: Path, precision: str = "fp8", backend: str = "native", consistency: str | None = None) -> Model:
+def served(
+    folder: Path, precision: str = "fp8", backend: str = "native", consistency: str | None = None
+) -> Model:
     base = Model.load(folder / "base", precision, backend, consistency or level(backend))
     return base.serving({name: folder / name for name in ADAPTERS})
 
 
 def alone(folder: Path, name: str | None, precision: str, backend: str, consistency: str) -> Engine:
     given = None if name is None else folder / name
-    return Engine(Model.load(folder / "base", precision, backend, consistency, adapter=given), page_size=4)
+    return Engine(
+        Model.load(folder / "base", precision, backend, consistency, adapter=given), page_size=4
+    )
 
 
 def drawn(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
@@ -59,14 +64,18 @@ def test_each_request_has_the_bits_that_it_has_alone(
     require(backend)
     wanted: list[list[Completion]] = []
     for index, (prompt, name) in enumerate(zip(PROMPTS, NAMES)):
-        wanted += alone(folder, name, precision, backend, consistency).generate([prompt], SAMPLING, [index])
+        wanted += alone(folder, name, precision, backend, consistency).generate(
+            [prompt], SAMPLING, [index]
+        )
     model = served(folder, precision, backend, consistency)
     for sizes in ({}, {"max_batch_tokens": 3, "max_sequences": 3}):  # prompts in chunks
         engine = Engine(model, page_size=4, **sizes)
         found = engine.generate(PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES)
         assert drawn(found) == drawn(wanted)
         assert [group[0].adapter for group in found] == NAMES
-        again = engine.generate(PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES)  # from the prefix cache
+        again = engine.generate(
+            PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES
+        )  # from the prefix cache
         assert drawn(again) == drawn(wanted)
         assert engine.stats.cached_tokens > 0
 
@@ -78,17 +87,31 @@ def test_neither_preemption_nor_pages_of_ones_own_change_a_bit(folder: Path) -> 
     assert drawn(small.generate(PROMPTS, SAMPLING, adapters=NAMES)) == wanted
     assert small.stats.preemptions > 0
     small.integrity()
-    assert drawn(Engine(model, page_size=4, prefix_cache=False).generate(PROMPTS, SAMPLING, adapters=NAMES)) == wanted
+    assert (
+        drawn(
+            Engine(model, page_size=4, prefix_cache=False).generate(
+                PROMPTS, SAMPLING, adapters=NAMES
+            )
+        )
+        == wanted
+    )
 
 
 def test_the_learner_computes_the_bits_of_a_mixed_batch(folder: Path) -> None:
-    """Of each adapter and of the base, by a model that has it alone. The control: by the other adapter's."""
+    """Of each adapter and of the base, by a model that has it alone. The control: by the other
+    adapter's."""
     groups = Engine(served(folder), page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES)
-    models = {name: alone(folder, name, "fp8", "native", "bitwise").model for name in (*ADAPTERS, None)}
+    models = {
+        name: alone(folder, name, "fp8", "native", "bitwise").model for name in (*ADAPTERS, None)
+    }
     other = {"a": "b", "b": None, None: "a"}
 
     def of(name: str | None, completion: Completion) -> list[float]:
-        rows = models[name].logprobs([[*completion.prompt_token_ids, *completion.token_ids]])[0].tolist()
+        rows = (
+            models[name]
+            .logprobs([[*completion.prompt_token_ids, *completion.token_ids]])[0]
+            .tolist()
+        )
         return rows[len(completion.prompt_token_ids) - 1 :]
 
     for group, name in zip(groups, NAMES):
@@ -102,12 +125,18 @@ def test_rows_of_another_adapter_are_noticed(folder: Path, monkeypatch: pytest.M
     model = served(folder)
     wanted = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
     number = MultiLora.number
-    monkeypatch.setattr(MultiLora, "number", lambda self, name: {0: 1, 1: 0, -1: -1}[number(self, name)])
+    monkeypatch.setattr(
+        MultiLora, "number", lambda self, name: {0: 1, 1: 0, -1: -1}[number(self, name)]
+    )
     found = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
-    assert [ours == theirs for ours, theirs in zip(found, wanted)] == [name is None for name in NAMES]
+    assert [ours == theirs for ours, theirs in zip(found, wanted)] == [
+        name is None for name in NAMES
+    ]
 
 
-def test_pages_of_another_adapter_are_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_another_adapter_are_not_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control looks pages up by their tokens alone."""
     model, prompt = served(folder), ["567+89=567+89="]
     wanted = drawn(Engine(model, page_size=4).generate(prompt, SAMPLING, adapters=["b"]))
@@ -134,7 +163,9 @@ def test_a_completion_goes_on_with_its_adapter(folder: Path) -> None:
 
 def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
     model = served(folder)
-    with pytest.raises(IsobitError, match="adapter: 'c' is not served by this model; it serves a, b"):
+    with pytest.raises(
+        IsobitError, match="adapter: 'c' is not served by this model; it serves a, b"
+    ):
         Engine(model).submit("1+1=", adapter="c")
     with pytest.raises(IsobitError, match=r"it serves none; Model\.serving opens it"):
         Engine(tiny_model()).submit("1+1=", adapter="a")
@@ -144,7 +175,8 @@ def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
         served(folder, "fp8-rollout-kv")
     tensorwise = {"preset": "fp8", "activation_granularity": "tensor"}
     with pytest.raises(
-        IsobitError, match=r"scale is shared by the rows of a batch .*of several adapters; serve them one"
+        IsobitError,
+        match=r"scale is shared by the rows of a batch .*of several adapters; serve them one",
     ):
         Model.load(folder / "base", tensorwise, "native", "fast").serving({"a": folder / "a"})
     with pytest.raises(IsobitError, match="serving: expected folders of adapters by name"):
@@ -160,15 +192,21 @@ def test_folders_that_belong_elsewhere_are_refused(folder: Path, tmp_path: Path)
     with pytest.raises(IsobitError, match="copy: a whole model, merged or never adapted"):
         served(folder).serving({"merged": tmp_path / "copy"})
     other = Model.load(tmp_path / "other", "fp8", "native")
-    with pytest.raises(IsobitError, match=r"a: of the model .*base, whose weights are not those of .*other"):
+    with pytest.raises(
+        IsobitError, match=r"a: of the model .*base, whose weights are not those of .*other"
+    ):
         other.serving({"a": folder / "a"})
     Model.load(tmp_path / "copy", "fp8", "native").serving({"a": folder / "a"})
     shutil.copytree(folder / "a", tmp_path / "a")
     config = (tmp_path / "a" / "adapter_config.json").read_text()
-    (tmp_path / "a" / "adapter_config.json").write_text(config.replace(str(folder / "base"), str(tmp_path / "gone")))
+    (tmp_path / "a" / "adapter_config.json").write_text(
+        config.replace(str(folder / "base"), str(tmp_path / "gone"))
+    )
     other.serving({"a": tmp_path / "a"})
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(IsobitError, match="a: its chat template is not the model's; serve it alone"):
+    with pytest.raises(
+        IsobitError, match="a: its chat template is not the model's; serve it alone"
+    ):
         other.serving({"a": tmp_path / "a"})
 
 
@@ -201,10 +239,16 @@ def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
     while engine.num_open:
         step()
     alone = Engine(Model.load(folder / "base", "fp8", "native", level("native")), page_size=4)
-    assert drawn([sorted(found[-1], key=lambda c: c.sample_index)]) == drawn(alone.generate(["9-"], long))
+    assert drawn([sorted(found[-1], key=lambda c: c.sample_index)]) == drawn(
+        alone.generate(["9-"], long)
+    )
     model.add_adapter("c", folder / "b")
-    other = drawn(engine.generate(PROMPTS, SAMPLING, adapters=["c" if n == "a" else n for n in NAMES]))
-    assert [ours == theirs for ours, theirs in zip(other, wanted)] == [name != "a" for name in NAMES]
+    other = drawn(
+        engine.generate(PROMPTS, SAMPLING, adapters=["c" if n == "a" else n for n in NAMES])
+    )
+    assert [ours == theirs for ours, theirs in zip(other, wanted)] == [
+        name != "a" for name in NAMES
+    ]
 
 
 def test_an_adapter_that_left_is_said_and_its_name_is_used_up(folder: Path) -> None:
@@ -213,7 +257,9 @@ def test_an_adapter_that_left_is_said_and_its_name_is_used_up(folder: Path) -> N
     request = engine.submit("1+1=", SAMPLING, adapter="a")
     engine.step()
     model.remove_adapter("a")
-    with pytest.raises(IsobitError, match="adapter: 'a' is not served any more; cancel its requests"):
+    with pytest.raises(
+        IsobitError, match="adapter: 'a' is not served any more; cancel its requests"
+    ):
         engine.step()
     engine.cancel(request)
     engine.integrity()

@@ -1,5 +1,5 @@
-"""Rollout log-probabilities are the learner's, bit for bit, also where layers have windows or no rotary embedding. Each
-architecture has a control: a learner whose layers are a little different."""
+"""Rollout log-probabilities are the learner's, bit for bit, also where layers have windows or no
+rotary embedding. Each architecture has a control: a learner whose layers are a little different."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,14 +54,20 @@ def random_model(family: str, preset: str, backend: str) -> Model:
             if parameter.ndim == 2:
                 parameter.mul_(8 if name == "head" else 4)  # a distribution with some shape to it
             else:
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(
+                    0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                )
     model.sync()
     return model
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-@pytest.mark.parametrize(("preset", "backend"), [("fp8", "native"), ("bf16", "native"), ("fp8", "reference")])
-def test_zero_bits_differ(family: str, preset: str, backend: str, make_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "backend"), [("fp8", "native"), ("bf16", "native"), ("fp8", "reference")]
+)
+def test_zero_bits_differ(
+    family: str, preset: str, backend: str, make_engine: Callable[..., Engine]
+) -> None:
     """Chunks, preemption and shared pages, with prompts and completions of several lengths."""
     model = random_model(family, preset, backend)
     engine = make_engine(model, kv_pages=24, page_size=4, max_batch_tokens=23, max_sequences=9)

@@ -1,4 +1,5 @@
-"""Static scales of the KV cache: where they come from, that both sides use them, and that stale ones are noticed."""
+"""Static scales of the KV cache: where they come from, that both sides use them, and that stale
+ones are noticed."""
 
 import dataclasses
 from pathlib import Path
@@ -42,20 +43,27 @@ def test_the_rule_is_a_percentile_over_batches_a_margin_and_448() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_a_unified_flow_with_calibrated_scales_agrees_bit_for_bit(backend: str) -> None:
-    """No recipe of the field joins an FP8 learner with a calibrated FP8 cache; here both read the same codes."""
+    """No recipe of the field joins an FP8 learner with a calibrated FP8 cache; here both read the
+    same codes."""
     require(backend)
     model = tiny_model(CALIBRATED)
     Calibrator(model).calibrate(PROMPTS)
-    groups = Engine(model, kv_pages=32, page_size=4).generate(PROMPTS, Sampling(n=3, max_new_tokens=12))
+    groups = Engine(model, kv_pages=32, page_size=4).generate(
+        PROMPTS, Sampling(n=3, max_new_tokens=12)
+    )
     completions = [c for group in groups for c in group]
     found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
     assert all(row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions))
     assert model.transformer.kv_scales is not None
     model.transformer.calibrate(
-        scales_from(prompt_amax(model, PROMPTS) * 1.3, model.precision.calibration, model.weights_version)
+        scales_from(
+            prompt_amax(model, PROMPTS) * 1.3, model.precision.calibration, model.weights_version
+        )
     )
     control = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
-    assert any(row[-len(c.logprobs) :].tolist() != c.logprobs for row, c in zip(control, completions))
+    assert any(
+        row[-len(c.logprobs) :].tolist() != c.logprobs for row, c in zip(control, completions)
+    )
 
 
 def test_scales_that_are_missing_or_stale_are_noticed() -> None:
@@ -66,12 +74,15 @@ def test_scales_that_are_missing_or_stale_are_noticed() -> None:
     Calibrator(model).calibrate(PROMPTS)
     engine.generate(PROMPTS, Sampling(max_new_tokens=2))
     model.sync()
-    with pytest.raises(IsobitError, match=r"those of version 0 of the weights, and the weights are at version 1"):
+    with pytest.raises(
+        IsobitError, match=r"those of version 0 of the weights, and the weights are at version 1"
+    ):
         engine.generate(PROMPTS, Sampling(max_new_tokens=2))
 
 
 def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted() -> None:
-    per_head, calibrated = Engine(tiny_model("fp8"), kv_pages=8), Engine(tiny_model(CALIBRATED), kv_pages=8)
+    per_head = Engine(tiny_model("fp8"), kv_pages=8)
+    calibrated = Engine(tiny_model(CALIBRATED), kv_pages=8)
     layers = calibrated.model.config.num_layers
     codes = 8 * 16 * 2 * 2 * 8 * layers  # pages, tokens, K and V, heads, dimension
     assert calibrated.kv_bytes == codes + 2 * 4 * layers
@@ -82,7 +93,9 @@ def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted(
     assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] < 0.02
     assert model.transformer.kv_scales is not None
     model.transformer.calibrate(
-        scales_from(prompt_amax(model, PROMPTS) / 4, model.precision.calibration, model.weights_version)
+        scales_from(
+            prompt_amax(model, PROMPTS) / 4, model.precision.calibration, model.weights_version
+        )
     )
     calibrated.generate(PROMPTS, Sampling(max_new_tokens=8))
     assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] > 0.02
@@ -107,12 +120,18 @@ def test_a_run_recalibrates_every_step_and_resumes_bit_for_bit(
     assert drift[0] == 0
     assert all(value > 0 for value in drift[1:])
     if preset == "fp8":
-        assert all(row["mismatch/differing_tokens"] == 0 for row in whole.metrics if row["step"] > 0)
+        assert all(
+            row["mismatch/differing_tokens"] == 0 for row in whole.metrics if row["step"] > 0
+        )
     config = load_config(write_config(tmp_path / "cut", base_model, **settings))
     train(dataclasses.replace(config, steps=2))
     resume(tmp_path / "cut" / "run", ["steps=4"])
     assert fingerprint(tmp_path / "cut" / "run") == fingerprint(whole.run_dir)
-    assert all("time/calibrate" in row for row in read_jsonl(whole.run_dir / "metrics.jsonl") if row["step"] > 0)
+    assert all(
+        "time/calibrate" in row
+        for row in read_jsonl(whole.run_dir / "metrics.jsonl")
+        if row["step"] > 0
+    )
 
 
 def _spied_run(
@@ -127,7 +146,9 @@ def _spied_run(
         assert self.model.transformer.kv_scales is not None
         assert self.model.transformer.kv_scales.version == self.model.weights_version
         scales.append(self.model.transformer.kv_scales)
-        masters.append({name: p.detach().clone() for name, p in self.model.named_parameters().items()})
+        masters.append(
+            {name: p.detach().clone() for name, p in self.model.named_parameters().items()}
+        )
         return generate(self, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "generate", spy)
@@ -141,8 +162,9 @@ def _spied_run(
 def test_learner_side_scales_are_of_the_updated_weights_and_the_whole_batch(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, preset: str, queries: bool
 ) -> None:
-    """NeMo RL's order: update, then a forward over all of the training batch. Computed anew from the recorded batch and
-    the masters of each rollout; the control are the masters of one update before."""
+    """NeMo RL's order: update, then a forward over all of the training batch. Computed anew from
+    the recorded batch and the masters of each rollout; the control are the masters of one update
+    before."""
     options = {"kv_cache": "e4m3-calibrated"} | ({"query": "e4m3-calibrated"} if queries else {})
     precision: dict[str, object] = {"preset": preset, "kv_calibration": "learner"}
     precision |= options if preset == "fp8" else {"rollout": options}
@@ -150,16 +172,24 @@ def test_learner_side_scales_are_of_the_updated_weights_and_the_whole_batch(
     assert len(scales) == 3
     rows = list(read(run_dir / COMPLETIONS))
     for step in (1, 2):
-        batch = [[*row["prompt_ids"], *row["completion_ids"]] for row in rows if row["step"] == step]
+        batch = [
+            [*row["prompt_ids"], *row["completion_ids"]] for row in rows if row["step"] == step
+        ]
         assert len(batch) == 16
-        found = [_scales_of(base_model, precision, weights, batch) for weights in (masters[step], masters[step - 1])]
+        found = [
+            _scales_of(base_model, precision, weights, batch)
+            for weights in (masters[step], masters[step - 1])
+        ]
         assert scales[step].values.shape == (2, 3 if queries else 2)
         assert scales[step].values.tolist() == found[0].tolist()
         assert (scales[step].values[:, 1] != found[1][:, 1]).all()  # a norm bounds keys and queries
 
 
 def _scales_of(
-    base_model: Path, precision: dict[str, object], masters: dict[str, torch.Tensor], batch: list[list[int]]
+    base_model: Path,
+    precision: dict[str, object],
+    masters: dict[str, torch.Tensor],
+    batch: list[list[int]],
 ) -> torch.Tensor:
     model = Model.load(base_model, precision)
     with torch.no_grad():
@@ -171,7 +201,8 @@ def _scales_of(
 
 
 def test_calibrated_queries_agree_bit_for_bit_and_are_static() -> None:
-    """One scale for the queries of a layer on both sides; the control is another scale on one of them."""
+    """One scale for the queries of a layer on both sides; the control is another scale on one of
+    them."""
     model = tiny_model("fp8[kv_cache=e4m3-calibrated, query=e4m3-calibrated]")
     assert "e4m3 per layer, calibrated, fp32" in model.precision.table()
     engine = Engine(model, kv_pages=32, page_size=4)
@@ -185,7 +216,9 @@ def test_calibrated_queries_agree_bit_for_bit_and_are_static() -> None:
 
     def agree() -> bool:
         found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
-        return all(row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions))
+        return all(
+            row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions)
+        )
 
     assert agree()
     assert model.transformer.kv_scales is not None

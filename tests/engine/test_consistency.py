@@ -1,4 +1,5 @@
-"""Rollout log-probabilities are the learner's, bit for bit, under every unified preset; and the controls differ."""
+"""Rollout log-probabilities are the learner's, bit for bit, under every unified preset; and the
+controls differ."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,16 +20,37 @@ from .test_invariance import PROMPT_IDS, PROMPTS
 MakeEngine = Callable[..., Engine]
 EXCEPTED = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}
 E4M3 = "fp8[kv_cache=e4m3]"
-UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4", E4M3]
+UNIFIED = [
+    "float32",
+    "bf16",
+    "fp8-unified",
+    "fp8",
+    EXCEPTED,
+    "fp8[bf16_layers=[o, down]]",
+    "mxfp8",
+    "nvfp4",
+    E4M3,
+]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
-HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
+HARD = {
+    "kv_pages": 24,
+    "page_size": 4,
+    "max_batch_tokens": 23,
+    "max_sequences": 9,
+}  # preemption, chunks, sharing
 
 
 @pytest.mark.parametrize(
     ("preset", "backend", "temperature"),
-    [*((*flow, 1.0) for flow in FLOWS), ("fp8", "native", 0.7), ("bf16[kv_cache=int8, kv_scale=ue8m0]", "native", 1.0)],
+    [
+        *((*flow, 1.0) for flow in FLOWS),
+        ("fp8", "native", 0.7),
+        ("bf16[kv_cache=int8, kv_scale=ue8m0]", "native", 1.0),
+    ],
 )
-def test_zero_bits_differ(preset: object, backend: str, temperature: float, make_engine: MakeEngine) -> None:
+def test_zero_bits_differ(
+    preset: object, backend: str, temperature: float, make_engine: MakeEngine
+) -> None:
     model = tiny(preset, backend)
     engine = make_engine(model, **HARD)
     sampling = Sampling(n=4, max_new_tokens=20, temperature=temperature, seed=3)
@@ -41,7 +63,9 @@ def test_zero_bits_differ(preset: object, backend: str, temperature: float, make
 
 
 @pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8", E4M3])
-def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engine: MakeEngine) -> None:
+def test_zero_bits_differ_on_a_real_model(
+    preset: str, stories: Path, make_engine: MakeEngine
+) -> None:
     model = Model.load(stories, preset)
     engine = make_engine(model, kv_pages=24, page_size=8, max_batch_tokens=31)
     prompts = ["Once upon a time", "Lily and Tom went to the park.", "The dog"]
@@ -56,7 +80,9 @@ def test_zero_bits_differ_in_either_order_of_sums(preset: str, make_engine: Make
     """The control: a learner in the other order."""
     models = [tiny(preset, "native", f"bitwise-{order}") for order in (TDP32, VDP32)]
     for model, other in (models, models[::-1]):
-        groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS)
+        groups = make_engine(model, **HARD).generate(
+            PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS
+        )
         count, total = differing(model, groups)
         assert total > 400
         assert count == 0
@@ -69,8 +95,12 @@ def test_negative_control_an_activation_scale_per_tensor(
     scale: str, least: float, backend: str, make_engine: MakeEngine
 ) -> None:
     """A power-of-two scale hides much of the batch: it changes codes only where they underflow."""
-    model = tiny({"preset": "fp8", "activation_granularity": "tensor", "activation_scale": scale}, backend)
-    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    model = tiny(
+        {"preset": "fp8", "activation_granularity": "tensor", "activation_scale": scale}, backend
+    )
+    groups = make_engine(model).generate(
+        PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS
+    )
     count, total = differing(model, groups)
     assert count > least * total
 
@@ -78,20 +108,31 @@ def test_negative_control_an_activation_scale_per_tensor(
 @pytest.mark.parametrize(
     ("backend", "consistency"), [("native", "bitwise"), ("native", "exact"), ("reference", "exact")]
 )
-def test_zero_bits_differ_with_probabilities_in_e4m3(backend: str, consistency: str, make_engine: MakeEngine) -> None:
+def test_zero_bits_differ_with_probabilities_in_e4m3(
+    backend: str, consistency: str, make_engine: MakeEngine
+) -> None:
     """The control: on one side alone."""
-    for precision, expected in (("fp8[probabilities=e4m3]", False), ("fp8[rollout={probabilities: e4m3}]", True)):
+    for precision, expected in (
+        ("fp8[probabilities=e4m3]", False),
+        ("fp8[rollout={probabilities: e4m3}]", True),
+    ):
         model = tiny(precision, backend, consistency)
-        groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS)
+        groups = make_engine(model, **HARD).generate(
+            PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS
+        )
         count, total = differing(model, groups)
         assert total > 400
         assert (count > total // 4) if expected else count == 0
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_negative_control_a_bf16_learner_under_fp8_rollouts(backend: str, make_engine: MakeEngine) -> None:
+def test_negative_control_a_bf16_learner_under_fp8_rollouts(
+    backend: str, make_engine: MakeEngine
+) -> None:
     model = tiny("fp8-rollout", backend)
-    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    groups = make_engine(model).generate(
+        PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS
+    )
     count, total = differing(model, groups)
     assert count > total // 2
 
@@ -102,13 +143,19 @@ def test_negative_control_another_rounding_of_int8(
 ) -> None:
     """A learner whose cache has a step of amax / 128 in place of amax / 127, is noticed."""
     model = tiny("fp8", backend)
-    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    groups = make_engine(model).generate(
+        PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS
+    )
     assert differing(model, groups)[0] == 0
     attention = model.ops.attention
 
     def other(q: torch.Tensor, store: KVStore, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = (store.gather(torch.arange(len(store.k)))[0] / (store.k_scale * 127 / 128).unsqueeze(-1)).round()
-        store = replace(store, k=keys.clamp(-127, 127).to(torch.int8), k_scale=store.k_scale * 127 / 128)
+        keys = (
+            store.gather(torch.arange(len(store.k)))[0] / (store.k_scale * 127 / 128).unsqueeze(-1)
+        ).round()
+        store = replace(
+            store, k=keys.clamp(-127, 127).to(torch.int8), k_scale=store.k_scale * 127 / 128
+        )
         return attention(q, store, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model.ops, "attention", other)
@@ -136,24 +183,36 @@ def test_negative_control_weights_of_another_version(make_engine: MakeEngine) ->
 
 def test_negative_control_another_temperature(make_engine: MakeEngine) -> None:
     model = tiny("fp8")
-    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, temperature=0.7, seed=3))
+    groups = make_engine(model).generate(
+        PROMPTS, Sampling(n=2, max_new_tokens=20, temperature=0.7, seed=3)
+    )
     count, total = differing(model, groups, 0.71)
     assert count > total // 2
 
 
-def test_greedy_completions_carry_the_learners_logprobs_at_temperature_one(make_engine: MakeEngine) -> None:
+def test_greedy_completions_carry_the_learners_logprobs_at_temperature_one(
+    make_engine: MakeEngine,
+) -> None:
     model = tiny("fp8")
-    groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(max_new_tokens=20, temperature=0))
+    groups = make_engine(model, **HARD).generate(
+        PROMPTS, Sampling(max_new_tokens=20, temperature=0)
+    )
     assert differing(model, groups)[0] == 0
 
 
 def test_truncated_sampling_reports_the_renormalized_distribution(make_engine: MakeEngine) -> None:
-    """At top_k 2 a token's log-probability is log p / (p + q), of the learner's p and the other kept token's q."""
+    """At top_k 2 a token's log-probability is log p / (p + q), of the learner's p and the other
+    kept token's q."""
     model = tiny("float32")
-    groups = make_engine(model).generate([[5, 6, 7]], Sampling(n=6, max_new_tokens=1, top_k=2, seed=2))
+    groups = make_engine(model).generate(
+        [[5, 6, 7]], Sampling(n=6, max_new_tokens=1, top_k=2, seed=2)
+    )
     prefix = [5, 6, 7]
     everything = torch.tensor(
-        [float(model.logprobs([[*prefix, token]])[0][-1]) for token in range(model.config.vocab_size)]
+        [
+            float(model.logprobs([[*prefix, token]])[0][-1])
+            for token in range(model.config.vocab_size)
+        ]
     )
     best = everything.topk(2).values
     for completion in groups[0]:
@@ -161,8 +220,11 @@ def test_truncated_sampling_reports_the_renormalized_distribution(make_engine: M
         assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_consistency_fast_keeps_the_tokens_of_the_unpreempted_run_close(make_engine: MakeEngine) -> None:
-    """`fast` promises no bits, only closeness: the same forward with PyTorch's own BF16 products."""
+def test_consistency_fast_keeps_the_tokens_of_the_unpreempted_run_close(
+    make_engine: MakeEngine,
+) -> None:
+    """`fast` promises no bits, only closeness: the same forward with PyTorch's own BF16
+    products."""
     model = tiny("bf16", "reference", "fast")
     groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=2, max_new_tokens=10, seed=3))
     completions = [completion for group in groups for completion in group]

@@ -17,11 +17,15 @@ from .helpers import CONFIG, fresh, outcome, rollout, tiny
 MakeEngine = Callable[..., Engine]
 
 
-def greedy_with_transformers(directory: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_with_transformers(
+    directory: Path, prompts: list[list[int]], count: int
+) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     generated = []
     for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, num_beams=1)
+        ids = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=count, num_beams=1
+        )
         generated.append(ids[0, len(prompt) :].tolist())
     return generated
 
@@ -30,20 +34,30 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, make_engine: Ma
     model = tiny("float32")
     model.save(tmp_path)
     prompts = [[5, 6, 7], [12], [9, 30, 31, 8, 20] * 6]
-    groups = make_engine(model, page_size=4).generate(prompts, Sampling(max_new_tokens=30, temperature=0))
-    assert [group[0].token_ids for group in groups] == greedy_with_transformers(tmp_path, prompts, 30)
+    groups = make_engine(model, page_size=4).generate(
+        prompts, Sampling(max_new_tokens=30, temperature=0)
+    )
+    assert [group[0].token_ids for group in groups] == greedy_with_transformers(
+        tmp_path, prompts, 30
+    )
 
 
-def test_greedy_tokens_of_a_real_model_are_those_of_transformers(stories: Path, make_engine: MakeEngine) -> None:
+def test_greedy_tokens_of_a_real_model_are_those_of_transformers(
+    stories: Path, make_engine: MakeEngine
+) -> None:
     model = Model.load(stories, "float32", "reference")
     texts = ["Once upon a time", "Tom had a red ball."]
     groups = make_engine(model).generate(texts, Sampling(max_new_tokens=60, temperature=0))
-    expected = greedy_with_transformers(stories, [model.tokenizer.encode(text) for text in texts], 60)
+    expected = greedy_with_transformers(
+        stories, [model.tokenizer.encode(text) for text in texts], 60
+    )
     assert [group[0].token_ids for group in groups] == expected
     assert groups[0][0].text.startswith(", there was a little girl")
 
 
-def test_text_token_ids_and_chat_messages_are_one_prompt_in_three_forms(make_engine: MakeEngine) -> None:
+def test_text_token_ids_and_chat_messages_are_one_prompt_in_three_forms(
+    make_engine: MakeEngine,
+) -> None:
     tokenizer = Tokenizer.characters(ALPHABET)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}?"
     model = Model.init(CONFIG, tokenizer, "float32", 1, "reference")
@@ -68,7 +82,11 @@ def test_no_prompts_no_completions(make_engine: MakeEngine) -> None:
     ("prompts", "message"),
     [
         ([[5], [6] * 96], "prompt 1 has 96 tokens, but the model's context of 96 takes at most 95"),
-        ([[5] * 60], "prompt 0 has 60 tokens and needs 5 pages of 16 tokens with 20 new ones, but the engine has 4"),
+        (
+            [[5] * 60],
+            "prompt 0 has 60 tokens and needs 5 pages of 16 tokens with 20 new ones, but the "
+            "engine has 4",
+        ),
         ([[5], []], "prompt 1 is empty"),
         ([[5], ""], "prompt 1 is empty"),
         ([[64]], "prompt 0: token id 64 is not in the model's vocabulary of 64"),
@@ -83,7 +101,9 @@ def test_prompts_that_cannot_be_answered_are_refused_at_once(
     prompts: list, message: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny()
-    monkeypatch.setattr(model.transformer, "hidden", None)  # computing anything would fail otherwise
+    monkeypatch.setattr(
+        model.transformer, "hidden", None
+    )  # computing anything would fail otherwise
     with pytest.raises(IsobitError, match=message) as raised:
         make_engine(model, kv_pages=4).generate(prompts, Sampling(max_new_tokens=20))
     assert "\n" not in str(raised.value)
@@ -98,7 +118,9 @@ def test_prompt_ids_that_do_not_fit_are_refused(prompt_ids: list, make_engine: M
 @pytest.mark.parametrize("name", ["kv_pages", "page_size", "max_batch_tokens", "max_sequences"])
 @pytest.mark.parametrize("value", [0, -3, 1.5, True])
 def test_engine_sizes_are_checked(name: str, value: object) -> None:
-    with pytest.raises(IsobitError, match=f"engine.{name}: expected (a whole number|at least 1), got"):
+    with pytest.raises(
+        IsobitError, match=f"engine.{name}: expected (a whole number|at least 1), got"
+    ):
         Engine(tiny(), **{name: value})
 
 
@@ -115,13 +137,17 @@ def test_a_size_is_declared_once() -> None:
 
 
 def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, sampling = [[5] * 30, [6] * 7, "12+3="], Sampling(n=4, max_new_tokens=20, ignore_eos=True)
+    prompts = [[5] * 30, [6] * 7, "12+3="]
+    sampling = Sampling(n=4, max_new_tokens=20, ignore_eos=True)
     engine = Engine.sized_for(tiny("fp8"), prompts, 12, 20)
     # 30 + 20 - 1 tokens are 4 pages, for 12 sequences and a prompt beside them
     assert (engine.pages.num_pages, engine.longest_prompt) == (13 * 4, 30)
     engine.generate(prompts, sampling)
     assert (engine.stats.steps, engine.stats.preemptions) == (20, 0)
-    assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(max_sequences=3)).pages.num_pages == 4 * 4
+    assert (
+        Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(max_sequences=3)).pages.num_pages
+        == 4 * 4
+    )
     assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=9)).pages.num_pages == 9
     # memory is the limit, but never below one sequence
     monkeypatch.setattr("isobit.engine.engine.CACHE_BYTES", 10 * engine.kv_bytes // 52)
@@ -130,21 +156,30 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 4
     with pytest.raises(IsobitError, match="prompt 1 has 200 tokens"):
         Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
-    with pytest.raises(IsobitError, match="needs 4 pages of 16 tokens with 20 new ones, but the engine has 3"):
+    with pytest.raises(
+        IsobitError, match="needs 4 pages of 16 tokens with 20 new ones, but the engine has 3"
+    ):
         Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=3))
 
 
 def test_a_cache_leaves_what_others_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU: whoever opens an engine before its moments and gradients exist says how large they are."""
+    """Of a GPU: whoever opens an engine before its moments and gradients exist says how large they
+    are."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 9000))
-    assert [_most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)] == [1000, 200, 0]
+    assert [
+        _most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)
+    ] == [1000, 200, 0]
 
 
 def test_the_longest_prompts_that_fit_are_answered(make_engine: MakeEngine) -> None:
-    groups = make_engine(tiny(), kv_pages=6).generate([[5] * 95], Sampling(max_new_tokens=20, seed=1))
+    groups = make_engine(tiny(), kv_pages=6).generate(
+        [[5] * 95], Sampling(max_new_tokens=20, seed=1)
+    )
     assert (len(groups[0][0].token_ids), groups[0][0].finish_reason) == (1, "length")
     sampling = Sampling(max_new_tokens=21, ignore_eos=True)
-    groups = make_engine(tiny(), kv_pages=4).generate([[5] * 44], sampling)  # 44 + 21 - 1 = 64 slots
+    groups = make_engine(tiny(), kv_pages=4).generate(
+        [[5] * 44], sampling
+    )  # 44 + 21 - 1 = 64 slots
     assert len(groups[0][0].token_ids) == 21
 
 
@@ -190,12 +225,17 @@ def test_an_engine_works_after_a_call_that_was_broken_off(make_engine: MakeEngin
         engine.generate([[5] * 20], sampling, progress=stop)
     engine.integrity()
     assert engine.pages.num_used == 0
-    assert rollout(engine, [[5] * 20], sampling) == rollout(make_engine(tiny()), [[5] * 20], sampling)
+    assert rollout(engine, [[5] * 20], sampling) == rollout(
+        make_engine(tiny()), [[5] * 20], sampling
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"kv_pages": 9, "page_size": 4}])
-def test_each_group_is_told_of_once_when_it_is_whole(make_engine: MakeEngine, settings: dict[str, int]) -> None:
-    """Before the call is over, and the same completions as it returns; telling changes none of them."""
+def test_each_group_is_told_of_once_when_it_is_whole(
+    make_engine: MakeEngine, settings: dict[str, int]
+) -> None:
+    """Before the call is over, and the same completions as it returns; telling changes none of
+    them."""
     engine = make_engine(tiny(), **settings)
     sampling, prompts = Sampling(n=3, max_new_tokens=8), [[5] * 9, [6], [7, 8], [9] * 4]
     told: dict[int, list[Completion]] = {}
@@ -224,7 +264,9 @@ def test_weights_that_change_in_the_middle_are_refused(make_engine: MakeEngine) 
 def test_a_call_inside_a_call_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(tiny())
     with pytest.raises(IsobitError, match=r"Engine\.generate: 1 requests are open"):
-        engine.generate([[5]], Sampling(), progress=lambda *_: engine.generate([[6]], Sampling()) and None)
+        engine.generate(
+            [[5]], Sampling(), progress=lambda *_: engine.generate([[6]], Sampling()) and None
+        )
 
 
 @pytest.mark.parametrize("preset", ["float32", "bf16"])

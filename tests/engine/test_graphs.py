@@ -1,6 +1,8 @@
-"""Captured decode steps, over their stand-in on a CPU: padding, fixed buffers and steps launched ahead change no bit.
+"""Captured decode steps, over their stand-in on a CPU: padding, fixed buffers and steps launched
+ahead change no bit.
 
-The stand-in calls what a GPU would replay. Whether a GPU captures everything, the last test shows, where there is one.
+The stand-in calls what a GPU would replay. Whether a GPU captures everything, the last test shows,
+where there is one.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,9 @@ def make_captured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> M
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
-def test_captured_steps_give_the_bits_of_plain_ones(preset: str, backend: str, make_captured: MakeEngine) -> None:
+def test_captured_steps_give_the_bits_of_plain_ones(
+    preset: str, backend: str, make_captured: MakeEngine
+) -> None:
     engine = make_captured(tiny(preset, backend), kv_pages=20, page_size=4, max_batch_tokens=40)
     check(preset, backend, engine)
     assert engine.graphs is not None
@@ -78,13 +82,16 @@ def test_under_other_settings_too(sizes: dict[str, int], make_captured: MakeEngi
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
-def test_padded_rows_are_without_effect(family: str, make_engine: MakeEngine, make_captured: MakeEngine) -> None:
-    """A mixture's go through experts too, and through their routers' choices; those of linear attention have a state,
-    in a page of their own."""
+def test_padded_rows_are_without_effect(
+    family: str, make_engine: MakeEngine, make_captured: MakeEngine
+) -> None:
+    """A mixture's go through experts too, and through their routers' choices; those of linear
+    attention have a state, in a page of their own."""
     model = tiny_model("fp8", family)
     prompts, sampling = [[3, 4, 5], [6], [7, 8]], Sampling(3, 6, seed=1)
     plain, captured = (
-        make(model, kv_pages=60, page_size=4).generate(prompts, sampling) for make in (make_engine, make_captured)
+        make(model, kv_pages=60, page_size=4).generate(prompts, sampling)
+        for make in (make_engine, make_captured)
     )
     assert plain == captured
 
@@ -109,7 +116,9 @@ def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int
     needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isobit.engine.engine.graph_kind", lambda model, wanted: EagerGraph)
-        engine = Engine(tiny("bf16", "native"), EngineSize(needed + spare, page_size, budget, max_sequences))
+        engine = Engine(
+            tiny("bf16", "native"), EngineSize(needed + spare, page_size, budget, max_sequences)
+        )
     check("bf16", "native", engine)
     engine.integrity()
 
@@ -147,7 +156,9 @@ STOPPING = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{"kv_pages": 200}, {"kv_pages": 24, "page_size": 4, "max_sequences": 6}])
+@pytest.mark.parametrize(
+    "sizes", [{"kv_pages": 200}, {"kv_pages": 24, "page_size": 4, "max_sequences": 6}]
+)
 @pytest.mark.parametrize("sampling", STOPPING.values(), ids=STOPPING)
 def test_steps_launched_ahead_end_where_simple_ones_do(
     sampling: Sampling,
@@ -156,7 +167,8 @@ def test_steps_launched_ahead_end_where_simple_ones_do(
     make_captured: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens, log-probabilities, texts and reasons of the simple step, and pages in order after every step."""
+    """Tokens, log-probabilities, texts and reasons of the simple step, and pages in order after
+    every step."""
     simple = rollout(make_engine(tiny("bf16", "native"), **sizes), PROMPTS, sampling, PROMPT_IDS)
     ahead: list[bool] = []
     launch = DecodeGraphs.launch
@@ -166,24 +178,37 @@ def test_steps_launched_ahead_end_where_simple_ones_do(
         return launch(self, rows, which, source)
 
     monkeypatch.setattr(DecodeGraphs, "launch", count)
-    assert rollout(make_captured(tiny("bf16", "native"), **sizes), PROMPTS, sampling, PROMPT_IDS) == simple
+    assert (
+        rollout(make_captured(tiny("bf16", "native"), **sizes), PROMPTS, sampling, PROMPT_IDS)
+        == simple
+    )
     if sampling.max_new_tokens > 2:
         assert sum(ahead) > len(ahead) / 2, "most steps were launched ahead"
 
 
-def test_a_step_that_nothing_goes_on_from_is_dropped(make_captured: MakeEngine, make_engine: MakeEngine) -> None:
-    """Sequences that end together, when the next step is under way, and prompts that wait for their pages."""
+def test_a_step_that_nothing_goes_on_from_is_dropped(
+    make_captured: MakeEngine, make_engine: MakeEngine
+) -> None:
+    """Sequences that end together, when the next step is under way, and prompts that wait for their
+    pages."""
     prompts, sizes = [[5, 6, 7]] * 6, {"kv_pages": 12, "page_size": 4, "max_sequences": 3}
     simple, engine = make_engine(tiny(), **sizes), make_captured(tiny(), **sizes)
-    text = simple.generate(prompts[:1], Sampling(max_new_tokens=9, temperature=0, ignore_eos=True))[0][0].text
-    sampling = Sampling(max_new_tokens=20, temperature=0, stop=(text[:6],), ignore_eos=True)  # greedy: all alike
+    text = simple.generate(prompts[:1], Sampling(max_new_tokens=9, temperature=0, ignore_eos=True))[
+        0
+    ][0].text
+    sampling = Sampling(
+        max_new_tokens=20, temperature=0, stop=(text[:6],), ignore_eos=True
+    )  # greedy: all alike
     whole = rollout(simple, prompts, sampling)
     assert rollout(engine, prompts, sampling) == whole
     lengths = {len(tokens) for tokens, *_ in whole.values()}
     assert len(lengths) == 1
     assert 3 < max(lengths) < 20
     # what was under way when they stopped was computed, and is not counted
-    assert (engine.stats.steps, engine.stats.decode_tokens) == (simple.stats.steps, simple.stats.decode_tokens)
+    assert (engine.stats.steps, engine.stats.decode_tokens) == (
+        simple.stats.steps,
+        simple.stats.decode_tokens,
+    )
 
 
 def test_the_ladder_reaches_every_number_of_rows_with_little_padding() -> None:
@@ -207,7 +232,9 @@ def test_on_a_cpu_nothing_is_captured(make_engine: MakeEngine) -> None:
     assert engine.stores[0].k.shape[0] == 8 * 16, "no spare page"
 
 
-def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(make_captured: MakeEngine) -> None:
+def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(
+    make_captured: MakeEngine,
+) -> None:
     model = fresh("fp8")
     engine = make_captured(model)
     captured: list[int] = []
@@ -217,7 +244,11 @@ def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(make_captu
         before = None if engine.graphs is None else dict(engine.graphs._graphs)
         found = rollout(engine, PROMPTS, sampling, PROMPT_IDS)
         assert engine.graphs is not None
-        captured.append(sum((before or {}).get(key) is not graph for key, graph in engine.graphs._graphs.items()))
+        captured.append(
+            sum(
+                (before or {}).get(key) is not graph for key, graph in engine.graphs._graphs.items()
+            )
+        )
         return found
 
     first = generate()
@@ -230,12 +261,16 @@ def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(make_captu
     assert captured[1] == 0
     assert first != second
     assert second == rollout(Engine(model), PROMPTS, sampling, PROMPT_IDS)
-    model.transformer._working = model.under("fp8").transformer._working  # the same values elsewhere
+    model.transformer._working = model.under(
+        "fp8"
+    ).transformer._working  # the same values elsewhere
     assert generate() == second
     assert captured[2] == captured[0], "weights that have moved are noticed"
 
 
-def test_an_engine_that_slept_gives_the_same_bits(make_captured: MakeEngine, make_engine: MakeEngine) -> None:
+def test_an_engine_that_slept_gives_the_same_bits(
+    make_captured: MakeEngine, make_engine: MakeEngine
+) -> None:
     for make in (make_engine, make_captured):
         engine = make(tiny("fp8", "native"), kv_pages=200)
         size = engine.kv_bytes
@@ -258,8 +293,11 @@ def test_an_engine_at_work_does_not_sleep(make_engine: MakeEngine) -> None:
         engine.generate([[5]], Sampling(), progress=lambda *_: engine.sleep())
 
 
-def test_padded_rows_are_not_counted_as_clamped_or_written(make_captured: MakeEngine, make_engine: MakeEngine) -> None:
-    """No sequence ends early, so no step is computed for nothing, and both engines write the same elements."""
+def test_padded_rows_are_not_counted_as_clamped_or_written(
+    make_captured: MakeEngine, make_engine: MakeEngine
+) -> None:
+    """No sequence ends early, so no step is computed for nothing, and both engines write the same
+    elements."""
     model = tiny_model("fp8[kv_cache=e4m3-calibrated]")
     Calibrator(model).calibrate(["1+1="])
     assert model.transformer.kv_scales is not None
@@ -269,7 +307,9 @@ def test_padded_rows_are_not_counted_as_clamped_or_written(make_captured: MakeEn
     for make in (make_engine, make_captured):
         engine = make(model, kv_pages=32, page_size=4)
         engine.generate(["1+1=", "23*4="], sampling)
-        counts.append([store.counts.tolist() for store in engine.stores if store.counts is not None])
+        counts.append(
+            [store.counts.tolist() for store in engine.stores if store.counts is not None]
+        )
     assert counts[0] == counts[1]
     assert all(0 < clamped < written for clamped, written in counts[0])
 

@@ -1,4 +1,5 @@
-"""Tokens and log-probabilities do not depend on the order of work: not one bit, under any engine setting."""
+"""Tokens and log-probabilities do not depend on the order of work: not one bit, under any engine
+setting."""
 
 import random
 from collections.abc import Callable
@@ -27,13 +28,16 @@ PROMPTS = [[3 + (7 * i + 5 * length) % 40 for i in range(length)] for length in 
 SAMPLING = Sampling(n=3, max_new_tokens=14, temperature=0.9, seed=2**40 + 17)
 PRESETS = ["float32", "bf16", "fp8"]
 FLOWS = [("fp8", "reference"), *((preset, "native") for preset in PRESETS)]
-"""The engine is the same for every flow, and the reference operators take four times as long: they do one."""
+"""The engine is the same for every flow, and the reference operators take four times as long: they
+do one."""
 
 
 @lru_cache
 def baseline(preset: str, backend: str) -> Outcome:
     """All sequences in one batch, each prompt in one chunk."""
-    return outcome(Engine(tiny(preset, backend), kv_pages=200).generate(PROMPTS, SAMPLING, PROMPT_IDS))
+    return outcome(
+        Engine(tiny(preset, backend), kv_pages=200).generate(PROMPTS, SAMPLING, PROMPT_IDS)
+    )
 
 
 def check(preset: str, backend: str, engine: Engine) -> None:
@@ -53,7 +57,11 @@ def test_the_baseline_is_worth_comparing() -> None:
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
 @pytest.mark.parametrize("max_sequences", [1, 5])
 def test_batch_size(preset: str, backend: str, max_sequences: int, make_engine: MakeEngine) -> None:
-    check(preset, backend, make_engine(tiny(preset, backend), kv_pages=200, max_sequences=max_sequences))
+    check(
+        preset,
+        backend,
+        make_engine(tiny(preset, backend), kv_pages=200, max_sequences=max_sequences),
+    )
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
@@ -73,18 +81,29 @@ def test_page_size(preset: str, backend: str, page_size: int, make_engine: MakeE
     assert engine.stats.shared_pages > sum(length // page_size for length in LENGTHS)
 
 
-@pytest.mark.parametrize("preset", ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e"])
+@pytest.mark.parametrize(
+    "preset", ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e"]
+)
 def test_two_engines_repeat_their_rollouts_on_any_number_of_threads(preset: str) -> None:
-    """The same work gives the same bits; the order of work is not promised here. The control is another seed."""
+    """The same work gives the same bits; the order of work is not promised here. The control is
+    another seed."""
     found = []
     for count in (1, 2, 1):
         with threads(count):
             model = tiny(preset, "native")
             if model.precision.calibrated:
                 Calibrator(model).calibrate(["abc"])
-            found.append(outcome(Engine(model, kv_pages=200, max_sequences=9).generate(PROMPTS, SAMPLING, PROMPT_IDS)))
+            found.append(
+                outcome(
+                    Engine(model, kv_pages=200, max_sequences=9).generate(
+                        PROMPTS, SAMPLING, PROMPT_IDS
+                    )
+                )
+            )
     assert found[0] == found[1] == found[2]
-    assert found[0] != outcome(Engine(model, kv_pages=200).generate(PROMPTS, replace(SAMPLING, seed=1), PROMPT_IDS))
+    assert found[0] != outcome(
+        Engine(model, kv_pages=200).generate(PROMPTS, replace(SAMPLING, seed=1), PROMPT_IDS)
+    )
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
@@ -110,7 +129,9 @@ def test_shared_prompts_against_separate_ones(
     """Every sample as a prompt of its own, with the key that it has in its group."""
     n = SAMPLING.n
     alone = Sampling(1, SAMPLING.max_new_tokens, SAMPLING.temperature, seed=SAMPLING.seed)
-    monkeypatch.setattr(Scheduler, "key", lambda self, s: (alone.seed, PROMPT_IDS[s.number // n], s.number % n))
+    monkeypatch.setattr(
+        Scheduler, "key", lambda self, s: (alone.seed, PROMPT_IDS[s.number // n], s.number % n)
+    )
     engine = make_engine(tiny(preset, backend), kv_pages=200)
     separate = rollout(engine, [prompt for prompt in PROMPTS for _ in range(n)], alone)
     assert engine.stats.shared_pages == 0
@@ -133,19 +154,26 @@ def test_a_call_of_its_own_for_every_prompt(make_engine: MakeEngine) -> None:
     max_sequences=st.integers(1, 24),
     order=st.permutations(range(len(PROMPTS))),
 )
-def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int, order: list[int]) -> None:
+def test_any_setting(
+    page_size: int, spare: int, budget: int, max_sequences: int, order: list[int]
+) -> None:
     needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
-    engine = Engine(tiny("fp8", "native"), EngineSize(needed + spare, page_size, budget, max_sequences))
+    engine = Engine(
+        tiny("fp8", "native"), EngineSize(needed + spare, page_size, budget, max_sequences)
+    )
     prompts, ids = [PROMPTS[i] for i in order], [PROMPT_IDS[i] for i in order]
     assert rollout(engine, prompts, SAMPLING, ids) == baseline("fp8", "native")
     engine.integrity()
 
 
 def test_negative_control_a_scale_shared_by_the_batch(make_engine: MakeEngine) -> None:
-    """With one activation scale for all rows of a batch, the batch does change bits: the comparison can fail."""
+    """With one activation scale for all rows of a batch, the batch does change bits: the comparison
+    can fail."""
     model = tiny({"preset": "fp8", "activation_granularity": "tensor", "activation_scale": "fp32"})
     many = rollout(make_engine(model, kv_pages=200), PROMPTS, SAMPLING, PROMPT_IDS)
-    alone = rollout(make_engine(model, kv_pages=200, max_sequences=1), PROMPTS, SAMPLING, PROMPT_IDS)
+    alone = rollout(
+        make_engine(model, kv_pages=200, max_sequences=1), PROMPTS, SAMPLING, PROMPT_IDS
+    )
     differing = [key for key in many if many[key][1] != alone[key][1]]
     assert len(differing) > len(many) // 2
 
@@ -159,7 +187,9 @@ def test_negative_control_seed_and_ids_matter(make_engine: MakeEngine) -> None:
         assert sum(a == b for a, b in zip(base, changed.values())) <= 2
 
 
-def test_many_logits_are_sampled_in_parts(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_logits_are_sampled_in_parts(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", 3 * tiny().config.vocab_size + 1)
     check("float32", "reference", make_engine(tiny("float32"), kv_pages=200))
 
@@ -167,7 +197,9 @@ def test_many_logits_are_sampled_in_parts(make_engine: MakeEngine, monkeypatch: 
 def test_long_completions_grow_the_record(make_engine: MakeEngine) -> None:
     sampling = Sampling(n=2, max_new_tokens=90, seed=1, ignore_eos=True)
     whole = rollout(make_engine(tiny("float32")), [[5, 6]], sampling)
-    short = rollout(make_engine(tiny("float32")), [[5, 6]], Sampling(2, 30, seed=1, ignore_eos=True))
+    short = rollout(
+        make_engine(tiny("float32")), [[5, 6]], Sampling(2, 30, seed=1, ignore_eos=True)
+    )
     assert [len(tokens) for tokens, *_ in whole.values()] == [90, 90]
     assert [value[0][:30] for value in whole.values()] == [value[0] for value in short.values()]
     assert torch.tensor([value[1] for value in whole.values()]).isfinite().all()

@@ -1,5 +1,6 @@
-"""Steps that decode and compute prompts, where decode steps are captured: decoding rows go through graphs, chunks of
-prompts beside them do not, and the next decode step is under way meanwhile. No token and no log-probability changes.
+"""Steps that decode and compute prompts, where decode steps are captured: decoding rows go through
+graphs, chunks of prompts beside them do not, and the next decode step is under way meanwhile. No
+token and no log-probability changes.
 
 The stand-in for graphs is that of test_graphs.py.
 """
@@ -28,9 +29,10 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often it happened that: a step had decoding rows and chunks (`mixed`), of which the rows were launched before
-    (`launched`); rows sat out; rows changed places for that; a step was launched ahead of a mixed one. Where there are
-    graphs, no decoding row is computed outside them."""
+    """How often it happened that: a step had decoding rows and chunks (`mixed`), of which the rows
+    were launched before (`launched`); rows sat out; rows changed places for that; a step was
+    launched ahead of a mixed one. Where there are graphs, no decoding row is computed outside
+    them."""
     found: Counter = Counter()
     compute, look_ahead, launched, put_first = (
         Runner._compute, Scheduler.look_ahead, Scheduler.launched, DecodeRows.put_first,
@@ -82,7 +84,9 @@ def test_mixed_steps_give_the_bits_of_simple_ones(
 ) -> None:
     engine = make_captured(tiny(preset, backend), **sizes)
     check(preset, backend, engine)
-    assert all(seen[what] > 2 for what in ("mixed", "launched", "sat out", "ahead of a mixed step")), seen
+    assert all(
+        seen[what] > 2 for what in ("mixed", "launched", "sat out", "ahead of a mixed step")
+    ), seen
     assert engine.stats.preemptions >= 1 or sizes != SIZES["preemption"]
     check(preset, backend, engine)  # whose prompts are found in the cache, as far as it has room
     assert engine.stats.cached_tokens > 0 or sizes["kv_pages"] * sizes.get("page_size", 16) < 100
@@ -99,7 +103,9 @@ def test_of_experts_and_of_linear_attention_too(
     model, sampling = tiny_model("fp8", family), Sampling(3, 9, seed=1)
     prompts = [[3, 4, 5], [6], [7, 8], [9] * 7, [5, 6] * 4]
     plain, captured = (
-        make(model, kv_pages=40, page_size=4, max_sequences=4, max_batch_tokens=8).generate(prompts, sampling)
+        make(model, kv_pages=40, page_size=4, max_sequences=4, max_batch_tokens=8).generate(
+            prompts, sampling
+        )
         for make in (make_engine, make_captured)
     )
     assert plain == captured
@@ -107,8 +113,8 @@ def test_of_experts_and_of_linear_attention_too(
 
 
 def cancelled_beside_one_that_came(engine: Engine) -> bool:
-    """Three requests decode; a fourth one comes, and one of the three is cancelled while the next step, which the
-    fourth is not in, is under way. Whether the others are what they are alone."""
+    """Three requests decode; a fourth one comes, and one of the three is cancelled while the next
+    step, which the fourth is not in, is under way. Whether the others are what they are alone."""
     long = Sampling(n=2, max_new_tokens=12, seed=7, ignore_eos=True)
     doomed, *requests = [engine.submit(PROMPTS[index], long, index) for index in range(3)]
     for _ in range(3):
@@ -118,7 +124,9 @@ def cancelled_beside_one_that_came(engine: Engine) -> bool:
     assert engine.scheduler.rows.count == 8
     engine.cancel(doomed)
     found = finish(engine)
-    return [found[request] for request in requests] == [alone(engine.model, (PROMPTS[i], long, i)) for i in (1, 2, 3)]
+    return [found[request] for request in requests] == [
+        alone(engine.model, (PROMPTS[i], long, i)) for i in (1, 2, 3)
+    ]
 
 
 def test_a_row_that_came_meanwhile_and_one_that_was_cancelled(
@@ -137,7 +145,9 @@ def test_requests_that_arrive_and_are_cancelled_between(
     model = tiny("fp8", "native")
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
     for seed in range(20, 32):
-        found = arrive(make_captured(model, **({"kv_pages": 200} if seed % 2 else TIGHT)), seed, cancels=True)
+        found = arrive(
+            make_captured(model, **({"kv_pages": 200} if seed % 2 else TIGHT)), seed, cancels=True
+        )
         assert found == {index: wanted[index] for index in found}
     assert min(seen["launched"], seen["sat out"], seen["ahead of a mixed step"]) > 10
 
@@ -147,15 +157,23 @@ def test_as_many_tokens_are_computed_as_by_simple_steps(
     make_captured: MakeEngine,  # noqa: F811
     seen: Counter,
 ) -> None:
-    """Where none ends early and no page is taken back, nothing is computed for nothing. A sample that had no room when
-    its prompt was done computes a token of the prompt again."""
+    """Where none ends early and no page is taken back, nothing is computed for nothing. A sample
+    that had no room when its prompt was done computes a token of the prompt again."""
     sampling, stats = Sampling(n=3, max_new_tokens=9, seed=5, ignore_eos=True), []
     for make in (make_engine, make_captured):
-        engine = make(tiny("bf16", "native"), kv_pages=200, max_batch_tokens=16, max_sequences=6, prefix_cache=False)
+        engine = make(
+            tiny("bf16", "native"),
+            kv_pages=200,
+            max_batch_tokens=16,
+            max_sequences=6,
+            prefix_cache=False,
+        )
         rollout(engine, PROMPTS, sampling, PROMPT_IDS)
         stats.append(engine.stats)
     simple, mixed = stats
-    assert mixed.decode_tokens + mixed.prefill_tokens == simple.decode_tokens + simple.prefill_tokens
+    assert (
+        mixed.decode_tokens + mixed.prefill_tokens == simple.decode_tokens + simple.prefill_tokens
+    )
     assert mixed.sampled_tokens == simple.sampled_tokens == 3 * 9 * len(PROMPTS)
     assert seen["ahead of a mixed step"] > 0
 
@@ -170,7 +188,8 @@ def test_a_prompt_that_fails_beside_decoding_rows_can_be_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where states, which are changed in place, were changed by the step that failed."""
-    model, sampling = tiny_model("bf16", family, backend="native"), Sampling(2, 12, seed=7, ignore_eos=True)
+    model = tiny_model("bf16", family, backend="native")
+    sampling = Sampling(2, 12, seed=7, ignore_eos=True)
     requests = ([3, 4, 5, 6, 7], sampling, 0), ([8] * 6, sampling, 1)
     wanted = [alone(model, request) for request in requests]
     engine = (make_captured if captured else make_engine)(model, kv_pages=200, page_size=4)
@@ -183,10 +202,14 @@ def test_a_prompt_that_fails_beside_decoding_rows_can_be_taken_again(
         patch.setattr(
             model.transformer,
             "hidden",
-            lambda tokens, layout, *a, **k: hidden(tokens, layout, *a, **k) * (np.nan if layout.max_rows > 1 else 1.0),
+            lambda tokens, layout, *a, **k: (
+                hidden(tokens, layout, *a, **k) * (np.nan if layout.max_rows > 1 else 1.0)
+            ),
         )
         for _ in range(2):
-            with pytest.raises(IsobitError, match="the prompt: the model's logits hold NaN or infinity"):
+            with pytest.raises(
+                IsobitError, match="the prompt: the model's logits hold NaN or infinity"
+            ):
                 engine.step()
             engine.integrity()
     found = finish(engine)
@@ -215,7 +238,9 @@ def test_negative_control_first_tokens_before_those_of_decoding_rows(
         plan, tokens = run(self)
         if plan.decode and plan.chunks:
             tokens = np.concatenate([tokens[plan.decode :], tokens[: plan.decode]])
-            self.scheduler.record.tokens[plan.sampled, self.scheduler.record.generated[plan.sampled]] = tokens
+            self.scheduler.record.tokens[
+                plan.sampled, self.scheduler.record.generated[plan.sampled]
+            ] = tokens
         return plan, tokens
 
     monkeypatch.setattr(Runner, "run", swapped)

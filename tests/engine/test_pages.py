@@ -32,7 +32,11 @@ def test_mistakes_are_caught() -> None:
 
 @pytest.mark.parametrize(
     ("tables", "message"),
-    [([], "has 1 references, but 0 holders"), ([[0], [0]], "1 references, but 2"), ([[0, 0]], "holds a page twice")],
+    [
+        ([], "has 1 references, but 0 holders"),
+        ([[0], [0]], "1 references, but 2"),
+        ([[0, 0]], "holds a page twice"),
+    ],
 )
 def test_integrity_sees_leaks_and_uncounted_holders(tables: list[list[int]], message: str) -> None:
     pool = PagePool(3, 16)
@@ -55,7 +59,9 @@ def test_integrity_sees_a_broken_free_list() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=60), st.integers(1, 12))
-def test_any_sequence_of_operations_keeps_the_counts_right(steps: list[tuple[int, int]], size: int) -> None:
+def test_any_sequence_of_operations_keeps_the_counts_right(
+    steps: list[tuple[int, int]], size: int
+) -> None:
     pool = PagePool(size, 16)
     tables: list[list[int]] = []
     for kind, number in steps:

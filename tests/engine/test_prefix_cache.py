@@ -1,4 +1,5 @@
-"""Pages that are shared by equal beginnings: what is found in the cache has the bits of what is computed."""
+"""Pages that are shared by equal beginnings: what is found in the cache has the bits of what is
+computed."""
 
 from collections.abc import Callable
 
@@ -34,11 +35,14 @@ def wanted(model: Model, prompts: list[list[int]], sampling: Sampling) -> Outcom
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
-@pytest.mark.parametrize("sizes", [{"page_size": 1, "kv_pages": 1600}, {"page_size": 4}, {"max_batch_tokens": 9}])
+@pytest.mark.parametrize(
+    "sizes", [{"page_size": 1, "kv_pages": 1600}, {"page_size": 4}, {"max_batch_tokens": 9}]
+)
 def test_hits_have_the_bits_of_misses(
     preset: str, backend: str, sizes: dict[str, int], make_engine: MakeEngine
 ) -> None:
-    """The prompts of a call again, and prompts that begin like others; after the first of them all hit."""
+    """The prompts of a call again, and prompts that begin like others; after the first of them all
+    hit."""
     engine = make_engine(tiny(preset, backend), **({"kv_pages": 400} | sizes))
     for _ in range(2):
         assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline(preset, backend)
@@ -59,7 +63,9 @@ def test_captured_steps_leave_pages_that_others_may_share(make_captured: MakeEng
 
 
 @pytest.mark.parametrize("kv_pages", [20, 24, 40, 100])
-def test_under_pressure_pages_are_given_up_and_computed_again(kv_pages: int, make_engine: MakeEngine) -> None:
+def test_under_pressure_pages_are_given_up_and_computed_again(
+    kv_pages: int, make_engine: MakeEngine
+) -> None:
     engine = make_engine(tiny("fp8", "native"), kv_pages=kv_pages, page_size=4, max_batch_tokens=40)
     for _ in range(3):
         assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline("fp8", "native")
@@ -73,11 +79,12 @@ def test_negative_control_a_chain_that_forgets_a_token(
         return [tokens[i : i + size - 1].tobytes() for i in range(0, tokens.size - size + 1, size)]
 
     monkeypatch.setattr("isobit.engine.pages._parts", without_the_last)
-    engine, prompts = make_engine(tiny("fp8", "native"), page_size=4), [[*SYSTEM[:35], 5, 6], [*SYSTEM[:35], 7, 6]]
+    engine = make_engine(tiny("fp8", "native"), page_size=4)
+    prompts = [[*SYSTEM[:35], 5, 6], [*SYSTEM[:35], 7, 6]]
     with pytest.raises(AssertionError):
-        assert rollout(engine, prompts[:1], SHORT) | rollout(engine, prompts[1:], SHORT, [1]) == wanted(
-            engine.model, prompts, SHORT
-        )
+        assert rollout(engine, prompts[:1], SHORT) | rollout(
+            engine, prompts[1:], SHORT, [1]
+        ) == wanted(engine.model, prompts, SHORT)
 
 
 def test_negative_control_a_chain_that_forgets_what_came_before(
@@ -87,7 +94,9 @@ def test_negative_control_a_chain_that_forgets_what_came_before(
     find = PagePool.find
 
     def apart(self: PagePool, root: object, tokens: np.ndarray) -> list[int]:
-        parts = np.split(tokens[: tokens.size // self.page_size * self.page_size], range(4, tokens.size, 4))
+        parts = np.split(
+            tokens[: tokens.size // self.page_size * self.page_size], range(4, tokens.size, 4)
+        )
         pages = [page for part in parts for page in find(self, root, part)]
         return pages if len(pages) == len(parts) else []
 
@@ -164,7 +173,8 @@ CHATS_TINY = [[3, 4, 5, 6, 7, 8, 9, 3, 4, *tail] for tail in ([5], [5, 6, 7], [8
 
 
 def test_routes_are_found_with_the_pages(make_engine: MakeEngine) -> None:
-    """Recorded routes of prompts from the cache; switching recording on drops pages that have none."""
+    """Recorded routes of prompts from the cache; switching recording on drops pages that have
+    none."""
     model = tiny_model("fp8", "qwen3_moe")
     fresh = [Engine(model, page_size=4) for _ in CHATS_TINY]
     for engine in fresh:
@@ -189,7 +199,9 @@ def test_without_the_cache_only_a_group_shares(make_engine: MakeEngine) -> None:
         assert (engine.stats.cached_tokens, engine.stats.prompt_tokens) == (0, sum(map(len, CHATS)))
     many = Sampling(n=5, max_new_tokens=3, ignore_eos=True)
     engine.generate([SYSTEM], many)
-    assert engine.stats.shared_pages == 4 * (len(SYSTEM) // 4), "those that wait for a row find their prompt"
+    assert engine.stats.shared_pages == 4 * (len(SYSTEM) // 4), (
+        "those that wait for a row find their prompt"
+    )
 
 
 def pool_of(count: int) -> PagePool:
@@ -225,7 +237,11 @@ def test_a_page_is_found_by_everything_before_it() -> None:
     assert pool.find(("root", 1), np.array([1, 2, 3, 4, 5, 6])) == pages
     assert pool.find(("root", 1), np.array([1, 2, 3, 4, 5])) == pages[:2]
     assert pool.find(("root", 1), np.array([1, 2, 3, 9, 5, 6])) == pages[:1]
-    for root, tokens in ((("root", 1), [9, 2, 3, 4, 5, 6]), (("root", 2), [1, 2, 3, 4]), (("root", 1), [3, 4])):
+    for root, tokens in (
+        (("root", 1), [9, 2, 3, 4, 5, 6]),
+        (("root", 2), [1, 2, 3, 4]),
+        (("root", 1), [3, 4]),
+    ):
         assert pool.find(root, np.array(tokens)) == []
     twice = pool.allocate(3)
     pool.remember(("root", 1), np.array([1, 2, 3, 4, 8, 8]), twice)  # the first two pages are known

@@ -1,4 +1,5 @@
-"""Prompts of one token repeated: values are equal at all positions, and P·V falls on the boundaries of rounding."""
+"""Prompts of one token repeated: values are equal at all positions, and P·V falls on the boundaries
+of rounding."""
 
 import pytest
 
@@ -15,7 +16,8 @@ PROMPTS = ["7" * length for length in (61, 130, 199)]
 
 
 def one_layer(seed: int) -> Model:
-    precision, sizes = "fp8[kv_cache=e4m3-calibrated]", {"num_layers": 1, "head_dim": 16, "max_positions": 400}
+    precision = "fp8[kv_cache=e4m3-calibrated]"
+    sizes = {"num_layers": 1, "head_dim": 16, "max_positions": 400}
     return tiny_model(precision, "llama", seed, backend="reference", **sizes)
 
 
@@ -30,4 +32,6 @@ def test_rollout_and_learner_agree_on_repeated_tokens(monkeypatch: pytest.Monkey
     models = [one_layer(seed) for seed in (0, 23, 26)]
     assert [differing_tokens(model) for model in models] == [0, 0, 0]
     monkeypatch.setattr(attention, "_in_order", lambda *_: None)
-    assert any(differing_tokens(model) for model in models), "the control: P·V in the order of the BLAS"
+    assert any(differing_tokens(model) for model in models), (
+        "the control: P·V in the order of the BLAS"
+    )

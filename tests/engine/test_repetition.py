@@ -1,4 +1,5 @@
-"""The repetition penalty: transformers' definition, and the learner's bits whatever the order of the work."""
+"""The repetition penalty: transformers' definition, and the learner's bits whatever the order of
+the work."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +42,9 @@ def differing(model: Model, completions: list[Completion], sampling: Sampling) -
     for completion in completions:
         ids = torch.tensor([*completion.prompt_token_ids, *completion.token_ids])
         rows = torch.arange(len(completion.prompt_token_ids) - 1, len(ids) - 1)
-        hidden = model.transformer.hidden(ids[:-1], Layout.packed([len(ids) - 1]), use="learner")[rows]
+        hidden = model.transformer.hidden(ids[:-1], Layout.packed([len(ids) - 1]), use="learner")[
+            rows
+        ]
         found, _ = model.transformer.head_logprobs(
             hidden,
             ids[rows + 1],
@@ -50,7 +53,11 @@ def differing(model: Model, completions: list[Completion], sampling: Sampling) -
             context=Context(ids, torch.zeros_like(rows), rows),
         )
         own = torch.tensor(completion.sampled)
-        count += int((found.view(torch.int32) != torch.tensor(completion.logprobs).view(torch.int32))[own].sum())
+        count += int(
+            (found.view(torch.int32) != torch.tensor(completion.logprobs).view(torch.int32))[
+                own
+            ].sum()
+        )
         total += int(own.sum())
     return count / total
 
@@ -70,7 +77,9 @@ def test_the_learner_has_the_bits_under_preemption_and_sharing(
     completions = [completion for group in groups for completion in group]
     assert differing(model, completions, PENALIZED) == 0
     assert differing(model, completions, replace(PENALIZED, repetition_penalty=1.6)) > 0.5
-    assert differing(model, completions, replace(PENALIZED, repetition_penalty=1.0, top_k=10**6)) > 0.5
+    assert (
+        differing(model, completions, replace(PENALIZED, repetition_penalty=1.0, top_k=10**6)) > 0.5
+    )
     roomy = make_engine(model).generate(PROMPTS, PENALIZED, PROMPT_IDS)
     assert outcome(roomy) == outcome(groups)
 
@@ -103,5 +112,7 @@ def test_a_row_without_a_penalty_is_as_it_is_alone(make_engine: MakeEngine) -> N
     penalized = [found[1, i][0] for i in range(2)]
     assert penalized != [alone[0, i][0] for i in range(2)]
     repeated = [len(tokens) - len(set(tokens)) for tokens in (found[2, 0][0],)]
-    (without,) = make_engine(model).generate([[5, 6, 7]], replace(greedy, repetition_penalty=1.0))[0]
+    (without,) = make_engine(model).generate([[5, 6, 7]], replace(greedy, repetition_penalty=1.0))[
+        0
+    ]
     assert repeated[0] < len(without.token_ids) - len(set(without.token_ids))

@@ -1,5 +1,5 @@
-"""Requests that arrive, run together with their own settings, go on after given tokens and are cancelled: the bits of
-each are those of the request alone in an engine."""
+"""Requests that arrive, run together with their own settings, go on after given tokens and are
+cancelled: the bits of each are those of the request alone in an engine."""
 
 import random
 from collections.abc import Callable
@@ -32,7 +32,9 @@ SETTINGS = [
     Sampling(n=1, max_new_tokens=20, top_p=0.8, seed=3, ignore_eos=True),
     Sampling(n=2, max_new_tokens=16, min_p=0.05, seed=3, stop=("a", "e7")),
     Sampling(n=3, max_new_tokens=1, seed=9),
-    Sampling(n=1, max_new_tokens=18, top_k=9, top_p=0.9, min_p=0.01, temperature=0.7, seed=8, stop=("b",)),
+    Sampling(
+        n=1, max_new_tokens=18, top_k=9, top_p=0.9, min_p=0.01, temperature=0.7, seed=8, stop=("b",)
+    ),
 ]
 REQUESTS: list[Asked] = list(zip(PROMPTS, SETTINGS, PROMPT_IDS, strict=True))
 TIGHT = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 24, "max_sequences": 7}
@@ -58,7 +60,8 @@ def alone(model: Model, request: Asked) -> list[Completion]:
 
 
 def arrive(engine: Engine, seed: int, cancels: bool = False) -> dict[int, list[Completion]]:
-    """Submit the requests in some order, with steps between; of every three cancel one somewhere. By index."""
+    """Submit the requests in some order, with steps between; of every three cancel one somewhere.
+    By index."""
     rng = random.Random(seed)
     requests: dict[Request, int] = {}
     found: dict[int, list[Completion]] = {}
@@ -76,13 +79,19 @@ def arrive(engine: Engine, seed: int, cancels: bool = False) -> dict[int, list[C
                 engine.cancel(request)
         engine.integrity()
     assert engine.pages.num_used == 0
-    whole = {i: sorted(c, key=lambda c: c.sample_index) for i, c in found.items() if len(c) == REQUESTS[i][1].n}
+    whole = {
+        i: sorted(c, key=lambda c: c.sample_index)
+        for i, c in found.items()
+        if len(c) == REQUESTS[i][1].n
+    }
     assert whole.keys() >= set(range(len(REQUESTS))) - doomed
     return whole
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
-def test_requests_in_any_order_give_the_bits_of_each_alone(preset: str, backend: str, make_engine: MakeEngine) -> None:
+def test_requests_in_any_order_give_the_bits_of_each_alone(
+    preset: str, backend: str, make_engine: MakeEngine
+) -> None:
     model = tiny(preset, backend)
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
     assert len({c.finish_reason for done in wanted.values() for c in done}) == 2
@@ -107,15 +116,21 @@ def test_captured_steps_and_steps_ahead_too(
         assert engine.graphs.num_captured > 3
 
 
-def test_negative_control_a_key_by_order_of_arrival(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_key_by_order_of_arrival(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny("bf16", "native")
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
-    monkeypatch.setattr(Scheduler, "key", lambda self, s: (s.owner.request.sampling.seed, 0, s.number))
+    monkeypatch.setattr(
+        Scheduler, "key", lambda self, s: (s.owner.request.sampling.seed, 0, s.number)
+    )
     with pytest.raises(AssertionError):
         assert arrive(make_engine(model, kv_pages=200), 1) == wanted
 
 
-def test_negative_control_settings_of_the_next_row(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_settings_of_the_next_row(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny("bf16", "native")
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
     engine = make_engine(model, kv_pages=200)
@@ -130,7 +145,9 @@ def test_negative_control_settings_of_the_next_row(make_engine: MakeEngine, monk
         assert arrive(engine, 1) == wanted
 
 
-def test_a_cancelled_request_frees_its_pages_at_once_and_changes_no_other(make_engine: MakeEngine) -> None:
+def test_a_cancelled_request_frees_its_pages_at_once_and_changes_no_other(
+    make_engine: MakeEngine,
+) -> None:
     model = tiny("fp8", "native")
     wanted = alone(model, REQUESTS[1])
     for steps in range(6):
@@ -147,7 +164,9 @@ def test_a_cancelled_request_frees_its_pages_at_once_and_changes_no_other(make_e
         assert finish(engine)[kept] == wanted
 
 
-def test_negative_control_a_cancelled_request_that_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_cancelled_request_that_keeps_its_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine(tiny(), kv_pages=20)
     request = engine.submit(*REQUESTS[4])
     engine.step()
@@ -157,19 +176,30 @@ def test_negative_control_a_cancelled_request_that_keeps_its_pages(monkeypatch: 
         engine.integrity()
 
 
-def test_many_requests_leave_nothing_behind(make_engine: MakeEngine, make_captured: MakeEngine) -> None:  # noqa: F811
-    """What a week of serving would do: bookkeeping is as large as what was ever open at once, not as what was done."""
+def test_many_requests_leave_nothing_behind(
+    make_engine: MakeEngine, make_captured: MakeEngine
+) -> None:
+    """What a week of serving would do: bookkeeping is as large as what was ever open at once, not
+    as what was done."""
     rng = random.Random(3)
     for make in (make_engine, make_captured):
-        engine = make(tiny("bf16", "native"), kv_pages=30, page_size=4, max_sequences=8, max_batch_tokens=64)
+        engine = make(
+            tiny("bf16", "native"), kv_pages=30, page_size=4, max_sequences=8, max_batch_tokens=64
+        )
         scheduler, most_open, captured = engine.scheduler, 0, set()
         for number in range(400):
-            sampling = replace(rng.choice(SETTINGS), n=rng.randint(1, 3), max_new_tokens=rng.randint(1, 6))
+            sampling = replace(
+                rng.choice(SETTINGS), n=rng.randint(1, 3), max_new_tokens=rng.randint(1, 6)
+            )
             sampling = replace(sampling, stop=(str(number), "zz") if rng.random() < 0.3 else ())
-            request = engine.submit([rng.randrange(3, 40) for _ in range(rng.randint(1, 30))], sampling, number)
+            request = engine.submit(
+                [rng.randrange(3, 40) for _ in range(rng.randint(1, 30))], sampling, number
+            )
             if rng.random() < 0.2:
                 engine.cancel(request)
-            most_open = max(most_open, sum(len(group.members) for group in scheduler.requests.values()))
+            most_open = max(
+                most_open, sum(len(group.members) for group in scheduler.requests.values())
+            )
             while engine.num_open > rng.randint(0, 5):
                 engine.step()
                 engine.integrity()
@@ -180,19 +210,31 @@ def test_many_requests_leave_nothing_behind(make_engine: MakeEngine, make_captur
         assert scheduler.record.num_slots <= 32
         assert scheduler.record.num_free == scheduler.record.num_slots
         assert scheduler.record.tokens.shape[1] == 64
-        assert not any((scheduler.requests, scheduler.at, scheduler.running, scheduler.waiting, scheduler.prefilling))
+        assert not any(
+            (
+                scheduler.requests,
+                scheduler.at,
+                scheduler.running,
+                scheduler.waiting,
+                scheduler.prefilling,
+            )
+        )
         assert len(engine.pages._page_of) == len(engine.pages._entry_of) <= 30
         assert engine.pages.num_free == 30
         assert engine._endings._stops.cache_info().currsize <= 64
         # for four numbers of rows and three contexts, and for every mix of settings that occurred
-        rows, contexts, mixes = (len(set(part)) for part in zip(*captured)) if captured else (0, 0, 0)
+        rows, contexts, mixes = (
+            (len(set(part)) for part in zip(*captured)) if captured else (0, 0, 0)
+        )
         assert rows <= 4
         assert contexts <= 3
         assert mixes <= 30
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
-@pytest.mark.parametrize("sizes", [{"kv_pages": 200}, {"kv_pages": 200, "page_size": 4, "prefix_cache": False}])
+@pytest.mark.parametrize(
+    "sizes", [{"kv_pages": 200}, {"kv_pages": 200, "page_size": 4, "prefix_cache": False}]
+)
 def test_an_extension_gives_the_bits_of_all_its_tokens_afresh(
     preset: str, backend: str, sizes: dict[str, int], make_engine: MakeEngine
 ) -> None:
@@ -213,7 +255,11 @@ def test_an_extension_gives_the_bits_of_all_its_tokens_afresh(
             assert (after.text, after.finish_reason) == (wanted.text, wanted.finish_reason)
             assert (after.prompt_token_ids, after.prompt_id) == (prompt, prompt_id)
             assert after.sample_index == before.sample_index
-            assert after.sampled == [*before.sampled, *[False] * len(given), *[True] * len(wanted.token_ids)]
+            assert after.sampled == [
+                *before.sampled,
+                *[False] * len(given),
+                *[True] * len(wanted.token_ids),
+            ]
         # every full page of what was computed: all but the last token
         full = [(len(prompt) + len(before.token_ids) - 1) // 16 * 16 for before in turns]
         assert engine.stats.cached_tokens == (sum(full) if sizes.get("prefix_cache", True) else 0)
@@ -235,7 +281,8 @@ def test_a_mask_is_written_where_there_are_given_tokens(make_engine: MakeEngine)
 def test_turns_have_the_learners_log_probabilities(preset: str, make_engine: MakeEngine) -> None:
     """All turns packed as one sequence; a mask that is off by one would compare others."""
     model = tiny(preset, "native")
-    engine, sampling = make_engine(model, page_size=4), Sampling(n=3, max_new_tokens=6, ignore_eos=True)
+    engine = make_engine(model, page_size=4)
+    sampling = Sampling(n=3, max_new_tokens=6, ignore_eos=True)
     turns = complete(engine, engine.submit(PROMPTS[4], sampling))
     for given in ([7, 8, 9], [30, 31]):
         requests = [engine.continue_from(before, given, sampling) for before in turns]
@@ -253,18 +300,38 @@ def test_turns_have_the_learners_log_probabilities(preset: str, make_engine: Mak
 
 def test_requests_that_can_never_be_answered_are_refused_at_once(make_engine: MakeEngine) -> None:
     engine = make_engine(tiny(), kv_pages=4)
-    done = complete(engine, engine.submit([5] * 20, Sampling(max_new_tokens=20, ignore_eos=True)))[0]
+    done = complete(engine, engine.submit([5] * 20, Sampling(max_new_tokens=20, ignore_eos=True)))[
+        0
+    ]
     for refused, message in (
-        (lambda: engine.submit([5] * 96), "the prompt has 96 tokens, but the model's context of 96 takes at most 95"),
-        (lambda: engine.submit([5] * 60), "needs 6 pages of 16 tokens with 36 new ones, but the engine has 4: raise"),
+        (
+            lambda: engine.submit([5] * 96),
+            "the prompt has 96 tokens, but the model's context of 96 takes at most 95",
+        ),
+        (
+            lambda: engine.submit([5] * 60),
+            "needs 6 pages of 16 tokens with 36 new ones, but the engine has 4: raise",
+        ),
         (lambda: engine.submit([]), "the prompt is empty"),
-        (lambda: engine.submit([64]), "the prompt: token id 64 is not in the model's vocabulary of 64"),
+        (
+            lambda: engine.submit([64]),
+            "the prompt: token id 64 is not in the model's vocabulary of 64",
+        ),
         (lambda: engine.submit([5], Sampling(), -1), "prompt_id: expected a whole number from 0"),
-        (lambda: engine.submit([5], Sampling(), 0, 2**32), "sample_index: expected a whole number from 0"),
+        (
+            lambda: engine.submit([5], Sampling(), 0, 2**32),
+            "sample_index: expected a whole number from 0",
+        ),
         (lambda: engine.submit([5], {"n": 2}), r"sampling: expected Sampling\(n=4, ...\), got"),
-        (lambda: engine.continue_from(done, [5] * 60), "the prompt has 100 tokens, but the model's context of 96"),
+        (
+            lambda: engine.continue_from(done, [5] * 60),
+            "the prompt has 100 tokens, but the model's context of 96",
+        ),
         (lambda: engine.continue_from(done, [5] * 30), "needs 6 pages of 16 tokens"),
-        (lambda: engine.continue_from(done, "7"), "Engine.continue_from: expected token ids, got a text"),
+        (
+            lambda: engine.continue_from(done, "7"),
+            "Engine.continue_from: expected token ids, got a text",
+        ),
         (lambda: engine.continue_from(done, [64]), "token id 64 is not in the model's vocabulary"),
     ):
         with pytest.raises(IsobitError, match=message) as raised:
@@ -284,19 +351,25 @@ def test_what_open_requests_forbid(make_engine: MakeEngine) -> None:
             forbidden()
     engine.step()
     model.sync()
-    with pytest.raises(IsobitError, match=r"Engine\.step: the weights changed while 1 requests are open"):
+    with pytest.raises(
+        IsobitError, match=r"Engine\.step: the weights changed while 1 requests are open"
+    ):
         engine.step()
     engine.cancel(request)
     engine.sleep()
-    with pytest.raises(IsobitError, match="the completion is of version 0 of the weights, which are at version 1"):
+    with pytest.raises(
+        IsobitError, match="the completion is of version 0 of the weights, which are at version 1"
+    ):
         engine.continue_from(done, [5], sampling)
     again = complete(engine, engine.submit([5], sampling))[0]
     assert (again.token_ids, again.logprobs) == (done.token_ids, done.logprobs)
 
 
-def test_a_step_that_fails_can_be_taken_again(make_captured: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Logits that are not finite end no other request: after cancelling the one, or as here when they are finite
-    again, all goes on with the same bits."""
+def test_a_step_that_fails_can_be_taken_again(
+    make_captured: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are not finite end no other request: after cancelling the one, or as here when
+    they are finite again, all goes on with the same bits."""
     model = tiny("bf16", "native")
     wanted = alone(model, REQUESTS[4])
     engine = make_captured(model, kv_pages=200)
@@ -307,7 +380,9 @@ def test_a_step_that_fails_can_be_taken_again(make_captured: MakeEngine, monkeyp
         patch.setattr(model.transformer, "hidden", lambda *a, **k: hidden(*a, **k) * torch.nan)
         engine.step()  # was launched before
         for _ in range(2):
-            with pytest.raises(IsobitError, match="the prompt: the model's logits hold NaN or infinity"):
+            with pytest.raises(
+                IsobitError, match="the prompt: the model's logits hold NaN or infinity"
+            ):
                 engine.step()
             engine.integrity()
     assert finish(engine)[request] == wanted
@@ -324,7 +399,11 @@ def test_each_token_is_reported_as_it_is_sampled(
     """With the completion's log-probabilities, in its order; cancelled requests report no more. The
     control reports the tokens of the sequence after."""
     model = tiny("fp8", "native")
-    for make, sizes in ((make_engine, {"kv_pages": 200}), (make_engine, TIGHT), (make_captured, TIGHT)):
+    for make, sizes in (
+        (make_engine, {"kv_pages": 200}),
+        (make_engine, TIGHT),
+        (make_captured, TIGHT),
+    ):
         engine = make(model, **sizes)
         seen: dict[tuple[Request, int], list[tuple[int, float]]] = {}
 
@@ -349,7 +428,9 @@ def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine
     heard: dict[int, list[int]] = {}
     done = []
     while engine.num_open:
-        done += engine.step(lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token))
+        done += engine.step(
+            lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token)
+        )
     assert any(heard[c.sample_index] != c.token_ids for _, c in done)
 
 

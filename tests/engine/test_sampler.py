@@ -25,8 +25,11 @@ def draws_of(keys: Tensor, *samplings: Sampling) -> Draws:
     return Draws(keys, torch.from_numpy(settings), kinds_of(settings))
 
 
-def drawn(logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops = OPS) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities from logits of ours: those of hidden states under a head that is the identity."""
+def drawn(
+    logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops = OPS
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities from logits of ours: those of hidden states under a head that is
+    the identity."""
     return draw(logits, torch.eye(logits.shape[1]), draws_of(keys, sampling), ops)
 
 
@@ -36,11 +39,20 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def some_keys(rows: int) -> Tensor:
-    return torch.stack([torch.full((rows,), 7), torch.full((rows,), 3), torch.arange(rows), torch.full((rows,), 11)], 1)
+    return torch.stack(
+        [
+            torch.full((rows,), 7),
+            torch.full((rows,), 3),
+            torch.arange(rows),
+            torch.full((rows,), 11),
+        ],
+        1,
+    )
 
 
 def kept_by_definition(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Token to probability, written out: temperature, then top-k, then top-p, then min-p, then renormalize."""
+    """Token to probability, written out: temperature, then top-k, then top-p, then min-p, then
+    renormalize."""
     scaled = [value / sampling.temperature for value in logits]
     peak = max(scaled)
     weights = {token: math.exp(value - peak) for token, value in enumerate(scaled)}
@@ -80,7 +92,9 @@ def test_truncated_distributions_are_the_ones_defined(sampling: Sampling) -> Non
     logits = some_logits(40, 50)
     wanted = [kept_by_definition(row, sampling) for row in logits.double().tolist()]
     masked = kept(logits, sampling)
-    assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [set(row) for row in wanted]
+    assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [
+        set(row) for row in wanted
+    ]
     tokens, logprobs = drawn(logits, some_keys(40), sampling)
     for token, logprob, row in zip(tokens.tolist(), logprobs.tolist(), wanted):
         assert logprob == pytest.approx(math.log(row[token]), abs=1e-5)
@@ -88,9 +102,13 @@ def test_truncated_distributions_are_the_ones_defined(sampling: Sampling) -> Non
 
 def test_ties_at_the_edge_of_top_k_stay_in_and_of_top_p_go_by_index() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]])
-    assert torch.isfinite(kept(logits, Sampling(top_k=2))).tolist() == [[True, True, True, True, False]]
+    assert torch.isfinite(kept(logits, Sampling(top_k=2))).tolist() == [
+        [True, True, True, True, False]
+    ]
     # probabilities: .676, three times .092, .034: two are needed for .7
-    assert torch.isfinite(kept(logits, Sampling(top_p=0.7))).tolist() == [[True, True, False, False, False]]
+    assert torch.isfinite(kept(logits, Sampling(top_p=0.7))).tolist() == [
+        [True, True, False, False, False]
+    ]
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -117,7 +135,10 @@ def test_truncated_frequencies_follow_the_renormalized_distribution() -> None:
     assert set(tokens.unique().tolist()) == set(wanted)
     order = sorted(wanted)
     places = torch.tensor([order.index(token) for token in tokens.tolist()])
-    assert chi_square(places, torch.tensor([wanted[token] for token in order], dtype=torch.float64)) < 21  # 3 d.o.f.
+    assert (
+        chi_square(places, torch.tensor([wanted[token] for token in order], dtype=torch.float64))
+        < 21
+    )  # 3 d.o.f.
 
 
 def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
@@ -132,20 +153,30 @@ def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("size", [50, 4099])
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0), *TRUNCATED], ids=name)
-def test_a_row_alone_and_in_a_batch_gives_the_same_bits(sampling: Sampling, size: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.8), Sampling(temperature=0), *TRUNCATED], ids=name
+)
+def test_a_row_alone_and_in_a_batch_gives_the_same_bits(
+    sampling: Sampling, size: int, backend: str
+) -> None:
     require(backend)
     ops = get_ops(backend)
     hidden, weight, keys = some_logits(37, 24), some_logits(size, 24, seed=1) / 4, some_keys(37)
     tokens, logprobs = draw(hidden, weight, draws_of(keys, sampling), ops)
     for start, stop in ((0, 1), (5, 6), (3, 11), (36, 37)):
-        part = draw(hidden[start:stop].clone(), weight, draws_of(keys[start:stop].clone(), sampling), ops)
+        part = draw(
+            hidden[start:stop].clone(), weight, draws_of(keys[start:stop].clone(), sampling), ops
+        )
         assert torch.equal(part[0], tokens[start:stop])
         assert torch.equal(part[1], logprobs[start:stop])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0), TRUNCATED[-1]], ids=name)
-def test_several_keys_may_draw_from_one_row(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.8), Sampling(temperature=0), TRUNCATED[-1]], ids=name
+)
+def test_several_keys_may_draw_from_one_row(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The samples of a prompt, at its first token; whether or not all logits are held at once."""
     hidden, weight, keys = some_logits(5, 24), some_logits(50, 24, seed=1) / 4, some_keys(12)
     source = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3, 4])
@@ -158,7 +189,8 @@ def test_several_keys_may_draw_from_one_row(sampling: Sampling, monkeypatch: pyt
 
 
 class Fused(ReferenceOps):
-    """A backend whose operators on the output head are its own, as on a GPU; `calls` says which ran."""
+    """A backend whose operators on the output head are its own, as on a GPU; `calls` says which
+    ran."""
 
     fused_head = True
 
@@ -175,13 +207,21 @@ class Fused(ReferenceOps):
         return super().head_logprobs(*arguments)  # type: ignore[arg-type]
 
 
-def test_operators_of_the_head_are_used_where_a_backend_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their log-probabilities are the learner's; and a fused one holds no logits, so it takes all rows at once."""
+def test_operators_of_the_head_are_used_where_a_backend_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their log-probabilities are the learner's; and a fused one holds no logits, so it takes all
+    rows at once."""
     hidden, weight, keys = some_logits(6, 24), some_logits(50, 24, seed=1) / 4, some_keys(6)
     monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", 2 * 50)
-    for sampling, calls in ((Sampling(), ["head_sample"]), (Sampling(temperature=0), 3 * ["head_logprobs"])):
+    for sampling, calls in (
+        (Sampling(), ["head_sample"]),
+        (Sampling(temperature=0), 3 * ["head_logprobs"]),
+    ):
         ops = Fused()
-        found, expected = (draw(hidden, weight, draws_of(keys, sampling), each) for each in (ops, OPS))
+        found, expected = (
+            draw(hidden, weight, draws_of(keys, sampling), each) for each in (ops, OPS)
+        )
         assert ops.calls == calls
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
@@ -189,11 +229,17 @@ def test_operators_of_the_head_are_used_where_a_backend_has_its_own(monkeypatch:
 
 @pytest.mark.parametrize("backend", ["reference", "native", "fused"])
 def test_rows_with_different_settings_are_drawn_together(backend: str) -> None:
-    """The bits of every row with nobody beside it; with the settings of the next row they are others."""
+    """The bits of every row with nobody beside it; with the settings of the next row they are
+    others."""
     if backend != "fused":
         require(backend)
     ops = Fused() if backend == "fused" else get_ops(backend)
-    samplings = [Sampling(temperature=0.8), Sampling(), Sampling(temperature=0, top_k=3), *TRUNCATED]
+    samplings = [
+        Sampling(temperature=0.8),
+        Sampling(),
+        Sampling(temperature=0, top_k=3),
+        *TRUNCATED,
+    ]
     rows = 4 * len(samplings)
     hidden, weight, keys = some_logits(rows, 24), some_logits(600, 24, seed=1) / 4, some_keys(rows)
     tokens, logprobs = draw(hidden, weight, draws_of(keys, *samplings), ops)
@@ -221,7 +267,8 @@ def test_every_part_of_the_key_matters() -> None:
 
 
 def test_top_p_ends_where_the_probability_is_reached() -> None:
-    """Four equal tokens have a quarter each, without rounding: two of them reach a half, and a third is not taken."""
+    """Four equal tokens have a quarter each, without rounding: two of them reach a half, and a
+    third is not taken."""
     equal = torch.zeros(1, 4)
     for top_p, count in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
         assert torch.isfinite(kept(equal, Sampling(top_p=top_p))).sum() == count

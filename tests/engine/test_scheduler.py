@@ -17,8 +17,8 @@ from isobit.engine.types import Request, Sampling
 
 @dataclass
 class Case:
-    """Prompt lengths, samples per prompt, how many tokens each sequence samples, and the engine's sizes. `alike`: all
-    prompts begin alike."""
+    """Prompt lengths, samples per prompt, how many tokens each sequence samples, and the engine's
+    sizes. `alike`: all prompts begin alike."""
 
     prompts: list[int]
     n: int
@@ -32,7 +32,8 @@ class Case:
 
 
 class Shadow:
-    """Plays the model: writes tokens into slots, and checks that every sampled row sees its own sequence, whole."""
+    """Plays the model: writes tokens into slots, and checks that every sampled row sees its own
+    sequence, whole."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -51,7 +52,10 @@ class Shadow:
         return [max(self.case.new_tokens[g * n : g * n + n]) for g in range(len(self.case.prompts))]
 
     def _prompt(self, group: int) -> list[int]:
-        return [1000 * (1 if self.case.alike else group + 1) + i for i in range(self.case.prompts[group])]
+        return [
+            1000 * (1 if self.case.alike else group + 1) + i
+            for i in range(self.case.prompts[group])
+        ]
 
     def run(self) -> Stats:
         scheduler = self.scheduler
@@ -72,7 +76,9 @@ class Shadow:
             copies = scheduler.take_copies()
             before, size = self.slots.copy(), self.case.page_size
             for source, target in copies:
-                self.slots[target * size : (target + 1) * size] = before[source * size : (source + 1) * size]
+                self.slots[target * size : (target + 1) * size] = before[
+                    source * size : (source + 1) * size
+                ]
             scheduler.integrity()
         assert [self._drawn(i) for i in range(len(self.known))] == self.case.new_tokens
         assert self.pool.num_free == self.case.num_pages
@@ -108,7 +114,9 @@ class Shadow:
             position = int(layout.positions[rows[place]])
             assert position == len(known) - 1
             table = layout.page_table[ends.index(rows[place] + 1)].tolist()
-            seen = [self.slots[table[p // size] * size + p % size].tolist() for p in range(position + 1)]
+            seen = [
+                self.slots[table[p // size] * size + p % size].tolist() for p in range(position + 1)
+            ]
             assert seen == [[token, p] for p, token in enumerate(known)]
 
 
@@ -140,7 +148,8 @@ def test_a_prompt_is_computed_once_and_its_full_pages_are_shared() -> None:
 def test_decode_rows_go_first_and_prompts_fill_the_budget() -> None:
     shadow = Shadow(case(prompts=[3, 40], n=2, new_tokens=[20, 20, 4, 4], max_batch_tokens=10))
     shadow.run()
-    # 3 + 7 of the second prompt; then two decode rows leave 8 a step: 8, 8, 8, 8, 1; then four rows decode
+    # 3 + 7 of the second prompt; then two decode rows leave 8 a step: 8, 8, 8, 8, 1; then four rows
+    # decode
     assert shadow.tokens_per_step[:8] == [10, 10, 10, 10, 10, 3, 4, 4]
 
 
@@ -160,30 +169,45 @@ def test_the_youngest_gives_way_and_the_oldest_is_never_preempted() -> None:
     assert stats.prefill_tokens > 18  # what was given back is computed again
 
 
-def test_who_waits_is_looked_up_once_for_each_change_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of a long sequence that was preempted are not searched for at every step of another; in the control
-    they are."""
+def test_who_waits_is_looked_up_once_for_each_change_of_the_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pages of a long sequence that was preempted are not searched for at every step of
+    another; in the control they are."""
     searched: list[int] = []
     find = PagePool.find
-    monkeypatch.setattr(PagePool, "find", lambda *given: searched.append(given[2].size) or find(*given))
+    monkeypatch.setattr(
+        PagePool, "find", lambda *given: searched.append(given[2].size) or find(*given)
+    )
 
     def searches() -> int:
         searched.clear()
-        shadow = Shadow(case(prompts=[6, 6], n=1, new_tokens=[400, 400], num_pages=120, page_size=4))
+        shadow = Shadow(
+            case(prompts=[6, 6], n=1, new_tokens=[400, 400], num_pages=120, page_size=4)
+        )
         assert shadow.run().preemptions == 1
         return sum(size > 100 for size in searched)
 
     always = count()
     assert searches() == 2  # refused when it was preempted, and admitted
-    monkeypatch.setattr(PagePool, "changes", property(lambda _: next(always), lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        PagePool, "changes", property(lambda _: next(always), lambda *_: None), raising=False
+    )
     assert searches() > 100
 
 
 def test_who_waits_goes_on_once_what_it_shares_is_computed() -> None:
-    """Its prompt's pages are remembered while their owner still runs; other prompts wait until it has ended."""
+    """Its prompt's pages are remembered while their owner still runs; other prompts wait until it
+    has ended."""
     together = {}
     for alike in (True, False):
-        sizes = {"prompts": [24, 24], "n": 1, "new_tokens": [9, 9], "num_pages": 11, "max_batch_tokens": 10}
+        sizes = {
+            "prompts": [24, 24],
+            "n": 1,
+            "new_tokens": [9, 9],
+            "num_pages": 11,
+            "max_batch_tokens": 10,
+        }
         shadow = Shadow(case(**sizes, alike=alike))
         running, enter = list[int](), shadow.scheduler._enter
 
@@ -204,14 +228,17 @@ def test_one_sequence_that_just_fits_runs_alone() -> None:
 
 
 def test_a_prompt_that_nobody_computes_is_given_up_before_a_sequence() -> None:
-    stats = Shadow(case(prompts=[12, 12, 12], n=3, new_tokens=[8] * 9, num_pages=8, max_sequences=2)).run()
+    stats = Shadow(
+        case(prompts=[12, 12, 12], n=3, new_tokens=[8] * 9, num_pages=8, max_sequences=2)
+    ).run()
     assert stats.peak_pages <= 8
 
 
 def test_samples_that_find_no_row_wait_for_one() -> None:
     shadow = Shadow(case(prompts=[9], n=50, new_tokens=[3] * 50, max_sequences=4))
     stats = shadow.run()
-    # two pages of the prompt are shared by all; those that waited compute its ninth token again, and their first
+    # two pages of the prompt are shared by all; those that waited compute its ninth token again,
+    # and their first
     assert stats.shared_pages == 49 * 2
     assert stats.prefill_tokens == 9 + 46 * 2
 
@@ -230,7 +257,9 @@ def step(shadow: Shadow) -> None:
     shadow.scheduler.commit(plan, tokens, tokens > 0)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"max_batch_tokens": 6}, {"max_sequences": 2}, {"num_pages": 14}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"max_batch_tokens": 6}, {"max_sequences": 2}, {"num_pages": 14}]
+)
 def test_cancelling_gives_everything_back_in_any_state(sizes: dict[str, int]) -> None:
     for steps in range(7):
         shadow = Shadow(case(**sizes))
@@ -267,7 +296,8 @@ def cases(draw: st.DrawFn) -> Case:
     new_tokens = draw(st.lists(st.integers(1, 16), min_size=count, max_size=count))
     page_size = draw(st.sampled_from([1, 2, 4, 7, 16]))
     longest = max(
-        pages_needed(prompts[i // n], max(new_tokens[i // n * n : i // n * n + n]), page_size) for i in range(count)
+        pages_needed(prompts[i // n], max(new_tokens[i // n * n : i // n * n + n]), page_size)
+        for i in range(count)
     )
     return Case(
         prompts=prompts,

@@ -23,7 +23,8 @@ EOS = 2
 
 @pytest.fixture
 def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Completion]:
-    """Complete a prompt with a text of ours, whatever the model says, as far as the engine lets it go."""
+    """Complete a prompt with a text of ours, whatever the model says, as far as the engine lets it
+    go."""
 
     def run(text: str, ending: tuple[int, ...] = (), **sampling: object) -> Completion:
         model = tiny()
@@ -39,7 +40,9 @@ def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return run
 
 
-def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it(spell: Callable[..., Completion]) -> None:
+def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it(
+    spell: Callable[..., Completion],
+) -> None:
     completion = spell("one two three", stop=("two",))
     assert completion.text == "one "
     assert tiny().tokenizer.decode(completion.token_ids) == "one two"
@@ -47,13 +50,17 @@ def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it(spell: Call
     assert completion.finish_reason == "stop"
 
 
-def test_of_several_stop_strings_the_first_to_be_completed_counts(spell: Callable[..., Completion]) -> None:
+def test_of_several_stop_strings_the_first_to_be_completed_counts(
+    spell: Callable[..., Completion],
+) -> None:
     assert spell("a bb ccc d", stop=("ccc", "bb", "x")).text == "a "
     # both end at the same token: the text ends before the one that begins first
     assert spell("a bcd", stop=("cd", "bcd")).text == "a "
 
 
-def test_a_stop_string_may_be_the_first_token_and_may_end_in_a_space(spell: Callable[..., Completion]) -> None:
+def test_a_stop_string_may_be_the_first_token_and_may_end_in_a_space(
+    spell: Callable[..., Completion],
+) -> None:
     first = spell("xyz", stop=("x",))
     assert (first.text, len(first.token_ids), first.finish_reason) == ("", 1, "stop")
     assert spell("ab c d", stop=("c ",)).text == "ab "
@@ -105,13 +112,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """A token for each printable character, and <0xE2> and the like for the bytes of all others, as Llama 2 has them:
-    a decoder writes bytes next to one another together, and U+FFFD for each where one is wrong."""
+    """A token for each printable character, and <0xE2> and the like for the bytes of all others, as
+    Llama 2 has them: a decoder writes bytes next to one another together, and U+FFFD for each where
+    one is wrong."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     fast = FastTokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return Tokenizer(fast, {}, [], None)
 
 
@@ -122,17 +132,28 @@ TOKENIZERS = {
 }
 if STORIES.is_dir():
     TOKENIZERS["stories"] = Tokenizer.load(STORIES)
-TEXTS = ["Once upon a time, there was a girl. ", "\n\n", "naïve → 😀é", "one two  three", "a b c\t", "12+34=46."]
+TEXTS = [
+    "Once upon a time, there was a girl. ",
+    "\n\n",
+    "naïve → 😀é",
+    "one two  three",
+    "a b c\t",
+    "12+34=46.",
+]
 
 
-def first_by_definition(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> int | None:
+def first_by_definition(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]
+) -> int | None:
     for end in range(1, len(ids) + 1):
         if any(text in tokenizer.decode_completion(prompt, ids[:end]) for text in stop):
             return end
     return None
 
 
-def first_found(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> int | None:
+def first_found(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]
+) -> int | None:
     strings = StopStrings(stop, tokenizer, tokenizer.vocab_size)
     for end in range(1, len(ids) + 1):
         if strings.may_end(ids[end - 1]) and strings.found(prompt, ids[:end]):
@@ -142,7 +163,9 @@ def first_found(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: t
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(st.data(), st.sampled_from(sorted(TOKENIZERS)))
-def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataObject, name: str) -> None:
+def test_stop_strings_are_found_at_the_token_that_completes_them(
+    data: st.DataObject, name: str
+) -> None:
     """Against the definition, which decodes everything after every token."""
     tokenizer = TOKENIZERS[name]
     pieces = data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
@@ -158,7 +181,9 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
         return
     begin = data.draw(st.integers(0, len(text) - 1))
     stop = (text[begin : begin + data.draw(st.integers(1, 6))], "zzzz")
-    assert first_found(tokenizer, prompt, ids, stop) == first_by_definition(tokenizer, prompt, ids, stop)
+    assert first_found(tokenizer, prompt, ids, stop) == first_by_definition(
+        tokenizer, prompt, ids, stop
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,23 +197,31 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
     ],
     ids=["two and three", "four and two", "four", "a byte that is text", "all wrong"],
 )
-def test_a_stop_string_after_many_bytes_is_found_at_once(before: str, stop: str, after: list[int | str]) -> None:
+def test_a_stop_string_after_many_bytes_is_found_at_once(
+    before: str, stop: str, after: list[int | str]
+) -> None:
     """Bytes next to one another are decoded together: a part of them says something else."""
     tokenizer = TOKENIZERS["fallback"]
     names = [one if isinstance(one, str) else f"<0x{one:02X}>" for one in after]
     ids = tokenizer.encode(f"x{before}", add_special=False)
-    ids += [tokenizer.fast.token_to_id(name) for name in names] or tokenizer.encode(stop, add_special=False)
+    ids += [tokenizer.fast.token_to_id(name) for name in names] or tokenizer.encode(
+        stop, add_special=False
+    )
     ids += tokenizer.encode(" c", add_special=False)
     assert first_by_definition(tokenizer, [], ids, (stop,)) == len(ids) - 2
     assert first_found(tokenizer, [], ids, (stop,)) == len(ids) - 2
 
 
-def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens decoded for each of a long text, whose every token could end the stop string; the control searches in
-    all that is there."""
+def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens decoded for each of a long text, whose every token could end the stop string; the
+    control searches in all that is there."""
     decoded = []
     decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, **_: decoded.append(len(ids)) or decode(self, ids))
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids, **_: decoded.append(len(ids)) or decode(self, ids)
+    )
     tokenizer, stop = TOKENIZERS["bytes"], ("xx ",)
     ids = tokenizer.encode("no more " * 250, add_special=False)
 
@@ -218,14 +251,18 @@ def special_tokenizer() -> Tokenizer:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_special_tokens_are_found_in_stop_strings(data: st.DataObject) -> None:
-    """Against the definition: a stop string that spells one is looked for in the text that has them, and what is left
-    of the text ends where it begins."""
+    """Against the definition: a stop string that spells one is looked for in the text that has
+    them, and what is left of the text ends where it begins."""
     tokenizer = special_tokenizer()
     words = ("<|e|>", "<|e|>x", "#", "a", "b", "x", " ", "<", "one two ")
-    ids = tokenizer.encode("".join(data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=30))))
+    ids = tokenizer.encode(
+        "".join(data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=30)))
+    )
     prompt = tokenizer.encode("hi#<|e|>")
     special = data.draw(
-        st.lists(st.sampled_from(("<|e|>", "#", "a<|e|>", "<|e|>b", "##", "b#a", " #", "#x")), max_size=2)
+        st.lists(
+            st.sampled_from(("<|e|>", "#", "a<|e|>", "<|e|>b", "##", "b#a", " #", "#x")), max_size=2
+        )
     )
     plain = data.draw(st.lists(st.sampled_from(("ab", "x", "one", "<")), max_size=2))
     stop = (*special, *plain)
@@ -235,7 +272,9 @@ def test_special_tokens_are_found_in_stop_strings(data: st.DataObject) -> None:
         return [(texts[0], tuple(special)), (texts[1], tuple(plain))]
 
     ends = range(1, len(ids) + 1)
-    expected = next((e for e in ends if any(s in text for text, stops in wholes(e) for s in stops)), None)
+    expected = next(
+        (e for e in ends if any(s in text for text, stops in wholes(e) for s in stops)), None
+    )
     if not stop:
         return
     assert first_found(tokenizer, prompt, ids, stop) == expected
@@ -252,13 +291,18 @@ def test_special_tokens_are_found_in_stop_strings(data: st.DataObject) -> None:
 def test_a_special_token_ends_a_completion_as_any_stop_string_does(
     spell: Callable[..., Completion], stop: tuple[str, ...], ignore_eos: bool
 ) -> None:
-    """The token is the last one, and the text ends before the string; also where it would end a sequence anyway."""
+    """The token is the last one, and the text ends before the string; also where it would end a
+    sequence anyway."""
     completion = spell("one two", ending=(EOS, 5, 6), stop=stop, ignore_eos=ignore_eos)
     assert completion.text == {"</s>": "one two", "two</s>": "one ", "o</s>": "one tw"}[stop[0]]
     assert completion.token_ids == [*tiny().tokenizer.encode("one two"), EOS]
     assert completion.finish_reason == "stop"
 
 
-def test_negative_control_part_of_a_special_token_is_no_text(spell: Callable[..., Completion]) -> None:
-    completion = spell("one two", ending=(EOS, 5, 6), stop=("/s", "s>"), ignore_eos=True, max_new_tokens=10)
+def test_negative_control_part_of_a_special_token_is_no_text(
+    spell: Callable[..., Completion],
+) -> None:
+    completion = spell(
+        "one two", ending=(EOS, 5, 6), stop=("/s", "s>"), ignore_eos=True, max_new_tokens=10
+    )
     assert (len(completion.token_ids), completion.finish_reason) == (10, "length")

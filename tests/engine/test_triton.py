@@ -1,5 +1,5 @@
-"""What the engine records is what the learner computes, bit for bit, with the Triton kernels: in the interpreter where
-there is no GPU. Real sizes: tests/gpu."""
+"""What the engine records is what the learner computes, bit for bit, with the Triton kernels: in
+the interpreter where there is no GPU. Real sizes: tests/gpu."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -51,7 +51,8 @@ def test_other_weights_and_a_bf16_learner_differ() -> None:
 
 @pytest.mark.slow
 def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
-    """A layer of Gemma 3 with heads of its size. Control: a learner whose scores are a little larger."""
+    """A layer of Gemma 3 with heads of its size. Control: a learner whose scores are a little
+    larger."""
     layer = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "windows": (4,)}
     model = tiny_model("fp8", "gemma3_text", backend="triton", scale=6, **layer, query_scalar=256)
     groups = _completions(model)
@@ -73,15 +74,21 @@ def test_zero_bits_differ_with_linear_attention() -> None:
 
 @pytest.mark.slow
 def test_zero_bits_differ_with_sinks() -> None:
-    """A layer of gpt-oss, with experts' biases and a window. Controls: a learner with other sinks, and other biases."""
-    model = tiny_model("fp8", "gpt_oss", backend="triton", scale=6, num_layers=1, head_dim=16, windows=(4,))
+    """A layer of gpt-oss, with experts' biases and a window. Controls: a learner with other sinks,
+    and other biases."""
+    model = tiny_model(
+        "fp8", "gpt_oss", backend="triton", scale=6, num_layers=1, head_dim=16, windows=(4,)
+    )
     groups = _completions(model)
     assert differing(model, groups) == (0, 12)
     for role in ("sinks", "down_bias"):
         with torch.no_grad():
             for name, parameter in model.named_parameters().items():
                 if name.endswith(role):
-                    parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                    parameter.add_(
+                        0.5
+                        * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                    )
         model.sync()
         assert differing(model, groups)[0] > 0
         groups = _completions(model)
@@ -90,7 +97,8 @@ def test_zero_bits_differ_with_sinks() -> None:
 
 @pytest.mark.slow
 def test_zero_bits_differ_under_a_window() -> None:
-    """A layer of OLMo 3: a window, norms after attention and MLP, a norm over all heads. Control: a longer window."""
+    """A layer of OLMo 3: a window, norms after attention and MLP, a norm over all heads. Control: a
+    longer window."""
     layer = {"num_layers": 1, "head_dim": 16, "windows": (4,), "sliding_rope": Rope(300.0)}
     model = tiny_model("fp8", "olmo3", backend="triton", scale=6, **layer)
     groups = _completions(model)

@@ -42,5 +42,7 @@ def test_a_pattern_takes_its_last_match_and_first_group() -> None:
     assert answer_extractor("file", r"[A-D]")("A or C") == "C"
     assert answer_extractor("file", r"x(y)?")("x") is None
     assert answer_extractor("file", r"\d+")("none") is None
-    with pytest.raises(IsobitError, match=r"answer pattern '\(': not a regular expression: missing \)"):
+    with pytest.raises(
+        IsobitError, match=r"answer pattern '\(': not a regular expression: missing \)"
+    ):
         answer_extractor("file", "(")

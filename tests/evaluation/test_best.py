@@ -1,5 +1,5 @@
-"""Evaluation inside training: what it logs, that training does not feel it, and that the best model is kept through
-kills and resumes."""
+"""Evaluation inside training: what it logs, that training does not feel it, and that the best model
+is kept through kills and resumes."""
 
 import hashlib
 import json
@@ -51,7 +51,11 @@ def logged(run: Path, metric: str) -> dict[int, float]:
 def training_only(row: dict[str, float]) -> dict[str, float]:
     """A row of metrics without what depends on time, and without what an evaluation adds."""
     evaluated = ("accuracy/", "reward/held_out", "memory/kv_cache_mib")
-    return {name: value for name, value in row.items() if not is_timing(name) and not name.startswith(evaluated)}
+    return {
+        name: value
+        for name, value in row.items()
+        if not is_timing(name) and not name.startswith(evaluated)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +64,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path
     return train(load_config(write_config(folder, base_model, **SETTINGS))).run_dir
 
 
-def test_the_best_model_is_that_of_the_largest_value(unbroken: Path, tmp_path: Path, base_model: Path) -> None:
-    """Its step, its value, and its weights: those of a run that ends there. Not the last, so that the test is one."""
+def test_the_best_model_is_that_of_the_largest_value(
+    unbroken: Path, tmp_path: Path, base_model: Path
+) -> None:
+    """Its step, its value, and its weights: those of a run that ends there. Not the last, so that
+    the test is one."""
     values = logged(unbroken, "reward/held_out")
     best = described(unbroken)
     assert best == {
@@ -70,7 +77,9 @@ def test_the_best_model_is_that_of_the_largest_value(unbroken: Path, tmp_path: P
         "value": max(values.values()),
     }
     assert 0 < best["step"] < STEPS
-    shorter = train(load_config(write_config(tmp_path, base_model, **SETTINGS), [f"steps={best['step']}"])).run_dir
+    shorter = train(
+        load_config(write_config(tmp_path, base_model, **SETTINGS), [f"steps={best['step']}"])
+    ).run_dir
     assert digest(unbroken / "best") == digest(checkpoints.newest(shorter / "checkpoints")[0])
     assert digest(unbroken / "best") != digest(checkpoints.newest(unbroken / "checkpoints")[0])
 
@@ -85,19 +94,35 @@ def test_it_is_a_whole_model_of_weights_only(unbroken: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rollout-kv"])
-def test_training_does_not_feel_the_evaluation(tmp_path: Path, base_model: Path, precision: str) -> None:
-    """Without it, greedy only, and with samples: the same weights, completions and metrics, bit for bit, also after a
-    resume, and where batches wait and old groups are replayed."""
-    hard = {"rollouts_ahead": 1, "replay": {"capacity": 5, "groups_per_step": 1, "max_staleness": 4}}
+def test_training_does_not_feel_the_evaluation(
+    tmp_path: Path, base_model: Path, precision: str
+) -> None:
+    """Without it, greedy only, and with samples: the same weights, completions and metrics, bit for
+    bit, also after a resume, and where batches wait and old groups are replayed."""
+    hard = {
+        "rollouts_ahead": 1,
+        "replay": {"capacity": 5, "groups_per_step": 1, "max_staleness": 4},
+    }
     found = []
-    for name, evaluation in (("off", {}), ("greedy", {"every": 2}), ("sampled", {"every": 1, "num_samples": 5})):
+    for name, evaluation in (
+        ("off", {}),
+        ("greedy", {"every": 2}),
+        ("sampled", {"every": 1, "num_samples": 5}),
+    ):
         (tmp_path / name).mkdir()
-        config = write_config(tmp_path / name, base_model, precision=precision, evaluation=evaluation, **hard)
+        config = write_config(
+            tmp_path / name, base_model, precision=precision, evaluation=evaluation, **hard
+        )
         run = train(load_config(config, ["steps=2"])).run_dir
         result = resume(run, ["steps=4"])
         prints = fingerprint(result.run_dir)
-        del prints["best"], prints["manifest.json"]  # which has that of the state, where the best value is
-        prints["metrics"] = json.dumps([training_only(row) for row in result.metrics if row["step"] > 0])
+        del (
+            prints["best"],
+            prints["manifest.json"],
+        )  # which has that of the state, where the best value is
+        prints["metrics"] = json.dumps(
+            [training_only(row) for row in result.metrics if row["step"] > 0]
+        )
         found.append(prints)
     assert found[0] == found[1] == found[2]
 
@@ -118,13 +143,19 @@ def test_the_metrics_are_those_of_the_completions(tmp_path: Path, base_model: Pa
     rows = [{"prompt": f"{i}+{i + 1}=", "level": "low" if i < 4 else "high"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "threes.py").write_text(
-        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in completions]\n"
+        "def threes(prompts, completions, **k):\n    return [float('3' in c) for c in "
+        "completions]\n"
     )
     config = load_config(
-        write_config(tmp_path, base_model, rewards={"functions": [{"function": f"{tmp_path}/threes.py:threes"}]}),
+        write_config(
+            tmp_path,
+            base_model,
+            rewards={"functions": [{"function": f"{tmp_path}/threes.py:threes"}]},
+        ),
         [
             f"task={{path: {tmp_path}/rows.jsonl, held_out_path: {tmp_path}/rows.jsonl}}",
-            "evaluation={every: 1, num_samples: 6, pass_at: [1, 3, 6], tag: level, temperature: 0.8}",
+            "evaluation={every: 1, num_samples: 6, pass_at: [1, 3, 6], tag: level, temperature: "
+            "0.8}",
             "steps=1",
         ],
     )
@@ -136,7 +167,9 @@ def test_the_metrics_are_those_of_the_completions(tmp_path: Path, base_model: Pa
     assert 0 < sum(map(sum, right)) < 48
     for k in (1, 3, 6):
         passed = [pass_at_k(6, sum(flags), k) for flags in right]
-        voted = [majority_at_k([c.text or None for c in g], f, [k])[k] for g, f in zip(groups, right)]
+        voted = [
+            majority_at_k([c.text or None for c in g], f, [k])[k] for g, f in zip(groups, right)
+        ]
         assert first[f"accuracy/pass_at_{k}"] == pytest.approx(sum(passed) / 8)
         assert first[f"accuracy/majority_at_{k}"] == pytest.approx(sum(voted) / 8)
     assert first["accuracy/majority_at_1"] == first["accuracy/pass_at_1"]
@@ -178,7 +211,9 @@ def test_a_killed_run_ends_with_the_same_best_model(
 
     monkeypatch.setattr(Best, "restore", watched)
     resume(run)
-    assert restored == [known]  # what an unbroken run had at that checkpoint, not what the killed one went on to
+    assert restored == [
+        known
+    ]  # what an unbroken run had at that checkpoint, not what the killed one went on to
     assert described(run) == described(unbroken)
     assert digest(run / "best") == digest(unbroken / "best")
     assert not list(run.glob(".*-*"))
@@ -190,12 +225,17 @@ def test_rewards_below_one_are_told_apart_by_their_mean(
 ) -> None:
     """By default. The control asks for accuracy, which is 0 throughout: the initial model stays."""
     (tmp_path / "low.py").write_text(
-        "def low(completions, **k):\n    return [sum(c in '56789' for c in text) / 9 for text in completions]\n"
+        "def low(completions, **k):\n    return [sum(c in '56789' for c in text) / 9 for text "
+        "in completions]\n"
     )
     found = {}
     for by in ("auto", "accuracy/held_out"):
         evaluation = {**SETTINGS["evaluation"], "best_by": by}
-        changes = {**SETTINGS, "evaluation": evaluation, "run": {"dir": str(tmp_path / by), "checkpoint_every": 3}}
+        changes = {
+            **SETTINGS,
+            "evaluation": evaluation,
+            "run": {"dir": str(tmp_path / by), "checkpoint_every": 3},
+        }
         functions = [{"function": f"{tmp_path}/low.py:low"}]
         config = write_config(tmp_path, base_model, **changes, rewards={"functions": functions})
         found[by] = train(load_config(config), quiet=False).run_dir
@@ -205,15 +245,31 @@ def test_rewards_below_one_are_told_apart_by_their_mean(
     best = described(found["auto"])
     assert (best["metric"], best["value"]) == ("reward/held_out", max(values.values()))
     assert best["step"] == max(values, key=lambda s: (values[s], -s)) > 0
-    assert described(found["accuracy/held_out"]) == {"step": 0, "metric": "accuracy/held_out", "value": 0.0}
+    assert described(found["accuracy/held_out"]) == {
+        "step": 0,
+        "metric": "accuracy/held_out",
+        "value": 0.0,
+    }
     assert (
-        f"best reward/held_out {best['value']:.4f} (accuracy/held_out is 0 throughout) at step {best['step']}" in said
-    )
+        f"best reward/held_out {best['value']:.4f} (accuracy/held_out is 0 throughout) at step "
+        f"{best['step']}"
+    ) in said
 
 
 def test_auto_takes_accuracy_first(tmp_path: Path) -> None:
-    best = Best(tmp_path, "auto", lambda to: (to / "model.safetensors").write_text("weights") and None)
-    rows = [(0.0, 0.3), (0.0, math.nan), (0.0, 0.4), (0.5, 0.2), (0.25, 0.9), (0.5, 0.3), (0.5, 0.3), (math.nan, 2.0)]
+    best = Best(
+        tmp_path, "auto", lambda to: (to / "model.safetensors").write_text("weights") and None
+    )
+    rows = [
+        (0.0, 0.3),
+        (0.0, math.nan),
+        (0.0, 0.4),
+        (0.5, 0.2),
+        (0.25, 0.9),
+        (0.5, 0.3),
+        (0.5, 0.3),
+        (math.nan, 2.0),
+    ]
     kept = []
     for step, (accuracy, reward) in enumerate(rows):
         best.consider(step, {"accuracy/held_out": accuracy, "reward/held_out": reward})
@@ -241,7 +297,8 @@ def test_ties_and_nan_keep_the_earlier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["both", "best", "write"])
 def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path, lost: str) -> None:
-    """The states that a kill can leave between `replace`'s steps, or a damaged newest checkpoint."""
+    """The states that a kill can leave between `replace`'s steps, or a damaged newest
+    checkpoint."""
     best = keeper(tmp_path)
     best.consider(1, {"m": 0.1})
     best.settle()
@@ -292,7 +349,10 @@ def test_the_end_of_a_run_says_that_the_best_was_earlier(
     capsys.readouterr()
     run = train(load_config(write_config(tmp_path, base_model, **SETTINGS)), quiet=False).run_dir
     best = described(unbroken)
-    line = f"best reward/held_out {best['value']:.4f} at step {best['step']}, in {run / 'best'}; the newest"
+    line = (
+        f"best reward/held_out {best['value']:.4f} at step {best['step']}, in "
+        f"{run / 'best'}; the newest"
+    )
     said = capsys.readouterr().err
     assert f"{line} checkpoint is of step {STEPS}\n" in said
     assert "pass@4" in said
@@ -301,7 +361,8 @@ def test_the_end_of_a_run_says_that_the_best_was_earlier(
 def test_memory_counts_the_evaluations_cache(tmp_path: Path, base_model: Path) -> None:
     config = write_config(tmp_path, base_model, sampling={"max_new_tokens": 32})
     parts = [
-        open_parts(load_config(config, [f"evaluation={e}"]), quiet=True) for e in ("{}", "{every: 1, num_samples: 64}")
+        open_parts(load_config(config, [f"evaluation={e}"]), quiet=True)
+        for e in ("{}", "{every: 1, num_samples: 64}")
     ]
     for opened in parts:
         opened.rewards.close()

@@ -1,4 +1,5 @@
-"""maj@k against enumeration of every ordered choice, closed forms, and simulation of fresh samples."""
+"""maj@k against enumeration of every ordered choice, closed forms, and simulation of fresh
+samples."""
 
 import itertools
 from collections import Counter
@@ -10,8 +11,8 @@ from isobit.evaluation.majority import LARGEST_GROUP, majority_at_k
 
 
 def vote(answers: tuple[str | None, ...], correct: tuple[bool, ...]) -> bool:
-    """The definition: the most frequent answer, the first one given where several are; right as its first
-    completion."""
+    """The definition: the most frequent answer, the first one given where several are; right as its
+    first completion."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return False
@@ -55,11 +56,14 @@ def test_the_order_of_the_samples_does_not_matter() -> None:
 
 
 def test_it_is_unbiased_for_fresh_samples() -> None:
-    """The mean of maj@3 from groups of 7 is the probability that 3 fresh samples vote right: 0.6 right, two wrong
-    answers of 0.2. Votes of 3 that are right: 3 of 3, 2 of 3, and a third of the ties of three."""
+    """The mean of maj@3 from groups of 7 is the probability that 3 fresh samples vote right: 0.6
+    right, two wrong answers of 0.2. Votes of 3 that are right: 3 of 3, 2 of 3, and a third of the
+    ties of three."""
     generator = np.random.default_rng(0)
     groups = generator.choice(3, (3000, 7), p=[0.6, 0.2, 0.2])
-    found = [majority_at_k([str(a) for a in group], [a == 0 for a in group], [3])[3] for group in groups]
+    found = [
+        majority_at_k([str(a) for a in group], [a == 0 for a in group], [3])[3] for group in groups
+    ]
     exact = 0.6**3 + 3 * 0.6**2 * 0.4 + 6 * 0.6 * 0.2 * 0.2 / 3
     assert np.mean(found) == pytest.approx(exact, abs=4 * np.std(found) / len(found) ** 0.5)
 

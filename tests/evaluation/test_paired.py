@@ -1,5 +1,5 @@
-"""Paired tests against closed forms, a textbook's table, enumeration, and their error rate where there is no
-difference."""
+"""Paired tests against closed forms, a textbook's table, enumeration, and their error rate where
+there is no difference."""
 
 import itertools
 import math
@@ -20,7 +20,11 @@ from isobit.monitor.report.intervals import bootstrap_mean
         (1, 9, 2 * (1 + 10) / 2**10),
         (2, 8, 2 * (1 + 10 + 45) / 2**10),
         (6, 16, 2 * sum(math.comb(22, i) for i in range(7)) / 2**22),
-        (150, 86, 3.716e-05),  # Agresti, Categorical Data Analysis: approval of the Prime Minister; chi-squared 17.36
+        (
+            150,
+            86,
+            3.716e-05,
+        ),  # Agresti, Categorical Data Analysis: approval of the Prime Minister; chi-squared 17.36
     ],
 )
 def test_mcnemar_known_values(only_first: int, only_second: int, p: float) -> None:
@@ -29,23 +33,28 @@ def test_mcnemar_known_values(only_first: int, only_second: int, p: float) -> No
 
 
 def test_mcnemar_approaches_its_chi_squared() -> None:
-    """erfc(sqrt(x / 2)) is the chi-squared tail of one degree of freedom; with the continuity correction."""
+    """erfc(sqrt(x / 2)) is the chi-squared tail of one degree of freedom; with the continuity
+    correction."""
     for first, second in ((120, 80), (1050, 950), (5200, 4800)):
         statistic = (abs(first - second) - 1) ** 2 / (first + second)
-        assert mcnemar(first, second) == pytest.approx(math.erfc(math.sqrt(statistic / 2)), rel=0.03)
+        assert mcnemar(first, second) == pytest.approx(
+            math.erfc(math.sqrt(statistic / 2)), rel=0.03
+        )
 
 
 def test_sign_flip_enumerates_small_samples() -> None:
     differences = [0.5, -0.25, 0.125, 0.0, 0.75, 0.3]
     flipped = [
-        sum(s * d for s, d in zip(signs, differences)) for signs in itertools.product((1, -1), repeat=len(differences))
+        sum(s * d for s, d in zip(signs, differences))
+        for signs in itertools.product((1, -1), repeat=len(differences))
     ]
     as_far = sum(abs(total) >= abs(sum(differences)) - 1e-12 for total in flipped)
     assert sign_flip(differences) == as_far / len(flipped)
 
 
 def test_sign_flip_of_wins_and_losses_is_mcnemar() -> None:
-    """With differences of 1 and -1 the two tests are one: exactly where signs are enumerated, nearly where drawn."""
+    """With differences of 1 and -1 the two tests are one: exactly where signs are enumerated,
+    nearly where drawn."""
     assert sign_flip([1.0] * 8 + [-1.0] * 2 + [0.0] * 30) == mcnemar(8, 2)
     drawn = sign_flip([1.0] * 26 + [-1.0] * 14)
     exact = mcnemar(26, 14)
@@ -61,7 +70,8 @@ def test_sign_flip_at_its_ends() -> None:
 
 
 def test_under_the_null_few_p_values_are_small() -> None:
-    """Two models of the same chances: p <= 0.05 in at most 5 % of 2,000 experiments (and the tests are not asleep)."""
+    """Two models of the same chances: p <= 0.05 in at most 5 % of 2,000 experiments (and the tests
+    are not asleep)."""
     generator = np.random.default_rng(1)
     hardness = generator.random(60)
     found: dict[str, list[float]] = {"mcnemar": [], "sign_flip": []}
@@ -72,7 +82,11 @@ def test_under_the_null_few_p_values_are_small() -> None:
         first, second = (generator.binomial(4, hardness[:20]) / 4 for _ in range(2))
         found["sign_flip"].append(sign_flip((first - second).tolist()))
     assert 0.005 < np.mean(np.array(found["mcnemar"]) <= 0.05) <= 0.05
-    assert 0.01 < np.mean(np.array(found["sign_flip"]) <= 0.05) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+    assert (
+        0.01
+        < np.mean(np.array(found["sign_flip"]) <= 0.05)
+        <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+    )
 
 
 def test_a_real_difference_is_found() -> None:

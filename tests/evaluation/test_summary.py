@@ -17,10 +17,15 @@ def graded(reward: float | None, answer: str = "a", tokens: int = 3) -> Graded:
     return Graded(answer, reward, answer, tokens, tokens == 4)
 
 
-def result(greedy: list[float], samples: list[list[float]] | None = None, tags: str | None = None) -> Result:
+def result(
+    greedy: list[float], samples: list[list[float]] | None = None, tags: str | None = None
+) -> Result:
     questions = [
         Question(
-            f"p{i}", None if tags is None else tags[i], graded(reward), tuple(map(graded, (samples or [[]] * 99)[i]))
+            f"p{i}",
+            None if tags is None else tags[i],
+            graded(reward),
+            tuple(map(graded, (samples or [[]] * 99)[i])),
         )
         for i, reward in enumerate(greedy)
     ]
@@ -76,7 +81,9 @@ def test_a_difference_is_named_with_its_direction() -> None:
         "A is better than B in accuracy: A - B is +0.6667 (95 % interval +0.4167 to "
     )
     assert (
-        comparison_table(worse, better).splitlines()[-1].startswith("B is better than A in accuracy: A - B is -0.6667")
+        comparison_table(worse, better)
+        .splitlines()[-1]
+        .startswith("B is better than A in accuracy: A - B is -0.6667")
     )
 
 
@@ -84,7 +91,9 @@ def test_where_accuracy_is_the_same_the_next_measure_decides() -> None:
     low, high = result([0.1, 0.2, 0.3, 0.2] * 5), result([0.2, 0.4, 0.3, 0.5] * 5)
     last = comparison_table(high, low).splitlines()[-1]
     assert last.startswith("A is better than B in reward: A - B is +0.1500")
-    assert comparison_table(low, low).endswith("No difference is shown: the two score the same on every prompt.")
+    assert comparison_table(low, low).endswith(
+        "No difference is shown: the two score the same on every prompt."
+    )
     few = comparison_table(result([1, 0, 0] * 2), result([0] * 6)).splitlines()[-1]
     assert few.startswith("No difference is shown in accuracy: A - B is +0.3333")
     assert few.endswith("p = 0.5; a difference inside the interval is not ruled out.")
@@ -92,11 +101,17 @@ def test_where_accuracy_is_the_same_the_next_measure_decides() -> None:
 
 def test_shorter_is_neither_better_nor_worse() -> None:
     long, short = (
-        Result("m", tuple(Question(f"p{i}", None, graded(0, tokens=tokens + i % 2)) for i in range(20)), rewards=("f",))
+        Result(
+            "m",
+            tuple(Question(f"p{i}", None, graded(0, tokens=tokens + i % 2)) for i in range(20)),
+            rewards=("f",),
+        )
         for tokens in (9, 2)
     )
     assert compare(long, short)["tokens"].p < 0.001
-    assert comparison_table(long, short).endswith("No difference is shown: the two score the same on every prompt.")
+    assert comparison_table(long, short).endswith(
+        "No difference is shown: the two score the same on every prompt."
+    )
 
 
 def test_pairs_without_a_value_on_one_side_are_left_out() -> None:
@@ -131,7 +146,10 @@ def test_too_few_prompts_to_tell_are_said(count: int) -> None:
     smallest = compare(better, worse)["accuracy"].p
     assert smallest == 2 * 0.5**count
     if count < 6:
-        line = f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if A is better on every one; below 6 "
+        line = (
+            f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if A is better "
+            "on every one; below 6 "
+        )
         assert all(text.startswith(line) for text in said)
     else:
         assert smallest < 0.05

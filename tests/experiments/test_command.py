@@ -15,7 +15,9 @@ ON_RUNS = [non_inferiority, sparse_long]
 """Those that take no model and no prompts."""
 
 
-@pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "module", EXPERIMENTS, ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_the_command_is_the_modules(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -25,7 +27,9 @@ def test_the_command_is_the_modules(
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"usage: python -m {module.__name__} ")
     assert " ".join(str(module.__doc__).split())[:60] in said
-    monkeypatch.setattr(sys, "argv", ["x", "nothing", *([] if module in ON_RUNS else ["--prompt", "a"])])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "nothing", *([] if module in ON_RUNS else ["--prompt", "a"])]
+    )
     with pytest.raises(SystemExit, match=r"^2$"):
         module.main()
     assert capsys.readouterr().err.endswith("error: the following arguments are required: --out\n")

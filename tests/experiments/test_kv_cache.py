@@ -1,4 +1,5 @@
-"""The experiment on codings of the cache: nothing but the cache is coded, and the page has its numbers."""
+"""The experiment on codings of the cache: nothing but the cache is coded, and the page has its
+numbers."""
 
 import json
 import re
@@ -45,9 +46,12 @@ def test_codings_that_isobits_cache_has_are_the_products_to_the_bit(name: str) -
     """Values, and with them codes and scales. The control: a scale for all heads of a token."""
     kv = precision_from(OWN[name]).rollout.kv
     assert kv is not None
-    x = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 50).view(50, 1, 1)
+    x = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(
+        -6, 6, 50
+    ).view(50, 1, 1)
     wanted = quantize(x.view(-1, 32), kv).dequantize().view(x.shape)
-    code, largest = (int8 if kv.format.name == "int8" else e4m3), power_of_two if kv.scale == "ue8m0" else by_row
+    code = int8 if kv.format.name == "int8" else e4m3
+    largest = power_of_two if kv.scale == "ue8m0" else by_row
     assert torch.equal(SCHEMES[name].key(x, None, None), wanted)
     assert torch.equal(SCHEMES[name].value(x, None, None), wanted)
     assert torch.equal(code(x, largest(x)), wanted)
@@ -81,7 +85,9 @@ def test_nothing_but_the_cache_is_coded() -> None:
     model = tiny_model("float32")
     seen = observe(model, SEQUENCES, PROMPTS)
     same = Scheme(lambda x, *_: x, lambda x, *_: x, lambda dim: 0)
-    assert torch.equal(divergence(model, same, seen, SEQUENCES, PROMPTS), torch.zeros(6, dtype=torch.float64))
+    assert torch.equal(
+        divergence(model, same, seen, SEQUENCES, PROMPTS), torch.zeros(6, dtype=torch.float64)
+    )
     turned = Scheme(lambda x, _, turn: turn(turn(x, True), False), lambda x, *_: x, lambda dim: 0)
     assert divergence(model, turned, seen, SEQUENCES, PROMPTS).abs().max() < 1e-9
     for name, scheme in SCHEMES.items():
@@ -115,12 +121,20 @@ def test_the_page_has_the_numbers_that_were_measured() -> None:
 def test_the_page_has_the_ends_of_the_quickstarts_curves() -> None:
     runs = json.loads(RESULTS.with_name("kv_cache_quickstart.json").read_text())
     page = " ".join((ROOT / "docs/experiments/kv-cache.md").read_text().split())
-    old, new = (runs[f"base trained with {scales}"] for scales in ("powers of two", "float32 scales"))
-    (first, last), (begun, ended) = ([run["accuracy/held_out"][i][1] for i in (0, -1)] for run in (old, new))
+    old, new = (
+        runs[f"base trained with {scales}"] for scales in ("powers of two", "float32 scales")
+    )
+    (first, last), (begun, ended) = (
+        [run["accuracy/held_out"][i][1] for i in (0, -1)] for run in (old, new)
+    )
     assert f"the same base ends at {last:.3f}, as before" in page
-    assert f"begins at {begun:.3f} where the old one has {first:.3f}, and ends at {ended:.3f}" in page
+    assert (
+        f"begins at {begun:.3f} where the old one has {first:.3f}, and ends at {ended:.3f}" in page
+    )
     for seed in (1, 2):
-        pair = [runs[f"seed {seed}, base trained with {s}"] for s in ("powers of two", "float32 scales")]
+        pair = [
+            runs[f"seed {seed}, base trained with {s}"] for s in ("powers of two", "float32 scales")
+        ]
         ends = [f"{run['accuracy/held_out'][i][1]:.3f}" for run in pair for i in (0, -1)]
         assert f"| {seed} | {' | '.join(ends)} |" in page
     assert {run["differing_tokens"] for run in runs.values()} == {0}

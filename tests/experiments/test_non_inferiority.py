@@ -1,4 +1,5 @@
-"""The experiment on non-inferiority: what it decides, that it pairs the runs of a real comparison, and its page."""
+"""The experiment on non-inferiority: what it decides, that it pairs the runs of a real comparison,
+and its page."""
 
 import json
 import re
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments.non_inferiority import MARGIN, PLAN, VIEWS, accuracies, difference, measure, table
+from benchmarks.experiments.non_inferiority import (
+    MARGIN,
+    PLAN,
+    VIEWS,
+    accuracies,
+    difference,
+    measure,
+    table,
+)
 from isobit.errors import IsobitError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +26,8 @@ FIRST = RESULTS / "non_inferiority_first.json"
 
 
 def test_a_difference_is_decided_by_its_interval() -> None:
-    """By the whole interval, not the mean; and by pairs: what both have in common does not widen it."""
+    """By the whole interval, not the mean; and by pairs: what both have in common does not widen
+    it."""
     seeds = [0.70, 0.80, 0.90, 0.75, 0.85]
     noise = [0.002, -0.001, 0.0, -0.002, 0.001]
 
@@ -33,7 +43,9 @@ def test_a_difference_is_decided_by_its_interval() -> None:
     assert difference(seeds[::-1], seeds).verdict == "not decided", "the same runs, paired wrongly"
     close = [s + 4 * n - 0.004 for s, n in zip(seeds, noise, strict=True)]
     assert difference(close, seeds).verdict == "not inferior"
-    assert difference(close, seeds, looks=5).verdict == "not decided", "of several looks each has a wider interval"
+    assert difference(close, seeds, looks=5).verdict == "not decided", (
+        "of several looks each has a wider interval"
+    )
     with pytest.raises(ValueError, match="longer"):
         difference(seeds[:-1], seeds)
 
@@ -42,23 +54,47 @@ def test_a_difference_is_decided_by_its_interval() -> None:
 def test_a_comparison_is_measured(base_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(
-        f"model: {{path: {base_model}}}\ntask: {{name: arithmetic, held_out_size: 8, options: {{digits: 1}}}}\n"
+        f"model: {{path: {base_model}}}\ntask: {{name: arithmetic, held_out_size: 8, options: "
+        "{digits: 1}}\n"
         "prompts_per_step: 2\nsampling: {group_size: 2, max_new_tokens: 3}\nsteps: 1\n"
         "evaluation: {every: 1, samples: 8}\nrun: {checkpoint_every: 1}\n"
     )
     runs, out, chart = tmp_path / "runs", tmp_path / "found.json", tmp_path / "chart.png"
-    command = [sys.executable, "-m", "isobit", "compare", str(config), "--presets", "bf16,fp8", "--seeds", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "isobit",
+        "compare",
+        str(config),
+        "--presets",
+        "bf16,fp8",
+        "--seeds",
+        "2",
+    ]
     subprocess.run([*command, "--out", str(runs), "--quiet"], check=True, cwd=tmp_path)
-    experiment = [sys.executable, "-m", "benchmarks.experiments.non_inferiority", str(runs), "--out", str(out)]
-    printed = subprocess.run([*experiment, "--chart", str(chart)], cwd=ROOT, check=True, capture_output=True, text=True)
+    experiment = [
+        sys.executable,
+        "-m",
+        "benchmarks.experiments.non_inferiority",
+        str(runs),
+        "--out",
+        str(out),
+    ]
+    printed = subprocess.run(
+        [*experiment, "--chart", str(chart)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     found = json.loads(out.read_text())["flows"]
     assert list(found) == ["bf16", "fp8"]
     assert all(len(flow[view]) == 2 for flow in found.values() for view in VIEWS)
-    assert found["bf16"]["own"] == found["bf16"]["deployed"], "one flow, evaluated by the run and again"
+    assert found["bf16"]["own"] == found["bf16"]["deployed"], (
+        "one flow, evaluated by the run and again"
+    )
     tables = [accuracies(found), *(table(found, [("fp8", "bf16")], [view]) for view in VIEWS)]
     assert printed.stdout.strip() == "\n\n".join(tables)
     assert chart.stat().st_size > 10_000
-    (runs / "comparison.json").write_text(json.dumps({"fp8": {"failures": ["fp8, seed-1: stopped"]}}))
+    (runs / "comparison.json").write_text(
+        json.dumps({"fp8": {"failures": ["fp8, seed-1: stopped"]}})
+    )
     with pytest.raises(IsobitError, match="a run stopped, and so cannot be paired"):
         measure(runs)
     with pytest.raises(IsobitError, match="make the runs with"):

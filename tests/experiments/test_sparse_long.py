@@ -1,4 +1,5 @@
-"""The experiment on long completions with a sparse reward: its task, its rules, a run at toy size, and its page."""
+"""The experiment on long completions with a sparse reward: its task, its rules, a run at toy size,
+and its page."""
 
 import json
 import re
@@ -37,12 +38,18 @@ def ran(job: Job, collapsed_at: int | None = None) -> dict[str, Any]:
 
 
 def test_a_completion_goes_on_with_sums() -> None:
-    assert problem([0, 1, 1, 5, 2], 6) == {"prompt": "01152", "completion": "234913#913", "answer": "913"}
+    assert problem([0, 1, 1, 5, 2], 6) == {
+        "prompt": "01152",
+        "completion": "234913#913",
+        "answer": "913",
+    }
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     write_data(tmp_path, Size(terms=3))
-    parts = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("held_out", "train")]
+    parts = [
+        (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("held_out", "train")
+    ]
     prompts = [[json.loads(row)["prompt"] for row in part] for part in parts]
     assert [len(part) for part in prompts] == [256, 20_000 - 256]
     assert len({*prompts[0], *prompts[1]}) == 20_000
@@ -99,12 +106,27 @@ def test_runs_of_two_processes_are_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_experiment_runs(tmp_path: Path) -> None:
-    """At toy size, with a base that gets nothing right, so that nothing can collapse. The second call has nothing to
-    do."""
+    """At toy size, with a base that gets nothing right, so that nothing can collapse. The second
+    call has nothing to do."""
     out, chart = tmp_path / "found.json", tmp_path / "chart.png"
-    sizes = {"terms": 4, "hidden": 16, "base-steps": 2, "steps": 2, "prompts": 2, "group": 2, "evaluate-every": 1}
+    sizes = {
+        "terms": 4,
+        "hidden": 16,
+        "base-steps": 2,
+        "steps": 2,
+        "prompts": 2,
+        "group": 2,
+        "evaluate-every": 1,
+    }
     sizes |= {"held-out": 8, "measured": 4}
-    experiment = [sys.executable, "-m", "benchmarks.experiments.sparse_long", str(tmp_path / "work"), "--out", str(out)]
+    experiment = [
+        sys.executable,
+        "-m",
+        "benchmarks.experiments.sparse_long",
+        str(tmp_path / "work"),
+        "--out",
+        str(out),
+    ]
     experiment += ["--seeds", "1", "--arm", "nvfp4-rollout:none", "--chart", str(chart)]
     experiment += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     printed = subprocess.run(experiment, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -120,7 +142,9 @@ def test_the_experiment_runs(tmp_path: Path) -> None:
     written = out.stat().st_mtime_ns
     subprocess.run(experiment, cwd=ROOT, check=True, capture_output=True)
     assert out.stat().st_mtime_ns == written
-    refused = subprocess.run([*experiment, "--terms", "5"], cwd=ROOT, check=False, capture_output=True, text=True)
+    refused = subprocess.run(
+        [*experiment, "--terms", "5"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
     assert "has runs of another size" in refused.stderr
 
 
@@ -130,7 +154,8 @@ def test_the_page_has_the_numbers_that_were_measured() -> None:
     shown = re.findall(r"<!-- table: sparse-long, (.*?) -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
     assert dict(shown) == {"by flow": arms_table(found), "by run": runs_table(found)}
     assert all(
-        run["collapsed_at"] == collapse(run["held_out"], run["stopped"], len(run["reward"])) for run in found["runs"]
+        run["collapsed_at"] == collapse(run["held_out"], run["stopped"], len(run["reward"]))
+        for run in found["runs"]
     )
 
 
@@ -142,12 +167,20 @@ def test_the_runs_are_what_the_page_says_of_them() -> None:
 
     def last(flow: str, correction: str) -> list[float]:
         """The mean of the last three evaluations of each run, by seed."""
-        one = [run["held_out"][-3:] for (*arm, _), run in sorted(found.items()) if arm == [flow, correction]]
+        one = [
+            run["held_out"][-3:]
+            for (*arm, _), run in sorted(found.items())
+            if arm == [flow, correction]
+        ]
         return [sum(accuracy for _, accuracy in three) / 3 for three in one]
 
     def old(flow: str) -> list[float]:
         """kl_k3 to the weights that sampled, in the second half of each run."""
-        series = [r["staleness_kl_k3"][50:] for (*arm, _), r in sorted(found.items()) if arm == [flow, "none"]]
+        series = [
+            r["staleness_kl_k3"][50:]
+            for (*arm, _), r in sorted(found.items())
+            if arm == [flow, "none"]
+        ]
         return [sum(values) / len(values) for values in series]
 
     flows = ("bf16", "fp8", "fp8-rollout", "nvfp4-rollout")
@@ -155,22 +188,37 @@ def test_the_runs_are_what_the_page_says_of_them() -> None:
     assert [round(sum(without[flow]) / 3, 2) for flow in flows] == [0.86, 0.78, 0.72, 0.50]
     assert all(sorted(seed, reverse=True) == list(seed) for seed in zip(*without.values()))
     assert all(sorted(seed) == list(seed) for seed in zip(*map(old, flows)))
-    assert [min(old("nvfp4-rollout")), max(old("nvfp4-rollout"))] == pytest.approx([2.3e-2, 5.5e-2], rel=0.02)
+    assert [min(old("nvfp4-rollout")), max(old("nvfp4-rollout"))] == pytest.approx(
+        [2.3e-2, 5.5e-2], rel=0.02
+    )
     assert all(min(with_tis[flow]) > max(without[flow]) for flow in flows)
     eight_bits = [accuracy for flow in flows[:3] for accuracy in with_tis[flow]]
     assert [round(sum(with_tis[flow]) / 3, 2) for flow in flows] == [0.90, 0.89, 0.88, 0.81]
     assert 0.86 < min(eight_bits) <= max(eight_bits) < 0.915
     assert 0.78 < min(with_tis["nvfp4-rollout"]) <= max(with_tis["nvfp4-rollout"]) < 0.87
     aged = [
-        [sum(r["staleness_kl_k3"][50:]) / 50 for (*arm, _), r in sorted(found.items()) if arm == [flow, correction]]
-        for flow, correction in (("bf16", "none"), ("fp8", "none"), ("bf16", "token_tis"), ("fp8", "token_tis"))
+        [
+            sum(r["staleness_kl_k3"][50:]) / 50
+            for (*arm, _), r in sorted(found.items())
+            if arm == [flow, correction]
+        ]
+        for flow, correction in (
+            ("bf16", "none"),
+            ("fp8", "none"),
+            ("bf16", "token_tis"),
+            ("fp8", "token_tis"),
+        )
     ]
-    assert [sum(kl) / 3 for kl in aged] == pytest.approx([2.2e-3, 4.9e-3, 1.0e-3, 1.85e-3], rel=0.02)
+    assert [sum(kl) / 3 for kl in aged] == pytest.approx(
+        [2.2e-3, 4.9e-3, 1.0e-3, 1.85e-3], rel=0.02
+    )
 
     def growth(name: str, flow: str, correction: str) -> float:
         """The last quarter's mean over the first's, over the seeds."""
         series = [r[name] for (*arm, _), r in found.items() if arm == [flow, correction]]
-        return sum(sum(values[75:]) for values in series) / sum(sum(values[:25]) for values in series)
+        return sum(sum(values[75:]) for values in series) / sum(
+            sum(values[:25]) for values in series
+        )
 
     assert 1.3 < growth("entropy", "fp8-rollout", "none") < 1.5
     assert 1.8 < growth("entropy", "nvfp4-rollout", "none") < 2.2

@@ -1,4 +1,5 @@
-"""`python -m tests.faults`: every write of a short run fails, in every way, and the power goes at every moment.
+"""`python -m tests.faults`: every write of a short run fails, in every way, and the power goes at
+every moment.
 
     python -m tests.faults [--states N] [--points N] [--seed N]    default: all of them, some tens of minutes
 
@@ -19,16 +20,24 @@ from .runs import KINDS, Place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--states", type=int, help="states of the disk after a power cut, of each kind of loss")
-    parser.add_argument("--points", type=int, help="places at which a call fails, of each kind of failure")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--states", type=int, help="states of the disk after a power cut, of each kind of loss"
+    )
+    parser.add_argument(
+        "--points", type=int, help="places at which a call fails, of each kind of failure"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         tiny_model().save(Path(folder) / "model")
         place = Place(Path(folder), Path(folder) / "model")
         lines = [*cuts(place, given.states, given.seed), *failures(place, given.points, given.seed)]
-    print(f"a run of {len(place.changes)} writes; {len(place.outcomes)} different disks after a cut")
+    print(
+        f"a run of {len(place.changes)} writes; {len(place.outcomes)} different disks after a cut"
+    )
     print(f"{'fault':40} injected survived lost")
     for name, injected, lost in lines:
         print(f"{name:40} {injected:8} {injected - len(lost):8} {len(lost):4}")
@@ -42,7 +51,9 @@ def cuts(place: Place, states: int | None, seed: int) -> list[tuple[str, int, li
     lines = []
     for name, keep in kinds_of_loss(seed):
         moments = _some(len(place.changes), states, seed)
-        found = [(moment, place.cut(after_a_cut(place.changes[:moment], keep))) for moment in moments]
+        found = [
+            (moment, place.cut(after_a_cut(place.changes[:moment], keep))) for moment in moments
+        ]
         lost = [f"after write {moment}: {what}" for moment, what in found if what is not None]
         lines.append((f"power cut: {name}", len(moments), lost))
     return lines
@@ -61,7 +72,11 @@ def failures(place: Place, points: int | None, seed: int) -> list[tuple[str, int
 
 def _some(count: int, wanted: int | None, seed: int) -> list[int]:
     everything = range(1, count + 1)
-    return list(everything) if wanted is None else sorted(Random(seed).sample(everything, min(wanted, count)))
+    return (
+        list(everything)
+        if wanted is None
+        else sorted(Random(seed).sample(everything, min(wanted, count)))
+    )
 
 
 if __name__ == "__main__":

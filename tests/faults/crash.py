@@ -1,8 +1,10 @@
-"""What a disk may hold after a power cut, of the changes that a process made (`shim.c` records them).
+"""What a disk may hold after a power cut, of the changes that a process made (`shim.c` records
+them).
 
-A name is on the disk once its directory was flushed, bytes once their file was; of what came after, any part may be
-(ALICE, Pillai et al., OSDI 2014, without order among unflushed changes). A rename is one change: both names or none.
-Left out: a disk that lies about a flush, and sectors that are torn.
+A name is on the disk once its directory was flushed, bytes once their file was; of what came after,
+any part may be (ALICE, Pillai et al., OSDI 2014, without order among unflushed changes). A rename
+is one change: both names or none. Left out: a disk that lies about a flush, and sectors that are
+torn.
 """
 
 import os
@@ -16,8 +18,9 @@ Keep = Callable[["Change"], bool]
 
 @dataclass(frozen=True)
 class Change:
-    """One change: `kind` as in shim.c; `of` the file or directory whose flush makes it last; `node` what is named,
-    `names` under which name, and before it; `place` and `data` of bytes, or the size of what is cut."""
+    """One change: `kind` as in shim.c; `of` the file or directory whose flush makes it last; `node`
+    what is named, `names` under which name, and before it; `place` and `data` of bytes, or the size
+    of what is cut."""
 
     kind: str
     of: int
@@ -62,7 +65,8 @@ class Disk:
             self.folders[name[0]][name[1]] = node
 
     def contents(self, number: int = 0, folder: str = "") -> Iterator[tuple[str, bytes]]:
-        """(path, bytes) of every file, and (path with a slash at its end, nothing) of every directory."""
+        """(path, bytes) of every file, and (path with a slash at its end, nothing) of every
+        directory."""
         for name, node in sorted(self.folders[number].items()):
             if node in self.folders:
                 yield f"{folder}{name}/", b""
@@ -93,11 +97,15 @@ def read_log(log: Path, root: Path) -> list[Change]:
             change = Change(kind, folder, next(numbers), ((folder, name),))
         elif kind == "R":
             before = _place(disk, paths[0])
-            change = Change(kind, folder, disk.folders[before[0]][before[1]], ((folder, name), before))
+            change = Change(
+                kind, folder, disk.folders[before[0]][before[1]], ((folder, name), before)
+            )
         elif kind in "UD":
             change = Change(kind, folder, node, ((folder, name),))
         else:
-            change = Change(kind, node, node, place=int(words[1]) if len(words) > 1 else 0, data=data)
+            change = Change(
+                kind, node, node, place=int(words[1]) if len(words) > 1 else 0, data=data
+            )
         disk.apply(change)
         found.append(change)
     return found
@@ -133,8 +141,8 @@ def lasting(changes: Sequence[Change]) -> list[bool]:
 
 
 def after_a_cut(changes: Sequence[Change], keep: Keep) -> Disk:
-    """What is there if the power goes after these changes: what lasts, and what `keep` says of the rest. Of a file's
-    bytes a lost change loses those after it too."""
+    """What is there if the power goes after these changes: what lasts, and what `keep` says of the
+    rest. Of a file's bytes a lost change loses those after it too."""
     disk, cut = Disk(), set[int]()
     for change, safe in zip(changes, lasting(changes)):
         if change.kind in "WT" and change.of in cut and not safe:
@@ -147,8 +155,8 @@ def after_a_cut(changes: Sequence[Change], keep: Keep) -> Disk:
 
 
 def kinds_of_loss(seed: int) -> list[tuple[str, Keep]]:
-    """Everything unflushed is lost; the names are there and the bytes are not, as ext4 has it; the other way round; and
-    half of it by lot."""
+    """Everything unflushed is lost; the names are there and the bytes are not, as ext4 has it; the
+    other way round; and half of it by lot."""
     lot = Random(seed)
     return [
         ("all that was not flushed", lambda change: False),

@@ -1,11 +1,13 @@
-"""`python -m tests.faults.endurance`: a long run and its twin that is killed again and again, and what they hold.
+"""`python -m tests.faults.endurance`: a long run and its twin that is killed again and again, and
+what they hold.
 
     python -m tests.faults.endurance [--steps N] [--kills N] [--seed N] [--out DIR]    default: 20,000 steps, 60 kills
 
-Both train the same tiny model, side by side. Every second the memory, descriptors, threads and processes of each are
-read, and its files. Prints a table, and writes `endurance.json` and `endurance.png` to DIR. Exit code 1 if the runs end
-differently, or if the one that nobody kills holds more in its last tenth than in its second: over 5 % more memory, or
-any more of the rest. Its logs are to grow, by the same bytes a step.
+Both train the same tiny model, side by side. Every second the memory, descriptors, threads and
+processes of each are read, and its files. Prints a table, and writes `endurance.json` and
+`endurance.png` to DIR. Exit code 1 if the runs end differently, or if the one that nobody kills
+holds more in its last tenth than in its second: over 5 % more memory, or any more of the rest. Its
+logs are to grow, by the same bytes a step.
 """
 
 import argparse
@@ -57,7 +59,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Watched:
-    """What became of a run. `failure` is what it said when it ended by itself before its end, or ""."""
+    """What became of a run. `failure` is what it said when it ended by itself before its end, or
+    ""."""
 
     run: Path
     readings: list[Reading]
@@ -66,7 +69,9 @@ class Watched:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.endurance", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.endurance", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,22 +85,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, kills in (("whole", []), ("killed", moments))
         ]
         whole, killed = (found.result() for found in watching)
-        same = not whole.failure + killed.failure and fingerprint(whole.run) == fingerprint(killed.run)
-    print(f"{given.steps:,} steps, {len(killed.killed_at)} kills; the runs end {'the same' if same else 'differently'}")
+        same = not whole.failure + killed.failure and fingerprint(whole.run) == fingerprint(
+            killed.run
+        )
+    print(
+        f"{given.steps:,} steps, {len(killed.killed_at)} kills; the runs end "
+        f"{'the same' if same else 'differently'}"
+    )
     print(whole.failure + killed.failure, end="")
     held = growth(whole.readings)
     for name, (before, after) in held.items():
         print(f"{name:20} {before:10.1f} {after:10.1f}")
     given.out.mkdir(parents=True, exist_ok=True)
     values = {"steps": given.steps, "same_end": same, "killed_at": killed.killed_at, "growth": held}
-    readings = {"whole": list(map(asdict, whole.readings)), "killed": list(map(asdict, killed.readings))}
+    readings = {
+        "whole": list(map(asdict, whole.readings)),
+        "killed": list(map(asdict, killed.readings)),
+    }
     (given.out / "endurance.json").write_text(json.dumps(values | readings) + "\n")
     draw(whole, killed, given.out / "endurance.png")
     return int(not same or bool(grown(held)))
 
 
 def watch(folder: Path, model: Path, steps: int, moments: Sequence[int]) -> Watched:
-    """Train, kill (SIGKILL) at the moments, which are steps, and go on, until the run is finished."""
+    """Train, kill (SIGKILL) at the moments, which are steps, and go on, until the run is
+    finished."""
     folder.mkdir()
     config = write_config(
         folder,
@@ -114,7 +128,9 @@ def watch(folder: Path, model: Path, steps: int, moments: Sequence[int]) -> Watc
         words = ["--resume", str(run)] if (run / "config.yaml").is_file() else [str(config)]
         command = [sys.executable, "-m", "isobit", "train", *words, "--quiet"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True
+        ) as process:
             due = time.monotonic()
             while process.poll() is None:
                 time.sleep(0.05)
@@ -147,7 +163,12 @@ def read(process: int, run: Path, step: int) -> Iterator[Reading]:
     try:
         family = list(_family(process))
         status = [Path(f"/proc/{one}/smaps_rollup").read_text() for one in family]
-        memory = sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("Pss:"))
+        memory = sum(
+            int(line.split()[1])
+            for text in status
+            for line in text.splitlines()
+            if line.startswith("Pss:")
+        )
         descriptors, threads = (
             sum(len(os.listdir(f"/proc/{one}/{kind}")) for one in family) for kind in ("fd", "task")
         )
@@ -171,7 +192,10 @@ def growth(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
     early = [r for r in readings if last / 10 <= r.step < last / 5]
     late = [r for r in readings if r.step >= 9 * last / 10]
     names = [name for name in Reading.__dataclass_fields__ if name != "step"]
-    return {name: (median(getattr(r, name) for r in early), median(getattr(r, name) for r in late)) for name in names}
+    return {
+        name: (median(getattr(r, name) for r in early), median(getattr(r, name) for r in late))
+        for name in names
+    }
 
 
 def grown(held: dict[str, tuple[float, float]]) -> list[str]:
@@ -182,9 +206,14 @@ def grown(held: dict[str, tuple[float, float]]) -> list[str]:
 
 def draw(whole: Watched, killed: Watched, path: Path) -> None:
     """Each count over the steps, of both runs, with a mark at each kill."""
-    figure, axes = plt.subplots(len(PANELS), 1, figsize=(9, 10), sharex=True, constrained_layout=True)
+    figure, axes = plt.subplots(
+        len(PANELS), 1, figsize=(9, 10), sharex=True, constrained_layout=True
+    )
     for axis, (name, title) in zip(axes, PANELS.items()):
-        for run, style, color, label in ((killed, ".", "#e0a030", "killed"), (whole, "-", "#3b7dd8", "left alone")):
+        for run, style, color, label in (
+            (killed, ".", "#e0a030", "killed"),
+            (whole, "-", "#3b7dd8", "left alone"),
+        ):
             steps = [reading.step for reading in run.readings]
             values = [getattr(reading, name) for reading in run.readings]
             axis.plot(steps, values, style, color=color, linewidth=1, markersize=2, label=label)

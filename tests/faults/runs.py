@@ -1,5 +1,5 @@
-"""Runs under `shim.c`, recorded or with a fault; and whether the run that goes on is the one that nothing happened
-to."""
+"""Runs under `shim.c`, recorded or with a fault; and whether the run that goes on is the one that
+nothing happened to."""
 
 import shutil
 import subprocess
@@ -12,9 +12,14 @@ from tests.runs import fingerprint, write_config
 
 from .crash import Change, Disk, read_log
 
-SETTINGS = {"evaluation": {"every": 2, "samples": 4}, "prompts_per_step": 2, "sampling": {"group_size": 2}, "steps": 3}
-"""A checkpoint after step 2 and at the end; an evaluation and a possible best model before the one, and after the other
-for being the last."""
+SETTINGS = {
+    "evaluation": {"every": 2, "samples": 4},
+    "prompts_per_step": 2,
+    "sampling": {"group_size": 2},
+    "steps": 3,
+}
+"""A checkpoint after step 2 and at the end; an evaluation and a possible best model before the one,
+and after the other for being the last."""
 KINDS = ("io", "full", "short", "interrupted", "kill")
 
 
@@ -23,7 +28,10 @@ def shim(folder: Path) -> Path:
     """The shim, compiled."""
     library = folder / "shim.so"
     source = Path(__file__).with_name("shim.c")
-    subprocess.run([compiler(), "-x", "c", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    subprocess.run(
+        [compiler(), "-x", "c", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"],
+        check=True,
+    )
     return library
 
 
@@ -32,7 +40,9 @@ class Place:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.run = folder, folder / "run"
-        self.config = write_config(folder, model, **SETTINGS, run={"checkpoint_every": 2, "keep_last": 1})
+        self.config = write_config(
+            folder, model, **SETTINGS, run={"checkpoint_every": 2, "keep_last": 1}
+        )
         self._preload = str(shim(folder))
         self.changes = self._record()
         self.unbroken = fingerprint(self.run)
@@ -53,7 +63,8 @@ class Place:
         return warm.start(command, self.folder, **where, **faults).wait()
 
     def faulty(self, number: int, kind: str) -> str | None:
-        """Run anew with a fault at the change of that number, and go on: what was lost or badly said, or None."""
+        """Run anew with a fault at the change of that number, and go on: what was lost or badly
+        said, or None."""
         shutil.rmtree(self.run, ignore_errors=True)
         done = self._isobit("train", FAULT_AT=str(number), FAULT_KIND=kind)
         if "Traceback" in done.stderr or (kind == "interrupted" and done.returncode):

@@ -1,4 +1,5 @@
-"""A few power cuts and failing writes of `python -m tests.faults`, which does all; and the control."""
+"""A few power cuts and failing writes of `python -m tests.faults`, which does all; and the
+control."""
 
 from pathlib import Path
 

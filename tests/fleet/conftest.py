@@ -1,4 +1,5 @@
-"""One Ray for the tests of the fleet: what `isobit` starts itself is tested by commands, in test_commands.py."""
+"""One Ray for the tests of the fleet: what `isobit` starts itself is tested by commands, in
+test_commands.py."""
 
 import logging
 import os
@@ -15,7 +16,8 @@ from tests.documents import ROOT
 
 @pytest.fixture(autouse=True)
 def _threads() -> None:
-    """One for this process: engines in processes of their own, and ranks that are threads, share the cores with it."""
+    """One for this process: engines in processes of their own, and ranks that are threads, share
+    the cores with it."""
     torch.set_num_threads(1)
 
 
@@ -25,7 +27,9 @@ def ray() -> Iterator[Any]:
     pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
     module = import_ray()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")  # for Ray's processes: of this checkout
+        patch.setenv(
+            "PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+        )  # for Ray's processes: of this checkout
         folder = start_ray(module, num_cpus=4, log_to_driver=False, logging_level=logging.ERROR)
     yield module
     module.shutdown()

@@ -1,4 +1,5 @@
-"""Ray that `isobit train` starts ends with it, and what cannot work is refused in one line, before the run begins."""
+"""Ray that `isobit train` starts ends with it, and what cannot work is refused in one line, before
+the run begins."""
 
 import os
 import re
@@ -45,8 +46,11 @@ def marked(value: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_process_is_left(tmp_path: Path, base_model: Path, number: signal.Signals, code: int) -> None:
-    """After SIGKILL two idle agents of Ray's take a minute to notice, which nothing here waits for."""
+def test_no_process_is_left(
+    tmp_path: Path, base_model: Path, number: signal.Signals, code: int
+) -> None:
+    """After SIGKILL two idle agents of Ray's take a minute to notice, which nothing here waits
+    for."""
     pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
     config = write_config(tmp_path, base_model, steps=10000, rollouts_ahead=1, fleet={"engines": 1})
     value = f"{os.getpid()}-{code}"
@@ -60,7 +64,9 @@ def test_no_process_is_left(tmp_path: Path, base_model: Path, number: signal.Sig
     assert process.returncode == code
     end = time.monotonic() + 300
     late = ("Agent",) if number == signal.SIGKILL else ()
-    while (left := [line for line in marked(value) if not any(name in line for name in late)]) != []:
+    while (
+        left := [line for line in marked(value) if not any(name in line for name in late)]
+    ) != []:
         assert time.monotonic() < end, left
         time.sleep(0.1)
     if number == signal.SIGTERM:
@@ -70,14 +76,22 @@ def test_no_process_is_left(tmp_path: Path, base_model: Path, number: signal.Sig
 
 
 @pytest.mark.slow
-def test_ray_that_is_started_here_listens_on_loopback_and_leaves_no_file(tmp_path: Path, base_model: Path) -> None:
-    """The control: raylet and engine were seen. tests/distributed/test_strangers.py shows what the check finds."""
+def test_ray_that_is_started_here_listens_on_loopback_and_leaves_no_file(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """The control: raylet and engine were seen. tests/distributed/test_strangers.py shows what the
+    check finds."""
     pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
-    mark, folder = f"ray-{os.getpid()}", Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets' names are
+    mark, folder = (
+        f"ray-{os.getpid()}",
+        Path(tempfile.mkdtemp(dir="/tmp")),
+    )  # short: sockets' names are
     config = write_config(tmp_path, base_model, steps=6, rollouts_ahead=1, fleet={"engines": 1})
     python = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     environment = os.environ | {sockets.MARK: mark, "RAY_TMPDIR": str(folder), "PYTHONPATH": python}
-    environment["RAY_AUTH_MODE"] = "disabled"  # of a cluster that is elsewhere; here it opens nothing
+    environment["RAY_AUTH_MODE"] = (
+        "disabled"  # of a cluster that is elsewhere; here it opens nothing
+    )
     command = [sys.executable, "-m", "isobit", "train", str(config), "--quiet"]
     seen, modes, names = set[tuple[str, int]](), set[int](), set[str]()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -102,15 +116,21 @@ def _name(process: int) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize(("place", "why"), [("missing", "No such file"), ("d" * 90, "path length cannot exceed")])
+@pytest.mark.parametrize(
+    ("place", "why"), [("missing", "No such file"), ("d" * 90, "path length cannot exceed")]
+)
 def test_a_folder_that_ray_cannot_use(tmp_path: Path, place: str, why: str) -> None:
     pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
     (tmp_path / ("d" * 90)).mkdir()
     code = "from isobit.fleet.cluster import import_ray, start_ray; start_ray(import_ray())"
     environment = os.environ | {"RAY_TMPDIR": str(tmp_path / place)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search(rf"IsobitError: fleet: Ray does not start in .*{place} \(RAY_TMPDIR\): .*{why}", last), done.stderr
+    assert re.search(
+        rf"IsobitError: fleet: Ray does not start in .*{place} \(RAY_TMPDIR\): .*{why}", last
+    ), done.stderr
     assert list((tmp_path / ("d" * 90)).iterdir()) == []
 
 
@@ -128,13 +148,18 @@ except Exception as error:
 
 @pytest.mark.parametrize("token", [None, "0" * 64, "the run's"])
 def test_ray_that_is_started_here_answers_who_has_the_token(ray: Any, token: str | None) -> None:
-    """What a stranger could do without it: write to Ray's store of classes, which engines unpickle."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    """What a stranger could do without it: write to Ray's store of classes, which engines
+    unpickle."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")
+    }
     if token is not None:
         own = cluster._TOKEN["RAY_AUTH_TOKEN"] if token == "the run's" else token
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own}
     command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
     if token == "the run's":
         assert done.stdout == "1 b'of a stranger'\n", done.stderr
     else:
@@ -145,7 +170,9 @@ def test_ray_that_is_started_here_answers_who_has_the_token(ray: Any, token: str
 def test_without_ray(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(write_config(tmp_path, base_model), ["fleet.engines=1"])
-    with pytest.raises(IsobitError, match=r"fleet.engines needs Ray, .*: pip install 'isobit\[ray\]'"):
+    with pytest.raises(
+        IsobitError, match=r"fleet.engines needs Ray, .*: pip install 'isobit\[ray\]'"
+    ):
         train(config)
     assert not (tmp_path / "run").exists()
 
@@ -155,18 +182,22 @@ def test_without_ray(tmp_path: Path, base_model: Path, monkeypatch: pytest.Monke
     [
         (
             "127.0.0.1:1",
-            "no Ray cluster at '127.0.0.1:1': .*failed.*; start one with `ray start --head`, set RAY_AUTH_MODE",
+            "no Ray cluster at '127.0.0.1:1': .*failed.*; start one with `ray start --head`, "
+            "set RAY_AUTH_MODE",
         ),
         (
             "ray://127.0.0.1:1",
-            "expected auto or HOST:PORT, got 'ray://127.0.0.1:1'; Ray's client .*: run on a machine of",
+            "expected auto or HOST:PORT, got 'ray://127.0.0.1:1'; Ray's client .*: run on a "
+            "machine of",
         ),
         ("127.0.0.1:99999999", "no Ray cluster at"),
         ("somewhere", "expected auto or HOST:PORT, got 'somewhere'"),
         ("auto", "no Ray cluster at 'auto': no address"),
     ],
 )
-def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
+def test_no_cluster_at_the_address(
+    monkeypatch: pytest.MonkeyPatch, address: str, message: str
+) -> None:
     def init(**given: Any) -> None:
         raise ConnectionError("no address")
 
@@ -179,9 +210,15 @@ def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch, address: str
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (FleetSettings(engines=5), "5 engines need 5 CPUs, .* has 4 CPUs, 0 GPUs on 1 machines: room for 4; lower"),
+        (
+            FleetSettings(engines=5),
+            "5 engines need 5 CPUs, .* has 4 CPUs, 0 GPUs on 1 machines: room for 4; lower",
+        ),
         (FleetSettings(engines=2, cpus_per_engine=2.5), "2 engines need 5 CPUs, .*: room for 1"),
-        (FleetSettings(engines=1, gpus_per_engine=1), "1 engines need 1 CPUs and 1 GPUs, .* 0 GPUs .*: room for 0"),
+        (
+            FleetSettings(engines=1, gpus_per_engine=1),
+            "1 engines need 1 CPUs and 1 GPUs, .* 0 GPUs .*: room for 0",
+        ),
     ],
 )
 def test_no_room(ray: Any, settings: FleetSettings, message: str) -> None:

@@ -1,4 +1,5 @@
-"""Completions of a fleet are those of one engine, in every bit, whatever its engines do meanwhile."""
+"""Completions of a fleet are those of one engine, in every bit, whatever its engines do
+meanwhile."""
 
 import os
 import signal
@@ -35,7 +36,9 @@ def an_engine(family: str = "qwen3", precision: str = "fp8") -> Engine:
 def fleet_of(engine: Engine, engines: int = 2, notes: list[str] | None = None) -> Fleet:
     note = (lambda line: None) if notes is None else notes.append
     settings = FleetSettings(engines=engines, deadline_s=MOST)
-    return Fleet(settings, engine, 12, SAMPLING.max_new_tokens, EngineSize(max_sequences=6), note=note)
+    return Fleet(
+        settings, engine, 12, SAMPLING.max_new_tokens, EngineSize(max_sequences=6), note=note
+    )
 
 
 def change(engine: Engine, factor: float) -> None:
@@ -49,7 +52,9 @@ def expected(engine: Engine) -> list[list[Completion]]:
     return engine.generate(PROMPTS, SAMPLING, IDS)
 
 
-def found(fleet: Fleet, on_group: Callable[[int, list[Completion]], None] | None = None) -> list[list[Completion]]:
+def found(
+    fleet: Fleet, on_group: Callable[[int, list[Completion]], None] | None = None
+) -> list[list[Completion]]:
     fleet.send()
     return fleet.generate(PROMPTS, SAMPLING, IDS, on_group)
 
@@ -73,7 +78,8 @@ def shared_fleet(ray: Any, engine: Engine) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(shared_fleet: Fleet, engine: Engine) -> Fleet:
-    """Two engines that take part, whatever a test before did to them: xdist's workers keep no file's order."""
+    """Two engines that take part, whatever a test before did to them: xdist's workers keep no
+    file's order."""
     shared_fleet.note = lambda line: None
     while len(shared_fleet.numbers) < 2:
         shared_fleet.add()
@@ -93,7 +99,9 @@ def test_completions_of_each_version(fleet: Fleet, engine: Engine) -> None:
         result = found(fleet, groups.__setitem__)
         assert result == expected(engine)
         assert groups == dict(enumerate(result))  # each once
-        assert {c.weights_version for group in result for c in group} == {engine.model.weights_version}
+        assert {c.weights_version for group in result for c in group} == {
+            engine.model.weights_version
+        }
         assert fleet.stats.prompt_tokens == engine.stats.prompt_tokens
 
 
@@ -108,7 +116,8 @@ def test_control_weights_one_version_off_give_other_tokens(fleet: Fleet, engine:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "ray.kill"])
 def test_an_engine_dies_in_the_middle(ray: Any, fleet: Fleet, engine: Engine, how: str) -> None:
-    """Its groups go to the other. Ray starts a process that was killed again; `ray.kill` is for good."""
+    """Its groups go to the other. Ray starts a process that was killed again; `ray.kill` is for
+    good."""
     change(engine, 0.95)
     notes, killed = list[str](), list[int]()
     fleet.note = notes.append
@@ -123,7 +132,9 @@ def test_an_engine_dies_in_the_middle(ray: Any, fleet: Fleet, engine: Engine, ho
                 ray.kill(fleet._engines[-1].actor)
 
     assert found(fleet, kill) == expected(engine)
-    for _ in range(100):  # until what died was noticed, and where it comes back until it takes part again
+    for _ in range(
+        100
+    ):  # until what died was noticed, and where it comes back until it takes part again
         change(engine, 1.01)
         assert found(fleet) == expected(engine)
         if notes and (how == "ray.kill" or all(one.opened for one in fleet._engines)):
@@ -153,7 +164,9 @@ def test_engines_come_and_go_in_the_middle(fleet: Fleet, engine: Engine) -> None
     assert found(fleet) == expected(engine)
 
 
-def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(fleet: Fleet, engine: Engine) -> None:
+def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(
+    fleet: Fleet, engine: Engine
+) -> None:
     """The first result counts; the other comes late, to a batch that is done."""
     fleet.add()
     for _ in range(100):
@@ -172,7 +185,8 @@ def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(fleet: Fle
 
 
 def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
-    """The run ends in one line that names them, and they end too. As long as another goes on, it goes on (above)."""
+    """The run ends in one line that names them, and they end too. As long as another goes on, it
+    goes on (above)."""
     fleet = fleet_of(engine, engines=1)  # there is room for no more beside the other tests'
     until = time.monotonic() + MOST
     while not all(one.opened for one in fleet._engines):
@@ -183,7 +197,10 @@ def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
     assert found(fleet) == expected(engine)  # the control: it answers in time
     os.kill(stopped, signal.SIGSTOP)
     change(engine, 1.05)
-    with pytest.raises(RunFailed, match=r"^fleet: none of 1 engines has answered for 1.5 s .*: engine 0 on .*process"):
+    with pytest.raises(
+        RunFailed,
+        match=r"^fleet: none of 1 engines has answered for 1.5 s .*: engine 0 on .*process",
+    ):
         found(fleet)
     fleet.close()
     until = time.monotonic() + MOST
@@ -213,7 +230,8 @@ def flipped(array: Any) -> Any:
 
 
 def test_a_flipped_byte_is_found(ray: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control first: with digests of what was flipped, that is without the check, tokens are others."""
+    """The control first: with digests of what was flipped, that is without the check, tokens are
+    others."""
     fleet = fleet_of(engine)  # its own: in the end no engine is left
     try:
         change(engine, 1.05)
@@ -226,7 +244,8 @@ def test_a_flipped_byte_is_found(ray: Any, engine: Engine, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(fleet, "_ray", Flipping(fleet._ray))
             with pytest.raises(
-                RunFailed, match=r"no engine is left; .* of version \d+ of the weights arrived with other"
+                RunFailed,
+                match=r"no engine is left; .* of version \d+ of the weights arrived with other",
             ):
                 found(fleet)
     finally:
@@ -250,12 +269,15 @@ def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("fact", ["torch", "order"])
-def test_an_engine_that_might_compute_other_bits_is_refused(ray: Any, engine: Engine, fact: str) -> None:
+def test_an_engine_that_might_compute_other_bits_is_refused(
+    ray: Any, engine: Engine, fact: str
+) -> None:
     fleet = fleet_of(engine, engines=1)
     fleet._facts = fleet._facts | {fact: "1.0"}
     try:
         with pytest.raises(
-            RunFailed, match=rf"no engine is left; .* other bits than the learner: it has {fact} \S+, not 1"
+            RunFailed,
+            match=rf"no engine is left; .* other bits than the learner: it has {fact} \S+, not 1",
         ):
             found(fleet)
     finally:
@@ -270,14 +292,17 @@ class Occupied:
 
 
 def test_engines_that_do_not_come(ray: Any, engine: Engine) -> None:
-    left = ray.available_resources().get("CPU", 0)  # nothing where engines of other tests have them all
+    left = ray.available_resources().get(
+        "CPU", 0
+    )  # nothing where engines of other tests have them all
     others = ray.remote(num_cpus=left)(Occupied).remote()
     assert ray.get(others.there.remote())
     fleet = fleet_of(engine, engines=1)
     fleet.settings = FleetSettings(engines=1, deadline_s=0.5)
     try:
         with pytest.raises(
-            RunFailed, match=r"none of 1 engines has answered for 0.5 s .*; the cluster has 0 CPUs, 0 GPUs"
+            RunFailed,
+            match=r"none of 1 engines has answered for 0.5 s .*; the cluster has 0 CPUs, 0 GPUs",
         ):
             found(fleet)
     finally:

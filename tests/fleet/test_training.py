@@ -1,4 +1,5 @@
-"""A run whose batches a fleet samples beside the learner is the run of one process with `rollouts_ahead: k`."""
+"""A run whose batches a fleet samples beside the learner is the run of one process with
+`rollouts_ahead: k`."""
 
 import json
 import os
@@ -48,7 +49,9 @@ def bits(run: Path) -> dict[str, Any]:
 
 
 def bits_of(found: dict[str, Any]) -> dict[str, Any]:
-    rows = [{k: v for k, v in row.items() if k not in BY_ENGINE} for row in json.loads(found["metrics"])]
+    rows = [
+        {k: v for k, v in row.items() if k not in BY_ENGINE} for row in json.loads(found["metrics"])
+    ]
     return found | {"metrics": rows}
 
 
@@ -71,22 +74,33 @@ def test_a_fleet_is_one_process(
     tmp_path: Path, base_model: Path, ray: object, ahead: int, engines: int, changes: Any
 ) -> None:
     one = go(tmp_path / "one", base_model, f"rollouts_ahead={ahead}", **changes)
-    fleet = go(tmp_path / "fleet", base_model, f"rollouts_ahead={ahead}", f"fleet.engines={engines}", **changes)
+    fleet = go(
+        tmp_path / "fleet",
+        base_model,
+        f"rollouts_ahead={ahead}",
+        f"fleet.engines={engines}",
+        **changes,
+    )
     assert bits(fleet.run_dir) == bits(one.run_dir)
-    other = go(tmp_path / "other", base_model, f"rollouts_ahead={ahead + 1}", **changes)  # the control
+    other = go(
+        tmp_path / "other", base_model, f"rollouts_ahead={ahead + 1}", **changes
+    )  # the control
     assert bits(other.run_dir)["model.safetensors"] != bits(one.run_dir)["model.safetensors"]
 
 
 @pytest.mark.slow
 def test_ranks_share_a_fleet(tmp_path: Path, ray: object) -> None:
-    """The first of two ranks has it; both learn from its batches, and a third run goes on with it alone."""
+    """The first of two ranks has it; both learn from its batches, and a third run goes on with it
+    alone."""
     config = written(tmp_path, rollouts_ahead=1, **HARD)
     one = bits_of(trained(config, tmp_path / "one", 0, ["steps=4"]))
     run = tmp_path / "fleet"
     trained(config, run, 2, ["steps=3", "fleet.engines=2"])
     resume(run, ["steps=4", "ranks=1"])
     assert bits_of(sessions.bits(run)) == one
-    assert bits_of(trained(config, tmp_path / "other", 2, ["steps=4", "rollouts_ahead=2"])) != one  # the control
+    assert (
+        bits_of(trained(config, tmp_path / "other", 2, ["steps=4", "rollouts_ahead=2"])) != one
+    )  # the control
 
 
 @pytest.mark.slow
@@ -116,7 +130,10 @@ def test_a_mixture_with_replayed_routes_beside_the_learner(
     tiny_model(family="qwen3_moe").save(model)
     settings = {"algorithm": {"router_replay": True}, "steps": 3}
     one = go(tmp_path / "one", model, "rollouts_ahead=1", **settings)
-    learning, calls, generate, learn = threading.Event(), list[bool](), Fleet.generate, Learner.learn
+    learning = threading.Event()
+    calls = list[bool]()
+    generate = Fleet.generate
+    learn = Learner.learn
 
     def late(self: Fleet, *given: Any, **options: Any) -> Any:
         found = generate(self, *given, **options)
@@ -139,7 +156,8 @@ def test_a_mixture_with_replayed_routes_beside_the_learner(
 def test_killed_engines_and_a_resume(
     tmp_path: Path, base_model: Path, ray: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine is killed in every step, the run stops, and goes on with another number of engines, then with none."""
+    """An engine is killed in every step, the run stops, and goes on with another number of engines,
+    then with none."""
     one = go(tmp_path / "one", base_model, "rollouts_ahead=2", "steps=5", **HARD)
     send, killed = Fleet.send, list[int]()
 
@@ -150,7 +168,9 @@ def test_killed_engines_and_a_resume(
             os.kill(killed[-1], signal.SIGKILL)
 
     monkeypatch.setattr(Fleet, "send", kill)
-    run = go(tmp_path / "fleet", base_model, "rollouts_ahead=2", "steps=2", "fleet.engines=2", **HARD).run_dir
+    run = go(
+        tmp_path / "fleet", base_model, "rollouts_ahead=2", "steps=2", "fleet.engines=2", **HARD
+    ).run_dir
     assert killed
     monkeypatch.undo()
     resume(run, ["steps=4", "fleet.engines=1"])
@@ -159,15 +179,20 @@ def test_killed_engines_and_a_resume(
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_beside_the_learner(tmp_path: Path, base_model: Path, ray: object) -> None:
-    """The step that was learned beside it is not saved; the run that goes on is the one that never failed."""
+def test_a_reward_that_fails_beside_the_learner(
+    tmp_path: Path, base_model: Path, ray: object
+) -> None:
+    """The step that was learned beside it is not saved; the run that goes on is the one that never
+    failed."""
     (tmp_path / "one").mkdir()
     one = train(load_config(write_config(tmp_path / "one", base_model, rollouts_ahead=1)))
     flag = tmp_path / "away"
     flag.touch()
     (tmp_path / "failing.py").write_text(FAILING.format(step=3, flag=str(flag)))
     rewards = {"functions": [{"function": f"{tmp_path}/failing.py:digits"}]}
-    config = write_config(tmp_path, base_model, rollouts_ahead=1, fleet={"engines": 1}, rewards=rewards)
+    config = write_config(
+        tmp_path, base_model, rollouts_ahead=1, fleet={"engines": 1}, rewards=rewards
+    )
     with pytest.raises(RunFailed, match="the judge is away"):
         train(load_config(config))
     flag.unlink()
@@ -180,13 +205,16 @@ def test_a_reward_that_fails_beside_the_learner(tmp_path: Path, base_model: Path
 def test_keys_that_flip_in_an_engine_end_the_run(
     tmp_path: Path, base_model: Path, ray: object, monkeypatch: pytest.MonkeyPatch, updates: int
 ) -> None:
-    """With the share that is compared by default. The controls: engines that are whole, where nothing differs, and a
-    run that compares none."""
+    """With the share that is compared by default. The controls: engines that are whole, where
+    nothing differs, and a run that compares none."""
     settings = ["backend=reference", "consistency=exact", "rollouts_ahead=1", "fleet.engines=1"]
     settings.append(f"algorithm.updates_per_batch={updates}")
     whole = go(tmp_path / "whole", base_model, *settings)
     steps = [row for row in whole.metrics if row["step"] > 0]
-    assert all(row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0 for row in steps)
+    assert all(
+        row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0
+        for row in steps
+    )
     monkeypatch.setattr("isobit.fleet.engines.Worker", FlippingWorker)
     with pytest.raises(RunFailed) as caught:
         go(tmp_path / "flipped", base_model, *settings)

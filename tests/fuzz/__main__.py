@@ -1,4 +1,5 @@
-"""The command: cases one after the other until the time or the count is reached, one line for each failure."""
+"""The command: cases one after the other until the time or the count is reached, one line for each
+failure."""
 
 import argparse
 import secrets
@@ -26,9 +27,14 @@ class Totals:
 
 
 def fuzz(
-    backend: str, seed: int, minutes: float | None = None, cases: int | None = None, say: Callable[[str], None] = print
+    backend: str,
+    seed: int,
+    minutes: float | None = None,
+    cases: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> Totals:
-    """Run the cases of seed, seed + 1, ... and say what failed; the first is run whatever the time."""
+    """Run the cases of seed, seed + 1, ... and say what failed; the first is run whatever the
+    time."""
     assert minutes is not None or cases is not None
     totals, threads, start = Totals(), torch.get_num_threads(), time.monotonic()
     try:
@@ -48,7 +54,9 @@ def _run(backend: str, seed: int, totals: Totals, say: Callable[[str], None]) ->
         found = check(case, backend)
         totals.tokens += found.tokens
         differences = found.differences
-    except Exception as error:  # a crash is what a fuzzer looks for: said with its seed, and the next case is run
+    except (
+        Exception
+    ) as error:  # a crash is what a fuzzer looks for: said with its seed, and the next case is run
         differences = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
     if differences:
         totals.failures += 1
@@ -59,7 +67,9 @@ def _run(backend: str, seed: int, totals: Totals, say: Callable[[str], None]) ->
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if anything failed."""
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, help="stop after so long (default: 1, unless --cases is given)")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so long (default: 1, unless --cases is given)"
+    )
     parser.add_argument("--cases", type=int, help="stop after so many cases")
     parser.add_argument("--seed", type=int, help="of the first case (default: any)")
     parser.add_argument("--backend", choices=BACKENDS, default="native")

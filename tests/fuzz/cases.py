@@ -1,4 +1,5 @@
-"""A case: a tiny model, a unified flow, a batch and two schedules, all of them functions of one seed."""
+"""A case: a tiny model, a unified flow, a batch and two schedules, all of them functions of one
+seed."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -21,7 +22,8 @@ _STEPS = 40  # of an engine, about so many at most
 
 @dataclass(frozen=True)
 class Schedule:
-    """How an engine is set up, in which order it gets the prompts, and with how many threads it computes."""
+    """How an engine is set up, in which order it gets the prompts, and with how many threads it
+    computes."""
 
     kv_pages: int
     page_size: int
@@ -44,7 +46,8 @@ class Learning:
 
 @dataclass(frozen=True)
 class Case:
-    """`updates`: how often the weights are changed by a gradient step and everything is compared again."""
+    """`updates`: how often the weights are changed by a gradient step and everything is compared
+    again."""
 
     seed: int
     config: ModelConfig
@@ -60,7 +63,8 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         return (
-            f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}, "
+            f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads "
+            f"of {c.head_dim}, "
             f"rope {c.rope.kind}, {self.weights} weights, {self.flow.name}"
         )
 
@@ -75,10 +79,16 @@ def draw(seed: int) -> Case:
     ids = tuple(rng.sample([*range(40), *(2**32 - 1 - i for i in range(20))], len(prompts)))
     schedules = _schedule(rng, lengths, sampling, config), _schedule(rng, lengths, sampling, config)
     learning = Learning(
-        rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3, rng.random() < 0.5
+        rng.randrange(2**31),
+        rng.choice((1, 1, 2, 3, 7)),
+        rng.choice((1, 2)),
+        rng.random() < 0.3,
+        rng.random() < 0.5,
     )
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
-    if "input_norm" not in config.norms and weights == "cancelling":  # what no norm has made small would overflow
+    if (
+        "input_norm" not in config.norms and weights == "cancelling"
+    ):  # what no norm has made small would overflow
         weights = "heavy tails"
     # a step along a gradient would undo the cancellation
     updates = int(rng.random() < 0.4 and weights != "cancelling")
@@ -92,7 +102,8 @@ def _model(rng: Random) -> ModelConfig:
     bias = rng.random() < 0.3 and family.attention_bias
     inner = _size(rng)
     windows = _windows(rng, family, layers)
-    heads, head_dim = kv_heads * rng.choice((1, 2, 3, 4, 8)), rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128))
+    heads = kv_heads * rng.choice((1, 2, 3, 4, 8))
+    head_dim = rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128))
     return ModelConfig(
         family=name,
         vocab_size=rng.choice(VOCABULARIES),
@@ -103,7 +114,9 @@ def _model(rng: Random) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_eps=rng.choice((1e-5, 1e-6)),
-        rope=_rope(rng) if family.partial_rotary == 1.0 else Rope.of(500.0, 1.0 if head_dim % 4 else 0.5),
+        rope=_rope(rng)
+        if family.partial_rotary == 1.0
+        else Rope.of(500.0, 1.0 if head_dim % 4 else 0.5),
         qkv_bias=bias or family.qkv_bias,
         o_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
@@ -113,7 +126,9 @@ def _model(rng: Random) -> ModelConfig:
         eos_ids=(2,),
         experts=_experts(rng, family, layers, inner),
         windows=windows,
-        unrotated=() if family.unrotated is None else tuple(n for n in range(layers) if rng.random() < 0.3),
+        unrotated=()
+        if family.unrotated is None
+        else tuple(n for n in range(layers) if rng.random() < 0.3),
         sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
         linear=_linear(rng, layers) if family.linear_attention else None,
         query_scalar=None if family.query_scalar is None else rng.choice((4, 24, 64, 256)),
@@ -136,7 +151,8 @@ def _windows(rng: Random, family: Family, layers: int) -> tuple[int | None, ...]
 
 
 def _size(rng: Random) -> int:
-    """Of a hidden dimension: below, at and above the blocks of 128, mostly no multiple of anything."""
+    """Of a hidden dimension: below, at and above the blocks of 128, mostly no multiple of
+    anything."""
     return rng.choice((16, 30, 36, 48, 64, 96, 128, 130, 144, 160, 200, 256, 258, 272, 330, 400))
 
 
@@ -164,7 +180,9 @@ def _rope(rng: Random) -> Rope:
 
 def _flow(rng: Random) -> dict[str, Any]:
     """A unified flow: a preset, often with some of its options changed for both uses alike."""
-    preset = rng.choice(("bf16", "float32", "fp8", "fp8", "fp8-unified", "fp8-unified", "mxfp8", "nvfp4"))
+    preset = rng.choice(
+        ("bf16", "float32", "fp8", "fp8", "fp8-unified", "fp8-unified", "mxfp8", "nvfp4")
+    )
     choices: dict[str, tuple[Any, ...]] = {
         "query": ("bf16", "e4m3"),
         "probabilities": ("bf16", "e4m3"),
@@ -190,11 +208,20 @@ def _flow(rng: Random) -> dict[str, Any]:
             "gradient_format": ("e4m3", "e5m2"),
         }
     often = rng.choice((0.0, 0.2, 0.5))
-    flow = {"preset": preset} | {key: rng.choice(values) for key, values in choices.items() if rng.random() < often}
+    flow = {"preset": preset} | {
+        key: rng.choice(values) for key, values in choices.items() if rng.random() < often
+    }
     if rng.random() < 0.5:
-        flow["kv_cache"] = rng.choice(("bf16", "e4m3", "int8", "e4m3-calibrated", "e4m3-calibrated"))
-    if flow.get("kv_cache") == "e4m3-calibrated":  # 1.75 / 448 is 2^-8: values of few bits, which lie on ties of BF16
-        flow |= {"kv_margin": rng.choice((1.0, 1.05, 1.75, 1.75)), "kv_percentile": rng.choice((99.9, 100.0))}
+        flow["kv_cache"] = rng.choice(
+            ("bf16", "e4m3", "int8", "e4m3-calibrated", "e4m3-calibrated")
+        )
+    if (
+        flow.get("kv_cache") == "e4m3-calibrated"
+    ):  # 1.75 / 448 is 2^-8: values of few bits, which lie on ties of BF16
+        flow |= {
+            "kv_margin": rng.choice((1.0, 1.05, 1.75, 1.75)),
+            "kv_percentile": rng.choice((99.9, 100.0)),
+        }
     return flow
 
 
@@ -210,7 +237,9 @@ def _prompts(rng: Random, lengths: list[int], vocabulary: int) -> tuple[tuple[in
     prompts = []
     for length in lengths:
         kind = rng.choice(("random", "repeated", "period", "shared"))
-        period = _tokens(rng, {"repeated": 1, "period": rng.randint(2, 5)}.get(kind, length), vocabulary)
+        period = _tokens(
+            rng, {"repeated": 1, "period": rng.randint(2, 5)}.get(kind, length), vocabulary
+        )
         shared = rng.randint(0, length)
         repeated = (period * length)[:length]
         prompts.append((*whole[:shared], *repeated[shared:]) if kind == "shared" else repeated)
@@ -234,11 +263,14 @@ def _sampling(rng: Random) -> Sampling:
         plain = replace(plain, repetition_penalty=rng.choice((0.5, 1.1, 1.3, 10.0)))
     if rng.random() < 0.8:
         return plain
-    return replace(plain, top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.8)), min_p=rng.choice((0.0, 0.05)))
+    return replace(
+        plain, top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.8)), min_p=rng.choice((0.0, 0.05))
+    )
 
 
 def _schedule(rng: Random, lengths: list[int], sampling: Sampling, config: ModelConfig) -> Schedule:
-    """Mostly a tight one: few pages, so that sequences are preempted, and steps that cut prompts into chunks."""
+    """Mostly a tight one: few pages, so that sequences are preempted, and steps that cut prompts
+    into chunks."""
     page_size = rng.choice((1, 2, 3, 4, 5, 8, 16, 32))
     limits = [min(sampling.max_new_tokens, config.max_positions - length) for length in lengths]
     needed = [pages_needed(length, limit, page_size) for length, limit in zip(lengths, limits)]
@@ -249,7 +281,9 @@ def _schedule(rng: Random, lengths: list[int], sampling: Sampling, config: Model
         kv_pages=rng.choice((max(needed), max(needed) + rng.randint(0, max(needed)), everything)),
         page_size=page_size,
         max_batch_tokens=rng.choice((least, least + rng.randint(0, 30), 2048)),
-        max_sequences=rng.choice((1 + sequences // 4, rng.randint(1 + sequences // 3, sequences + 1), 512)),
+        max_sequences=rng.choice(
+            (1 + sequences // 4, rng.randint(1 + sequences // 3, sequences + 1), 512)
+        ),
         order=tuple(rng.sample(range(len(lengths)), len(lengths))),
         threads=rng.choice((1, 2)),
     )

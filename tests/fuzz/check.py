@@ -1,4 +1,5 @@
-"""Run a case: roll out, compare with the learner's packed log-probabilities and with another schedule; all bits."""
+"""Run a case: roll out, compare with the learner's packed log-probabilities and with another
+schedule; all bits."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -36,20 +37,28 @@ def check(case: Case, backend: str) -> Found:
     found = Found()
     for version in range(case.updates + 1):
         when = f" after {version} update" if version else ""
-        rolled = [_roll_out(model, case, schedule, not i) for i, schedule in enumerate(case.schedules)]
+        rolled = [
+            _roll_out(model, case, schedule, not i) for i, schedule in enumerate(case.schedules)
+        ]
         _compare_schedules(rolled[0], rolled[1], f"under the second schedule{when}", found)
         others = _arrive(model, case, case.schedules[version % 2], rolled[0])
         _compare_schedules(rolled[0], others, f"beside other requests{when}", found)
-        learner = _learner(model, case, list(rolled[version % 2].values()), update=version < case.updates)
+        learner = _learner(
+            model, case, list(rolled[version % 2].values()), update=version < case.updates
+        )
         _compare_learner(rolled[version % 2], learner, when, found)
     return found
 
 
 def _size(schedule: Schedule) -> EngineSize:
-    return EngineSize(schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences)
+    return EngineSize(
+        schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences
+    )
 
 
-def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> dict[Key, Completion]:
+def _roll_out(
+    model: Model, case: Case, schedule: Schedule, calibrate: bool
+) -> dict[Key, Completion]:
     torch.set_num_threads(schedule.threads)
     engine = Engine(model, _size(schedule), record_routes=model.config.experts is not None)
     prompts = [list(case.prompts[i]) for i in schedule.order]
@@ -60,9 +69,12 @@ def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> 
     return {(c.prompt_id, c.sample_index): c for group in groups for c in group}
 
 
-def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Completion]) -> dict[Key, Completion]:
-    """The case's requests one by one, each submitted between two steps, and beside them others that are cancelled or
-    have other settings. A sample whose first tokens are given goes on as it did: here as the completion."""
+def _arrive(
+    model: Model, case: Case, schedule: Schedule, known: dict[Key, Completion]
+) -> dict[Key, Completion]:
+    """The case's requests one by one, each submitted between two steps, and beside them others that
+    are cancelled or have other settings. A sample whose first tokens are given goes on as it did:
+    here as the completion."""
     rng, n = Random(case.seed), case.sampling.n
     size = _size(schedule)
     engine = Engine(
@@ -79,13 +91,17 @@ def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Compl
     while coming or engine.num_open:
         while coming and rng.random() < 0.5:
             index = coming.pop(0)
-            prompt, prompt_id, sample = list(case.prompts[index]), case.prompt_ids[index], rng.randrange(n)
+            prompt = list(case.prompts[index])
+            prompt_id = case.prompt_ids[index]
+            sample = rng.randrange(n)
             wanted.add(engine.submit(prompt, case.sampling, prompt_id))
             doomed.append(engine.submit(prompt, other, prompt_id + 1 & 2**32 - 1))
             tokens = known[prompt_id, sample].token_ids
             if len(tokens) > 1 and not case.sampling.stop:
                 given = rng.randrange(1, len(tokens))
-                rest = replace(case.sampling, n=1, max_new_tokens=case.sampling.max_new_tokens - given)
+                rest = replace(
+                    case.sampling, n=1, max_new_tokens=case.sampling.max_new_tokens - given
+                )
                 wanted.add(engine.submit([*prompt, *tokens[:given]], rest, prompt_id, sample))
         for request, completion in engine.step():
             if request in wanted:
@@ -97,8 +113,10 @@ def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Compl
 
 
 def _keep(completion: Completion, length: int, results: dict[Key, Completion]) -> None:
-    """A completion, or what differs from it in one of its ends, whose prompt is longer than `length`."""
-    key, given = (completion.prompt_id, completion.sample_index), len(completion.prompt_token_ids) - length
+    """A completion, or what differs from it in one of its ends, whose prompt is longer than
+    `length`."""
+    key = (completion.prompt_id, completion.sample_index)
+    given = len(completion.prompt_token_ids) - length
     if given == 0:
         whole, end = completion, results.get(key)
     else:
@@ -107,12 +125,21 @@ def _keep(completion: Completion, length: int, results: dict[Key, Completion]) -
         results[key] = completion
         return
     given = len(end.prompt_token_ids) - length
-    same = (end.token_ids, end.logprobs, end.routes) == (whole.token_ids[given:], whole.logprobs[given:], whole.routes)
-    results[key] = whole if same else replace(whole, finish_reason="another when its first tokens are given")
+    same = (end.token_ids, end.logprobs, end.routes) == (
+        whole.token_ids[given:],
+        whole.logprobs[given:],
+        whole.routes,
+    )
+    results[key] = (
+        whole if same else replace(whole, finish_reason="another when its first tokens are given")
+    )
 
 
-def _learner(model: Model, case: Case, completions: list[Completion], update: bool) -> dict[Key, torch.Tensor]:
-    """The learner's log-probabilities by key; with `update`, the masters then take a step, and the model is synced."""
+def _learner(
+    model: Model, case: Case, completions: list[Completion], update: bool
+) -> dict[Key, torch.Tensor]:
+    """The learner's log-probabilities by key; with `update`, the masters then take a step, and the
+    model is synced."""
     learning = case.learning
     torch.set_num_threads(learning.threads)
     samples = [sample_of(c) for c in completions]
@@ -124,7 +151,9 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
         packed = pack(part, learning.share_prompts and model.config.linear is None)
-        logprobs, entropy = forward(model, packed, temperature, case.sampling.filtering, recompute=learning.recompute)
+        logprobs, entropy = forward(
+            model, packed, temperature, case.sampling.filtering, recompute=learning.recompute
+        )
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])
@@ -144,7 +173,9 @@ def _step(model: Model) -> None:
     model.sync()
 
 
-def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion], where: str, found: Found) -> None:
+def _compare_schedules(
+    left: dict[Key, Completion], right: dict[Key, Completion], where: str, found: Found
+) -> None:
     other = [key for key, c in left.items() if c.token_ids != right[key].token_ids]
     if other:
         found.differences.append(
@@ -154,21 +185,42 @@ def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion]
         return
     differing = [key for key, c in left.items() if c != right[key]]
     if differing:
-        names = sorted({n for key in differing for n, v in vars(left[key]).items() if v != getattr(right[key], n)})
-        found.differences.append(f"{', '.join(names)} of {len(differing)} of {len(left)} completions differ {where}")
+        names = sorted(
+            {
+                n
+                for key in differing
+                for n, v in vars(left[key]).items()
+                if v != getattr(right[key], n)
+            }
+        )
+        found.differences.append(
+            f"{', '.join(names)} of {len(differing)} of {len(left)} completions differ {where}"
+        )
 
 
-def _compare_learner(rolled: dict[Key, Completion], learner: dict[Key, torch.Tensor], when: str, found: Found) -> None:
+def _compare_learner(
+    rolled: dict[Key, Completion], learner: dict[Key, torch.Tensor], when: str, found: Found
+) -> None:
     differing, first = 0, ""
     for key, completion in rolled.items():
         recorded = torch.tensor(completion.logprobs, dtype=torch.float32)
         assert recorded.shape == learner[key].shape
-        unlike = (recorded.view(torch.int32) != learner[key].view(torch.int32)).nonzero().flatten().tolist()
+        unlike = (
+            (recorded.view(torch.int32) != learner[key].view(torch.int32))
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
         if unlike and not differing:
             i = unlike[0]
-            first = f"prompt id {key[0]}, sample {key[1]}, token {i}: {recorded[i]:.9g} and {learner[key][i]:.9g}"
+            first = (
+                f"prompt id {key[0]}, sample {key[1]}, token {i}: {recorded[i]:.9g} and "
+                f"{learner[key][i]:.9g}"
+            )
         differing += len(unlike)
         found.tokens += len(recorded)
     if differing:
         total = sum(len(c.token_ids) for c in rolled.values())
-        found.differences.append(f"{differing} of {total} log-probabilities are not the learner's{when}, first {first}")
+        found.differences.append(
+            f"{differing} of {total} log-probabilities are not the learner's{when}, first {first}"
+        )

@@ -28,7 +28,12 @@ def test_some_seconds_without_a_differing_bit(
     backend: str, seed: int, cases: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     require(backend)
-    assert main(["--backend", backend, "--seed", str(seed), "--minutes", "0.07", "--cases", str(cases)]) == 0
+    assert (
+        main(
+            ["--backend", backend, "--seed", str(seed), "--minutes", "0.07", "--cases", str(cases)]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"backend {backend}, cases from seed {seed} on"
     assert " cases, 0 failures, " in printed[-1]
@@ -93,7 +98,9 @@ def test_negative_control_a_broken_part_is_found(
     backend = "native" if available()[0] else "reference"
     break_it(monkeypatch)
     assert main(["--backend", backend, "--seed", str(SEED), "--cases", "5"]) == 1
-    failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED seed ")]
+    failures = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED seed ")
+    ]
     assert len(failures) >= least
     assert any(said in line for line in failures)
     # each line carries what repeats it alone

@@ -10,22 +10,28 @@ KINDS = ("normal", "heavy tails", "repeated rows", "few bits", "cancelling", "ze
 
 @torch.no_grad()
 def fill(parameters: dict[str, torch.nn.Parameter], kind: str, seed: int) -> None:
-    """Write random weights of a kind, of such sizes that hidden states and the distributions have some shape.
+    """Write random weights of a kind, of such sizes that hidden states and the distributions have
+    some shape.
 
-    normal; heavy tails: over many powers of two; repeated rows: few distinct ones, so that outputs are equal; few bits:
-    two significant ones, so that sums lie between two numbers of BF16; cancelling: pairs of equal inputs meet large
-    weights of both signs; zero blocks: rows and columns without anything; mixed: another kind for every tensor.
+    normal; heavy tails: over many powers of two; repeated rows: few distinct ones, so that outputs
+    are equal; few bits: two significant ones, so that sums lie between two numbers of BF16;
+    cancelling: pairs of equal inputs meet large weights of both signs; zero blocks: rows and
+    columns without anything; mixed: another kind for every tensor.
     """
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     gain, head = rng.choice((1.0, 2.0, 4.0)), rng.choice((1.0, 2.0, 4.0))
     large = 2.0 ** rng.choice((4, 8, 20, 30, 40))
     for name, parameter in parameters.items():
-        own = rng.choice([k for k in KINDS if k not in ("mixed", "cancelling")]) if kind == "mixed" else kind
+        own = (
+            rng.choice([k for k in KINDS if k not in ("mixed", "cancelling")])
+            if kind == "mixed"
+            else kind
+        )
         if parameter.ndim == 1:
             parameter.copy_(_vector(name.endswith("norm"), parameter.numel(), own, generator))
             continue
-        # a gate multiplies two inputs, and where their number is odd the third matrix does not cancel: a norm's squares
-        # must not overflow
+        # a gate multiplies two inputs, and where their number is odd the third matrix does not
+        # cancel: a norm's squares must not overflow
         most = 2.0**16 if any(part in name for part in ("gate", "up", "down", "experts")) else large
         values = _matrix(tuple(parameter.shape), own, min(large, most), generator)
         if name != "embed":
@@ -57,7 +63,11 @@ def _matrix(shape: tuple[int, int], kind: str, large: float, generator: torch.Ge
     elif kind == "cancelling":
         values = _in_pairs(values)  # so that the next matrix meets pairs of equal inputs
         half = shape[1] // 2
-        peaks = large * torch.randn(shape[0], half, generator=generator) * (torch.rand(half, generator=generator) < 0.3)
+        peaks = (
+            large
+            * torch.randn(shape[0], half, generator=generator)
+            * (torch.rand(half, generator=generator) < 0.3)
+        )
         peaks = _in_pairs(peaks)
         values[:, 0 : 2 * half : 2] += peaks
         values[:, 1 : 2 * half : 2] -= peaks

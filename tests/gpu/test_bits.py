@@ -1,7 +1,9 @@
-"""On a GPU, at the width of real models: what the engine records is what the learner computes, bit for bit.
+"""On a GPU, at the width of real models: what the engine records is what the learner computes, bit
+for bit.
 
-Prompts of mixed lengths, in chunks, sharing prefixes, with so few pages that sequences are preempted, and decoding from
-CUDA graphs. Two layers, since every layer is the same code; the whole vocabulary, since the head is not.
+Prompts of mixed lengths, in chunks, sharing prefixes, with so few pages that sequences are
+preempted, and decoding from CUDA graphs. Two layers, since every layer is the same code; the whole
+vocabulary, since the head is not.
 """
 
 from dataclasses import replace
@@ -16,7 +18,10 @@ from isobit.engine.types import Completion, EngineSize
 
 from ..kernels.helpers import same
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 _LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 129, 500, 1500)
 
@@ -31,7 +36,9 @@ def _prompts(model: Model) -> list[list[int]]:
     return [torch.randint(0, size, (length,), generator=generator).tolist() for length in _LENGTHS]
 
 
-def _generate(model: Model, new_tokens: int = 24, kv_pages: int = 320, **options: int) -> list[Completion]:
+def _generate(
+    model: Model, new_tokens: int = 24, kv_pages: int = 320, **options: int
+) -> list[Completion]:
     size = EngineSize(kv_pages, 16, max_batch_tokens=700, max_sequences=40)
     engine = Engine(model, size, **options)
     groups = engine.generate(_prompts(model), Sampling(4, new_tokens, seed=3, ignore_eos=True))
@@ -41,7 +48,10 @@ def _generate(model: Model, new_tokens: int = 24, kv_pages: int = 320, **options
 
 def _differing(completions: list[Completion], learner: Model) -> int:
     found = learner.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
-    pairs = [(f[len(c.prompt_token_ids) - 1 :], torch.tensor(c.logprobs)) for f, c in zip(found, completions)]
+    pairs = [
+        (f[len(c.prompt_token_ids) - 1 :], torch.tensor(c.logprobs))
+        for f, c in zip(found, completions)
+    ]
     return sum(not same(a, b) for own, recorded in pairs for a, b in zip(own, recorded))
 
 
@@ -55,7 +65,11 @@ def test_zero_bits_differ(name: str, precision: str) -> None:
 def test_tokens_do_not_depend_on_the_batch() -> None:
     model = _model("Qwen3-0.6B", "fp8")
     wanted = [(c.token_ids, c.logprobs) for c in _generate(model)]
-    for options in ({"max_sequences": 3}, {"max_batch_tokens": 4096, "kv_pages": 4000}, {"max_batch_tokens": 64}):
+    for options in (
+        {"max_sequences": 3},
+        {"max_batch_tokens": 4096, "kv_pages": 4000},
+        {"max_batch_tokens": 64},
+    ):
         assert [(c.token_ids, c.logprobs) for c in _generate(model, **options)] == wanted
 
 

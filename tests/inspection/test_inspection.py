@@ -1,4 +1,5 @@
-"""`isobit inspect`: figures against their definitions, the gap of every flow, and the gap taken apart."""
+"""`isobit inspect`: figures against their definitions, the gap of every flow, and the gap taken
+apart."""
 
 import json
 import math
@@ -42,9 +43,13 @@ def test_activations_keys_and_values_are_seen_and_an_outlier_channel_stands_out(
     found = {(h.layer, h.role): h for h in activation_health(model, [tokens(30, 5)])}
     roles = {"qkv input", "o input", "gate_up input", "down input", "keys", "values"}
     assert set(found) == {(layer, role) for layer in range(3) for role in roles}
-    products = [health.snr_db for (_, role), health in found.items() if role not in ("keys", "values")]
+    products = [
+        health.snr_db for (_, role), health in found.items() if role not in ("keys", "values")
+    ]
     cached = [health.snr_db for (_, role), health in found.items() if role in ("keys", "values")]
-    assert 28 < min(products) < max(products) < 40 < min(cached) < max(cached) < 60  # E4M3, and 255 equal steps
+    assert (
+        28 < min(products) < max(products) < 40 < min(cached) < max(cached) < 60
+    )  # E4M3, and 255 equal steps
     with torch.no_grad():
         model.named_parameters()["layers.1.post_norm"][7] = 5000.0
     model.sync()
@@ -56,13 +61,18 @@ def test_activations_keys_and_values_are_seen_and_an_outlier_channel_stands_out(
 
 def test_keys_and_values_are_told_apart_by_layer_also_where_nothing_else_is_quantized() -> None:
     found = activation_health(random_model("bf16[kv_cache=e4m3]"), [tokens(30, 5), tokens(9, 6)])
-    assert [(h.layer, h.role) for h in found] == [(layer, role) for layer in range(3) for role in ("keys", "values")]
+    assert [(h.layer, h.role) for h in found] == [
+        (layer, role) for layer in range(3) for role in ("keys", "values")
+    ]
 
 
 def test_an_int8_cache_loses_less_than_e4m3() -> None:
     """More than half of the error in a key or value is gone: 6 dB. Nothing saturates."""
     sequences = [tokens(30, 5), tokens(9, 6)]
-    e4m3, int8 = (activation_health(random_model(f"bf16[kv_cache={name}]"), sequences) for name in ("e4m3", "int8"))
+    e4m3, int8 = (
+        activation_health(random_model(f"bf16[kv_cache={name}]"), sequences)
+        for name in ("e4m3", "int8")
+    )
     for coarse, fine in zip(e4m3, int8, strict=True):
         assert (fine.layer, fine.role) == (coarse.layer, coarse.role)
         assert coarse.snr_db + 6 < fine.snr_db < 60
@@ -75,7 +85,9 @@ def test_bf16_has_nothing_to_inspect_but_its_gap() -> None:
     assert activation_health(model, [tokens(9)]) == []
 
 
-@pytest.mark.parametrize(("preset", "exact"), [("fp8", True), ("bf16", True), ("fp8-rollout", False)])
+@pytest.mark.parametrize(
+    ("preset", "exact"), [("fp8", True), ("bf16", True), ("fp8-rollout", False)]
+)
 def test_the_gap_of_a_real_rollout(preset: str, exact: bool) -> None:
     gap = measure_gap(random_model(preset), preset, PROMPTS, SAMPLING)
     assert gap.metrics["compared_tokens"] > 10
@@ -85,7 +97,9 @@ def test_the_gap_of_a_real_rollout(preset: str, exact: bool) -> None:
 
 def test_verdicts_follow_the_fields_thresholds() -> None:
     def verdict(error: float, kl: float, differing: float = 9.0) -> str:
-        return Gap("p", {"token_mult_prob_error": error, "kl_k3": kl, "differing_tokens": differing}).verdict
+        return Gap(
+            "p", {"token_mult_prob_error": error, "kl_k3": kl, "differing_tokens": differing}
+        ).verdict
 
     assert verdict(1.0, 0.0, 0.0).startswith("exact")
     assert verdict(1.01, 5e-4).startswith("healthy")
@@ -97,15 +111,30 @@ def test_verdicts_follow_the_fields_thresholds() -> None:
 def test_a_gap_is_taken_apart_into_what_the_flow_has() -> None:
     model = random_model("fp8-rollout")
     rows = decompose(model, precision_from("fp8-rollout-kv"), PROMPTS, SAMPLING)
-    assert [source for source, _, _ in rows] == ["all", "weights", "activations", "KV cache", "kernels"]
+    assert [source for source, _, _ in rows] == [
+        "all",
+        "weights",
+        "activations",
+        "KV cache",
+        "kernels",
+    ]
     kl = {source: alone.metrics["kl_k3"] for source, alone, _ in rows}
     assert all(value > 0 for value in kl.values())
     assert kl["kernels"] < min(kl["weights"], kl["activations"], kl["KV cache"])
-    (_, everything, _), (_, kernels, without) = decompose(model, precision_from("fp8-e2e"), PROMPTS, SAMPLING)
+    (_, everything, _), (_, kernels, without) = decompose(
+        model, precision_from("fp8-e2e"), PROMPTS, SAMPLING
+    )
     assert everything.metrics["kl_k3"] == kernels.metrics["kl_k3"]
     assert without is not None
-    assert without.metrics["differing_tokens"] == 0  # the control: with every source off nothing is left
-    both = decompose(model, precision_from("bf16[rollout={kv_cache: int8, probabilities: e4m3}]"), PROMPTS, SAMPLING)
+    assert (
+        without.metrics["differing_tokens"] == 0
+    )  # the control: with every source off nothing is left
+    both = decompose(
+        model,
+        precision_from("bf16[rollout={kv_cache: int8, probabilities: e4m3}]"),
+        PROMPTS,
+        SAMPLING,
+    )
     assert [source for source, _, _ in both] == ["all", "KV cache", "probabilities"]
     assert all(alone.metrics["kl_k3"] > 0 for _, alone, _ in both)
 
@@ -128,27 +157,45 @@ def test_the_same_masters_under_another_flow_share_storage() -> None:
         assert other.named_parameters()[name].data_ptr() == parameter.data_ptr()
     assert other.precision.name == "bf16"
     sequence = [[3, 4, 5, 6]]
-    assert torch.equal(other.logprobs(sequence)[0], replace_precision(model, "bf16").logprobs(sequence)[0])
+    assert torch.equal(
+        other.logprobs(sequence)[0], replace_precision(model, "bf16").logprobs(sequence)[0]
+    )
 
 
 def replace_precision(model: Model, precision: str) -> Model:
     """A control that goes through new tensors."""
     masters = {name: p.detach().clone() for name, p in model.named_parameters().items()}
-    return Model(type(model.transformer)(model.config, precision_from(precision), model.ops, masters), model.tokenizer)
+    return Model(
+        type(model.transformer)(model.config, precision_from(precision), model.ops, masters),
+        model.tokenizer,
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_command_prints_and_writes(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "model"
     tiny_model("fp8", family).save(path)
-    words = [str(path), "--presets", "fp8,bf16[engines=separate],fp8-rollout", "--decompose", "--max-new-tokens", "6"]
+    words = [
+        str(path),
+        "--presets",
+        "fp8,bf16[engines=separate],fp8-rollout",
+        "--decompose",
+        "--max-new-tokens",
+        "6",
+    ]
     app(["inspect", *words, "--out", str(tmp_path / "out")], standalone_mode=False)
     text = capsys.readouterr().out
     assert "fp8: exact" in text
     assert "Where the gap of fp8-rollout comes from" in text
     assert ("experts down input" in text) == (family == "qwen3_moe")
     values = json.loads((tmp_path / "out/inspection.json").read_text())
-    assert [gap["preset"] for gap in values["gaps"]] == ["fp8", "bf16[engines=separate]", "fp8-rollout"]
+    assert [gap["preset"] for gap in values["gaps"]] == [
+        "fp8",
+        "bf16[engines=separate]",
+        "fp8-rollout",
+    ]
     assert values["gaps"][0]["differing_tokens"] == 0
     page = (tmp_path / "out/inspection.html").read_text()
     assert page.count("<svg") >= 2
@@ -169,4 +216,11 @@ def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> N
     (tmp_path / "prompts.jsonl").write_text('{"question": "1+1="}\n')
     with pytest.raises(IsobitError, match="prompt"):
         inspect("--prompts", str(tmp_path / "prompts.jsonl"))
-    inspect("--prompts", str(tmp_path / "prompts.jsonl"), "--column", "prompt=question", "--presets", "fp8")
+    inspect(
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--column",
+        "prompt=question",
+        "--presets",
+        "fp8",
+    )

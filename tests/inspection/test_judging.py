@@ -36,7 +36,10 @@ def test_the_command_compares_flows_on_real_completions(
     words += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward-model", str(judge)]
     app(["inspect", *words, "--out", str(tmp_path / "out")], standalone_mode=False)
     assert "Kendall's tau" in capsys.readouterr().out
-    rows = {r["preset"]: r for r in json.loads((tmp_path / "out/inspection.json").read_text())["judgements"]}
+    rows = {
+        r["preset"]: r
+        for r in json.loads((tmp_path / "out/inspection.json").read_text())["judgements"]
+    }
     assert rows["bf16"]["relative_shift"] == rows["bf16"]["sign_flips"] == 0
     assert 0 < rows["fp8"]["relative_shift"] < rows["nvfp4"]["relative_shift"]
     assert rows["fp8"]["mib"] < rows["bf16"]["mib"]
@@ -46,4 +49,7 @@ def test_the_command_compares_flows_on_real_completions(
 def test_a_reward_model_needs_text(tmp_path: Path, base_model: Path) -> None:
     judge = reward_model(tmp_path / "judge")
     with pytest.raises(IsobitError, match="give --prompts FILE"):
-        app(["inspect", str(base_model), "--presets", "fp8", "--reward-model", str(judge)], standalone_mode=False)
+        app(
+            ["inspect", str(base_model), "--presets", "fp8", "--reward-model", str(judge)],
+            standalone_mode=False,
+        )

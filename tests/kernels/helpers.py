@@ -1,4 +1,5 @@
-"""What the tests of the operators share: comparison of bits, random matrices, threads, an independent rounding."""
+"""What the tests of the operators share: comparison of bits, random matrices, threads, an
+independent rounding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -46,7 +49,12 @@ def ordinals(x: Tensor) -> Tensor:
     return torch.where(number < 0, lowest - number, number)
 
 
-def draw(seed: int | torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.0) -> Tensor:
+def draw(
+    seed: int | torch.Generator,
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    spread: float = 0.0,
+) -> Tensor:
     """Normal numbers; `spread` multiplies them by widely varying magnitudes."""
     random = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=random)
@@ -74,7 +82,8 @@ def threads(count: int) -> Iterator[None]:
 
 
 def rounded(value: Fraction, dtype: torch.dtype) -> float:
-    """`value` rounded to nearest even in rational arithmetic, for finite results of float32 or bfloat16."""
+    """`value` rounded to nearest even in rational arithmetic, for finite results of float32 or
+    bfloat16."""
     precision = {torch.bfloat16: 8, torch.float32: 24}[dtype]
     if value == 0:
         return 0.0

@@ -1,4 +1,5 @@
-"""Libraries of some of the C++ files, compiled with a test's flags, and copies of the files with one line changed."""
+"""Libraries of some of the C++ files, compiled with a test's flags, and copies of the files with
+one line changed."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,11 @@ PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("product/ord
 
 
 def library_of(
-    files: Sequence[str], folder: Path, flags: str, monkeypatch: pytest.MonkeyPatch, sources: Path = recipe.HERE
+    files: Sequence[str],
+    folder: Path,
+    flags: str,
+    monkeypatch: pytest.MonkeyPatch,
+    sources: Path = recipe.HERE,
 ) -> ctypes.CDLL:
     """A library of these files alone, with the signatures of what is in it."""
     monkeypatch.setenv("ISOBIT_CXXFLAGS", flags)
@@ -35,7 +40,8 @@ def library_of(
 
 
 def changed_copy(folder: Path, files: Sequence[str], right: str, wrong: str) -> None:
-    """All sources in `folder`, these with another line in the place of a line that each holds once."""
+    """All sources in `folder`, these with another line in the place of a line that each holds
+    once."""
     changed_copies(folder, dict.fromkeys(files, (right, wrong)))
 
 

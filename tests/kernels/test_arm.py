@@ -1,5 +1,5 @@
-"""The operators on 64-bit ARM, under an emulator: the bits of this processor. It needs a cross compiler and QEMU
-(Debian: g++-aarch64-linux-gnu, qemu-user)."""
+"""The operators on 64-bit ARM, under an emulator: the bits of this processor. It needs a cross
+compiler and QEMU (Debian: g++-aarch64-linux-gnu, qemu-user)."""
 
 import shutil
 import subprocess
@@ -20,7 +20,9 @@ WRONG = ("-ffp-contract=fast",)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}"),
-    pytest.mark.skipif(not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"no {CROSS} or no {EMULATOR}"),
+    pytest.mark.skipif(
+        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"no {CROSS} or no {EMULATOR}"
+    ),
 ]
 
 
@@ -34,21 +36,40 @@ def compiled(folder: Path, source: Path, *flags: str) -> str:
     """The object file of ARM's compiler."""
     target = folder / f"{source.stem}{len(flags)}.o"
     warnings = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")
-    command = [CROSS, *FLAGS, *warnings, "-fopenmp", f"-I{HERE}", *flags, "-c", str(source), "-o", str(target)]
+    command = [
+        CROSS,
+        *FLAGS,
+        *warnings,
+        "-fopenmp",
+        f"-I{HERE}",
+        *flags,
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
     subprocess.run(command, check=True, timeout=300)
     return str(target)
 
 
 def on_arm(folder: Path, objects: list[str]) -> list[str]:
     program = str(folder / "digests")
-    subprocess.run([CROSS, "-static", "-fopenmp", *objects, "-o", program], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [CROSS, "-static", "-fopenmp", *objects, "-o", program],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
     return digests(EMULATOR, program)
 
 
 def test_an_arm_processor_computes_the_same_bits(tmp_path: Path) -> None:
     here = str(tmp_path / "here")
     linked = [library()._name, f"-Wl,-rpath,{Path(library()._name).parent}", "-o", here]
-    subprocess.run([compiler(), *FLAGS, "-fopenmp", f"-I{HERE}", str(PROGRAM), *linked], check=True, timeout=300)
+    subprocess.run(
+        [compiler(), *FLAGS, "-fopenmp", f"-I{HERE}", str(PROGRAM), *linked],
+        check=True,
+        timeout=300,
+    )
     *wanted, path = digests(here)
     names = sorted({*SOURCES} - {"native/interface.cpp"})
     with ThreadPoolExecutor(2) as pool:

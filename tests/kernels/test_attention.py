@@ -1,4 +1,5 @@
-"""Attention: against one loop per row, paged against packed bit for bit, gradients against float64 autograd."""
+"""Attention: against one loop per row, paged against packed bit for bit, gradients against float64
+autograd."""
 
 import math
 
@@ -25,7 +26,9 @@ HEADS = ((6, 2, 16), (3, 3, 7), (4, 1, 40))
 """Query heads, key heads, head dimension."""
 
 
-def inputs(cache: str, rows: int, heads: tuple[int, int, int], spread: float = 0.0) -> tuple[Tensor, ...]:
+def inputs(
+    cache: str, rows: int, heads: tuple[int, int, int], spread: float = 0.0
+) -> tuple[Tensor, ...]:
     """q, k, v, dout."""
     num_heads, kv_heads, dim = heads
     dtype = CACHES[cache][0].dtype
@@ -55,7 +58,9 @@ def one_row(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tens
     group = q.shape[0] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("hd,khd->hk", q, keys) * scale
-    return torch.einsum("hk,khd->hd", torch.softmax(scores, -1), values), torch.logsumexp(scores, -1)
+    return torch.einsum("hk,khd->hd", torch.softmax(scores, -1), values), torch.logsumexp(
+        scores, -1
+    )
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -78,7 +83,8 @@ def test_every_row_attends_to_the_keys_before_it(cache: str, heads: tuple[int, i
 
 
 def test_known_answers() -> None:
-    """Equal scores average the values; a score far above the others picks its value; one key is returned as it is."""
+    """Equal scores average the values; a score far above the others picks its value; one key is
+    returned as it is."""
     layout = Layout.packed([3])
     store = KVStore.allocate(16, 1, 2, None, FP32)
     k = torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 100.0]]])
@@ -92,7 +98,8 @@ def test_known_answers() -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_paged_chunks_are_packed_rows_bit_for_bit(cache: str, num_threads: int) -> None:
-    """Decoding, prefill in chunks and both at once, over scattered pages of several sizes, in changing batches."""
+    """Decoding, prefill in chunks and both at once, over scattered pages of several sizes, in
+    changing batches."""
     lengths = [1, 90, 17, 33, 300]
     starts = [0, 1, 91, 108, 141]
     q, k, v, _ = inputs(cache, sum(lengths), (6, 2, 24))
@@ -122,7 +129,8 @@ def test_paged_chunks_are_packed_rows_bit_for_bit(cache: str, num_threads: int) 
 
 
 def test_a_changed_key_is_noticed() -> None:
-    """A negative control of the test above: with another key 20, rows 20 and later differ, and no earlier one does."""
+    """A negative control of the test above: with another key 20, rows 20 and later differ, and no
+    earlier one does."""
     q, k, v, _ = inputs("bf16", 40, (6, 2, 24))
     layout = Layout.packed([40])
     before, _ = OPS.attention(q, filled("bf16", k, v, layout), layout, 0.2)
@@ -134,7 +142,8 @@ def test_a_changed_key_is_noticed() -> None:
 
 @pytest.mark.parametrize(("granularity", "depends"), [("row", False), ("tensor", True)])
 def test_one_scale_for_all_tokens_is_noticed(granularity: str, depends: bool) -> None:
-    """Another one: keys quantized with one scale for the whole chunk depend on the chunk; one per head does not."""
+    """Another one: keys quantized with one scale for the whole chunk depend on the chunk; one per
+    head does not."""
     rows = inputs("bf16", 40, (6, 2, 24), spread=1.0)[1].reshape(-1, 24)
     spec = QuantSpec(E4M3, granularity, "fp32")
     whole = quantize(rows, spec).dequantize()
@@ -143,7 +152,8 @@ def test_one_scale_for_all_tokens_is_noticed(granularity: str, depends: bool) ->
 
 
 def test_float32_scores_are_noticed() -> None:
-    """And a third: the same rows in float32 arithmetic do depend on the batch, or differ from the definition."""
+    """And a third: the same rows in float32 arithmetic do depend on the batch, or differ from the
+    definition."""
     q, k, v, _ = inputs("fp32", 300, (6, 6, 24))
     layout = Layout.packed([300])
     out, _ = OPS.attention(q, filled("fp32", k, v, layout), layout, 0.2)
@@ -170,17 +180,22 @@ def test_gradients_are_those_of_float64_autograd(cache: str, heads: tuple[int, i
     for length in lengths:
         queries, keys, values = (x[start : start + length].transpose(0, 1) for x in leaves)
         keys, values = (x.repeat_interleave(heads[0] // heads[1], 0) for x in (keys, values))
-        scores = (queries @ keys.transpose(1, 2) * 0.3).masked_fill(torch.ones(length, length).triu(1) > 0, -math.inf)
+        scores = (queries @ keys.transpose(1, 2) * 0.3).masked_fill(
+            torch.ones(length, length).triu(1) > 0, -math.inf
+        )
         parts.append((torch.softmax(scores, -1) @ values).transpose(0, 1))
         start += length
     expected = torch.autograd.grad(torch.cat(parts), leaves, dout.double())
-    # lse and out come rounded: to float32, and to the compute type, whose error enters through Σ dO·O
+    # lse and out come rounded: to float32, and to the compute type, whose error enters through Σ
+    # dO·O
     tolerance = 2e-6 if cache == "fp32" else 6e-3
     for ours, theirs, like in zip(gradients, expected, (q, k, v)):
         assert ours.dtype == q.dtype
         assert ours.shape == like.shape
         assert float((ours.double() - theirs).norm()) <= tolerance * float(theirs.norm())
-        assert float((ours.double() - theirs).abs().max()) <= 4 * tolerance * float(theirs.abs().max())
+        assert float((ours.double() - theirs).abs().max()) <= 4 * tolerance * float(
+            theirs.abs().max()
+        )
 
 
 @pytest.mark.parametrize("cache", ["bf16", "e4m3 ue8m0"])
@@ -203,7 +218,8 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(cache: str) -> None
 
 
 def test_scores_beyond_the_range_of_exp() -> None:
-    """Scores in the thousands, sequences padded beside each other: finite, and the largest score takes all."""
+    """Scores in the thousands, sequences padded beside each other: finite, and the largest score
+    takes all."""
     lengths = [9, 12, 8]
     q, k, v, dout = inputs("fp32", 29, (2, 2, 8))
     q, k = q * 100, k * 100

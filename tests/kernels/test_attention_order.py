@@ -1,4 +1,5 @@
-"""Attention's sums in a fixed order: ties and repeated tokens, and the trees against what a BLAS is trusted with."""
+"""Attention's sums in a fixed order: ties and repeated tokens, and the trees against what a BLAS is
+trusted with."""
 
 from collections.abc import Callable
 
@@ -45,8 +46,8 @@ def constant_values() -> tuple[Tensor, KVStore, Layout, float]:
 
 
 def repeated_token() -> tuple[Tensor, KVStore, Layout, float]:
-    """Equal values at all positions, and keys that a rotation tells apart: some products of code and scale lie halfway
-    between two BF16 numbers."""
+    """Equal values at all positions, and keys that a rotation tells apart: some products of code
+    and scale lie halfway between two BF16 numbers."""
     layout = Layout.packed([300])
     q, k, v = draw(2, 300, 4, 24), draw(3, 300, 2, 24), draw(4, 1, 2, 24).repeat(300, 1, 1)
     return q, stored(k, v, layout, (2.0**-6, 39 / 2**10)), layout, 0.2
@@ -60,14 +61,18 @@ TIES: dict[str, Callable[[], tuple[Tensor, KVStore, Layout, float]]] = {
 
 @pytest.mark.parametrize("case", TIES)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_rows_alone_are_the_packed_ones_on_ties(case: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_alone_are_the_packed_ones_on_ties(
+    case: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = TIES[case]()
     with threads(num_threads):
         whole = OPS.attention(*given)
         for ours, theirs in zip(alone(*given), whole):
             assert same(ours, theirs[SOME])
         monkeypatch.setattr(implementation, "_in_order", lambda *_: None)
-        assert not same(alone(*given)[0], OPS.attention(*given)[0][SOME]), "the control: in the order of the BLAS"
+        assert not same(alone(*given)[0], OPS.attention(*given)[0][SOME]), (
+            "the control: in the order of the BLAS"
+        )
 
 
 @pytest.mark.parametrize("case", TIES)
@@ -80,21 +85,27 @@ def test_padded_beside_a_longer_sequence_and_in_chunks(case: str) -> None:
         ([7, 100], [93, 199]),
         ([1, 1], [99, 298]),
     ):
-        both = Layout.build(lengths, contexts, layout.page_table.expand(2, -1).contiguous(), layout.page_size)
+        both = Layout.build(
+            lengths, contexts, layout.page_table.expand(2, -1).contiguous(), layout.page_size
+        )
         picked = [torch.arange(before, before + count) for count, before in zip(lengths, contexts)]
         for ours, theirs in zip(OPS.attention(q[torch.cat(picked)], store, both, scale), whole):
             assert same(ours, theirs[torch.cat(picked)])
 
 
 def tree_row(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The definition: q [H, D] over keys and values [K, KV, D], all float64: (out [H, D], lse [H])."""
+    """The definition: q [H, D] over keys and values [K, KV, D], all float64: (out [H, D], lse
+    [H])."""
     group = q.shape[0] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1).transpose(0, 1), values.repeat_interleave(group, 1).transpose(0, 1)
+    keys = keys.repeat_interleave(group, 1).transpose(0, 1)
+    values = values.repeat_interleave(group, 1).transpose(0, 1)
     scores = tree_sum(q.unsqueeze(1) * keys) * scale
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - peak)
     total = tree_sum(weights).unsqueeze(-1)
-    return tree_sum(weights.unsqueeze(-1) * values, dim=1) / total, (peak + torch.log(total)).squeeze(-1)
+    return tree_sum(weights.unsqueeze(-1) * values, dim=1) / total, (
+        peak + torch.log(total)
+    ).squeeze(-1)
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])

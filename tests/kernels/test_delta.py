@@ -1,7 +1,9 @@
-"""Linear attention by the gated delta rule: the reference against transformers, C++ against the reference bit for bit,
-and the promise of both, that bits do not depend on how a batch's tokens are divided.
+"""Linear attention by the gated delta rule: the reference against transformers, C++ against the
+reference bit for bit, and the promise of both, that bits do not depend on how a batch's tokens are
+divided.
 
-Negative controls beside them: sums in another order, states of another page, earlier inputs that are dropped.
+Negative controls beside them: sums in another order, states of another page, earlier inputs that
+are dropped.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,13 @@ needs_native = pytest.mark.skipif(not available()[0], reason=f"native backend: {
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
 DTYPES = (torch.bfloat16, torch.float32)
 PAGE_SIZES = (1, 3, 16)
-SIZES = ((2, 4, 16, 32, 4), (1, 1, 128, 144, 4), (1, 2, 7, 33, 3), (2, 2, 13, 80, 1), (1, 1, 256, 16, 2))
+SIZES = (
+    (2, 4, 16, 32, 4),
+    (1, 1, 128, 144, 4),
+    (1, 2, 7, 33, 3),
+    (2, 2, 13, 80, 1),
+    (1, 1, 256, 16, 2),
+)
 """Key heads, value heads, key_dim, value_dim, width of the convolution."""
 SMALL = SIZES[2]
 Step = dict[int, int]
@@ -37,7 +45,8 @@ class Case:
     """Whole sequences: rows before the convolution, gates, and pages in a shuffled table."""
 
     def __init__(
-        self, lengths: Sequence[int], sizes: tuple[int, int, int, int, int] = SMALL, dtype: torch.dtype = torch.float32,
+        self, lengths: Sequence[int], sizes: tuple[int, int, int, int, int] = SMALL,
+        dtype: torch.dtype = torch.float32,
         page_size: int = 16, seed: int = 0,
     ) -> None:  # fmt: skip
         key_heads, value_heads, key_dim, value_dim, width = sizes
@@ -51,14 +60,19 @@ class Case:
         self.gates[::7] *= 12  # where softplus is linear, and where all is forgotten
         self.weight = torch.randn(channels, width, generator=random) / width
         pages = max(-(-length // page_size) for length in lengths)
-        self.table = torch.randperm(len(lengths) * pages, generator=random).view(len(lengths), pages).int()
+        self.table = (
+            torch.randperm(len(lengths) * pages, generator=random).view(len(lengths), pages).int()
+        )
 
     def empty(self) -> StateStore:
         heads, compute = self.heads, BF16 if self.x.dtype == torch.bfloat16 else FP32
-        inputs, state = (self.weight.shape[1] - 1, self.x.shape[1]), (heads.value_heads, heads.key_dim, heads.value_dim)
+        inputs = (self.weight.shape[1] - 1, self.x.shape[1])
+        state = (heads.value_heads, heads.key_dim, heads.value_dim)
         return StateStore.allocate(self.table.numel(), inputs, state, compute, "cpu")
 
-    def computed(self, ops: Ops, store: StateStore | None, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def computed(
+        self, ops: Ops, store: StateStore | None, rows: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
         """These rows of all, as one batch."""
         mixed = ops.short_convolution(self.x[rows], self.weight, store, layout)
         return mixed, ops.delta_rule(mixed, self.gates[rows], self.heads, store, layout)
@@ -66,14 +80,18 @@ class Case:
     def divided(
         self, ops: Ops, steps: Sequence[Step], forget: bool = False, table: Tensor | None = None
     ) -> list[Tensor]:
-        """Results of all rows, computed in these steps, and what the store has in the end. `forget` drops the inputs of
-        earlier rows, `table` takes the place of the own one after the first step."""
+        """Results of all rows, computed in these steps, and what the store has in the end. `forget`
+        drops the inputs of earlier rows, `table` takes the place of the own one after the first
+        step."""
         starts = [sum(self.lengths[:s]) for s in range(len(self.lengths))]
         done, store, parts, found = [0] * len(starts), self.empty(), [], []
         for number, step in enumerate(steps):
             chosen = self.table if table is None or not number else table
             layout = Layout.build(
-                list(step.values()), [done[s] for s in step], chosen[list(step)].contiguous(), self.page_size
+                list(step.values()),
+                [done[s] for s in step],
+                chosen[list(step)].contiguous(),
+                self.page_size,
             )
             rows = torch.cat([torch.arange(n) + starts[s] + done[s] for s, n in step.items()])
             if forget:
@@ -93,8 +111,13 @@ class Case:
         """Sequences in any mixture, each `most` rows at a time or fewer."""
         left, steps = list(self.lengths), []
         while any(left):
-            open_ones = [s for s, n in enumerate(left) if n and torch.rand((), generator=random) < 0.7]
-            step = {s: int(torch.randint(1, min(left[s], most) + 1, (), generator=random)) for s in open_ones}
+            open_ones = [
+                s for s, n in enumerate(left) if n and torch.rand((), generator=random) < 0.7
+            ]
+            step = {
+                s: int(torch.randint(1, min(left[s], most) + 1, (), generator=random))
+                for s in open_ones
+            }
             for s, n in step.items():
                 left[s] -= n
             steps += [step] if step else []
@@ -107,12 +130,13 @@ def alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_are_those_of_transformers(backend: str) -> None:
-    """Its form in chunks of 64 tokens, in float32: another order of the same sums. The control: without the division of
-    queries and keys by their lengths nothing agrees."""
+    """Its form in chunks of 64 tokens, in float32: another order of the same sums. The control:
+    without the division of queries and keys by their lengths nothing agrees."""
     qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     ops, case = get_ops(backend), Case([70, 5, 1], (2, 4, 16, 32, 4))
     leaves = [
-        x.clone().requires_grad_() for x in (case.x, case.weight, case.gates, case.heads.decay, case.heads.step_bias)
+        x.clone().requires_grad_()
+        for x in (case.x, case.weight, case.gates, case.heads.decay, case.heads.step_bias)
     ]
 
     def theirs(normed: bool) -> Tensor:
@@ -121,13 +145,18 @@ def test_values_and_gradients_are_those_of_transformers(backend: str) -> None:
         widths = (heads.key_heads * heads.key_dim,) * 2 + (heads.value_heads * heads.value_dim,)
         for rows, b_and_a in zip(x.split(case.lengths), gates.split(case.lengths)):
             padded = functional.pad(rows.t()[None], (weight.shape[1] - 1, 0))
-            mixed = functional.silu(functional.conv1d(padded, weight[:, None], groups=x.shape[1]))[0].t()
+            mixed = functional.silu(functional.conv1d(padded, weight[:, None], groups=x.shape[1]))[
+                0
+            ].t()
             q, k, v = mixed.split(widths, -1)
-            q, k = (y.view(1, len(rows), heads.key_heads, -1).repeat_interleave(2, 2) for y in (q, k))
+            q, k = (
+                y.view(1, len(rows), heads.key_heads, -1).repeat_interleave(2, 2) for y in (q, k)
+            )
             b, a = b_and_a.chunk(2, -1)
             g = -decay.exp() * functional.softplus(a + step_bias)
             found, _ = qwen.torch_chunk_gated_delta_rule(
-                q, k, v.view(1, len(rows), heads.value_heads, -1), g=g[None], beta=b.sigmoid()[None],
+                q, k, v.view(1, len(rows), heads.value_heads, -1), g=g[None],
+                beta=b.sigmoid()[None],
                 use_qk_l2norm_in_kernel=normed,
             )  # fmt: skip
             out.append(found[0])
@@ -140,16 +169,20 @@ def test_values_and_gradients_are_those_of_transformers(backend: str) -> None:
     dx, dweight = ops.short_convolution_backward(dmixed, case.x, case.weight, layout)
     gradients = torch.autograd.grad(wanted, leaves, dout)
     for ours, one in zip((found, dx, dweight, *rest), (wanted, *gradients), strict=True):
-        torch.testing.assert_close(ours, one, rtol=1e-4, atol=2e-4 * float(one.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, one, rtol=1e-4, atol=2e-4 * float(one.detach().abs().max())
+        )
     assert not torch.allclose(found, theirs(False), rtol=0.1, atol=0.1 * float(found.abs().max()))
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_cpp_is_the_reference_bit_for_bit(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    """Whole sequences, chunks with rows of others between them, single rows; and no store. The first row of the control
-    has a number that differs in its last bit."""
+def test_cpp_is_the_reference_bit_for_bit(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Whole sequences, chunks with rows of others between them, single rows; and no store. The
+    first row of the control has a number that differs in its last bit."""
     native, reference = get_ops("native"), get_ops("reference")
     for page_size in PAGE_SIZES:
         case = Case([38, 1, 4], sizes, dtype, page_size)
@@ -167,26 +200,36 @@ def test_cpp_is_the_reference_bit_for_bit(sizes: tuple[int, int, int, int, int],
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_how_tokens_are_divided(backend: str, dtype: torch.dtype) -> None:
-    """Random mixtures and chunks, page by page, and token by token: results, and all that the store has in the end."""
+    """Random mixtures and chunks, page by page, and token by token: results, and all that the store
+    has in the end."""
     ops, random = get_ops(backend), torch.Generator().manual_seed(3)
     for page_size in PAGE_SIZES:
         case = Case([19, 7, 33], dtype=dtype, page_size=page_size, seed=page_size)
         wanted = case.at_once(ops)
         for most in (3, 12, 40, 40):
             assert alike(case.divided(ops, case.random_steps(random, most)), wanted)
-        whole = [{s: min(page_size, n - i)} for s, n in enumerate(case.lengths) for i in range(0, n, page_size)]
+        whole = [
+            {s: min(page_size, n - i)}
+            for s, n in enumerate(case.lengths)
+            for i in range(0, n, page_size)
+        ]
         assert alike(case.divided(ops, whole), wanted)
-        assert alike(case.divided(ops, [{s: 1} for s in (2, 0, 1) for _ in range(case.lengths[s])]), wanted)
+        assert alike(
+            case.divided(ops, [{s: 1} for s in (2, 0, 1) for _ in range(case.lengths[s])]), wanted
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_earlier_rows_left_is_read_from_where_it_is(backend: str) -> None:
-    """The controls of the divisions: with a state of another page, or without the inputs of earlier rows, nothing
-    agrees in the next row."""
+    """The controls of the divisions: with a state of another page, or without the inputs of earlier
+    rows, nothing agrees in the next row."""
     ops, case = get_ops(backend), Case([19, 7], page_size=3)
     steps: list[Step] = [{0: 5, 1: 7}, {0: 14}]
     mixed, out, *_ = case.at_once(ops)
-    for found in (case.divided(ops, steps, table=case.table.roll(1, 1)), case.divided(ops, steps, forget=True)):
+    for found in (
+        case.divided(ops, steps, table=case.table.roll(1, 1)),
+        case.divided(ops, steps, forget=True),
+    ):
         assert same(found[0][:5], mixed[:5])
         assert same(found[1][:5], out[:5])
         assert not (found[0][5] == mixed[5]).any()
@@ -195,15 +238,23 @@ def test_what_earlier_rows_left_is_read_from_where_it_is(backend: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("sizes", SIZES)
-def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(sizes: tuple[int, int, int, int, int]) -> None:
-    """Both sum in float32, in orders of their own: C++ may be twice as far from the reference's recurrence in float64
-    as that in float32 is, all elements together. The control: without one row's gradient."""
-    native, case, layout = get_ops("native"), Case([50, 1, 16, 17], sizes), Layout.packed([50, 1, 16, 17])
+def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(
+    sizes: tuple[int, int, int, int, int],
+) -> None:
+    """Both sum in float32, in orders of their own: C++ may be twice as far from the reference's
+    recurrence in float64 as that in float32 is, all elements together. The control: without one
+    row's gradient."""
+    native = get_ops("native")
+    case = Case([50, 1, 16, 17], sizes)
+    layout = Layout.packed([50, 1, 16, 17])
     assert isinstance(native, NativeBase)
-    parts = delta.Parts(*(part.contiguous() for part in delta._parts(case.x, case.gates, case.heads)))
+    parts = delta.Parts(
+        *(part.contiguous() for part in delta._parts(case.x, case.gates, case.heads))
+    )
     dout = torch.randn(parts.v.shape, generator=torch.Generator().manual_seed(2))
     true = delta._backward(delta.Parts(*(part.double() for part in parts)), dout.double(), layout)
-    single, found = delta._backward(parts, dout, layout), in_cpp.backward(native, parts, dout, layout)
+    single = delta._backward(parts, dout, layout)
+    found = in_cpp.backward(native, parts, dout, layout)
     wrong = in_cpp.backward(native, parts, dout.index_fill(0, torch.tensor(40), 0.0), layout)
     for ours, other, theirs, exact in zip(found, wrong, single, true):
         bound = 2 * (theirs - exact).norm() + 1e-7 * exact.norm()
@@ -214,7 +265,8 @@ def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(sizes: tuple[i
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_in_cpp_repeat(dtype: torch.dtype) -> None:
-    """On one thread and on more; those of the convolution are near the true ones. The control: another last bit."""
+    """On one thread and on more; those of the convolution are near the true ones. The control:
+    another last bit."""
     native, case = get_ops("native"), Case([50, 1, 17], (2, 4, 32, 80, 4), dtype)
     layout = Layout.packed(case.lengths)
     dout = torch.randn(len(case.x), 4, 80, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -222,7 +274,11 @@ def test_gradients_in_cpp_repeat(dtype: torch.dtype) -> None:
     def gradients() -> list[Tensor]:
         mixed = case.computed(native, None, torch.arange(len(case.x)), layout)[0]
         dmixed, *rest = native.delta_rule_backward(dout, mixed, case.gates, case.heads, layout)
-        return [dmixed, *native.short_convolution_backward(dmixed, case.x, case.weight, layout), *rest]
+        return [
+            dmixed,
+            *native.short_convolution_backward(dmixed, case.x, case.weight, layout),
+            *rest,
+        ]
 
     with threads(1):
         wanted = gradients()
@@ -230,7 +286,9 @@ def test_gradients_in_cpp_repeat(dtype: torch.dtype) -> None:
         with threads(count):
             assert alike(gradients(), wanted)
     theirs = get_ops("reference").short_convolution_backward(wanted[0], case.x, case.weight, layout)
-    for ours, one in zip(wanted[1:3], theirs):  # rounded to the type of x; of the weight, sums of 68 rows in float32
+    for ours, one in zip(
+        wanted[1:3], theirs
+    ):  # rounded to the type of x; of the weight, sums of 68 rows in float32
         step = 2**-8 if ours.dtype == torch.bfloat16 else 2**-19
         torch.testing.assert_close(ours, one, rtol=step, atol=2**-19 * float(one.abs().max()))
     case.x[40, 3] = torch.nextafter(case.x[40, 3], torch.tensor(9.0, dtype=dtype))
@@ -251,7 +309,9 @@ def test_another_order_of_a_sum_has_other_bits(monkeypatch: pytest.MonkeyPatch) 
 @needs_native
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
-def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_has_these_bits(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AVX2; no fused multiply-add at all; no intrinsics. The control adds other lanes first."""
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")

@@ -1,4 +1,5 @@
-"""What C++ leaves to the reference operators is said before it happens, and has the reference's bits."""
+"""What C++ leaves to the reference operators is said before it happens, and has the reference's
+bits."""
 
 from dataclasses import replace
 
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {av
 
 FLOWS: dict[str, Precision] = {
     **PRESETS,
-    "1x32 fp32": precision_from({"preset": "fp8", "activation_granularity": "1x32", "activation_scale": "fp32"}),
+    "1x32 fp32": precision_from(
+        {"preset": "fp8", "activation_granularity": "1x32", "activation_scale": "fp32"}
+    ),
     "gradients in e5m2": precision_from({"preset": "fp8", "gradient_format": "e5m2"}),
     "int8 cache": precision_from({"preset": "fp8", "kv_cache": "int8"}),
 }
@@ -36,7 +39,9 @@ def operators(texts: list[str]) -> set[str]:
 def computed(ops: Ops, flow: Flow, precision: Precision) -> list[Tensor]:
     """Each quantizer, product and cache of a flow, once."""
     random = torch.Generator().manual_seed(1)
-    x, weight, dy = (torch.randn(*size, generator=random) for size in ((9, 256), (40, 256), (9, 40)))
+    x, weight, dy = (
+        torch.randn(*size, generator=random) for size in ((9, 256), (40, 256), (9, 40))
+    )
     x, weight, dy = x.bfloat16(), weight.bfloat16(), dy.bfloat16()
     a = x if flow.activation is None else ops.quantize(x, flow.activation)
     b = weight if flow.weight is None else ops.quantize(weight, flow.weight)
@@ -76,7 +81,9 @@ def test_what_is_said_of_another_flow_does_not_cover_it() -> None:
     ops, odd = NativeOps(), FLOWS["1x32 fp32"]
     ops.check_precision(PRESETS["fp8"])
     computed(ops, odd.learner, odd)
-    assert not {operator for operator, _ in ops.fallbacks} <= operators(unsupported(PRESETS["fp8"], ops.consistency))
+    assert not {operator for operator, _ in ops.fallbacks} <= operators(
+        unsupported(PRESETS["fp8"], ops.consistency)
+    )
 
 
 def test_it_is_said_again_of_the_next_model() -> None:

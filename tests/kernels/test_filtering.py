@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.sampling import filtering
-from isobit.kernels.sampling.filtering import WORKING_BYTES, Filtering, Limits, filter_around, filter_logits, of_rows
+from isobit.kernels.sampling.filtering import (
+    WORKING_BYTES,
+    Filtering,
+    Limits,
+    filter_around,
+    filter_logits,
+    of_rows,
+)
 from isobit.plan.live_bytes import LiveBytes
 
 CASES: list[Filtering] = [
@@ -26,14 +33,18 @@ def _logits(ties: bool) -> Tensor:
 def _support(logits: Tensor, case: Filtering, temperature: float, most_k: int = 0) -> Tensor:
     """As the sampler asks for it: a row of settings each, and a power of two above top-k."""
     each = [torch.full((len(logits),), float(value), dtype=torch.float64) for value in case]
-    limits = Limits(*each, most_k or (1 << (case[0] - 1).bit_length() if case[0] else 0), case[1] < 1)
+    limits = Limits(
+        *each, most_k or (1 << (case[0] - 1).bit_length() if case[0] else 0), case[1] < 1
+    )
     return filter_logits(logits, of_rows(temperature, logits), limits)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_learners_support_is_the_samplers(case: Filtering, ties: bool, temperature: float) -> None:
+def test_the_learners_support_is_the_samplers(
+    case: Filtering, ties: bool, temperature: float
+) -> None:
     """For tokens that were drawn from it. The control is another case."""
     logits = _logits(ties)
     wanted = _support(logits, case, temperature)
@@ -49,7 +60,10 @@ def test_rows_are_the_same_in_every_batch(case: Filtering, monkeypatch: pytest.M
     logits = _logits(True)
     tokens = logits.argmax(-1)
     whole = filter_around(logits.clone(), tokens, 0.7, case)
-    alone = [filter_around(logits[i : i + 1].clone(), tokens[i : i + 1], 0.7, case) for i in range(len(logits))]
+    alone = [
+        filter_around(logits[i : i + 1].clone(), tokens[i : i + 1], 0.7, case)
+        for i in range(len(logits))
+    ]
     assert torch.equal(torch.cat(alone), whole)
     monkeypatch.setattr(filtering, "LOGITS_AT_ONCE", 3 * 53)
     assert torch.equal(filter_around(logits.clone(), tokens, 0.7, case), whole)
@@ -65,7 +79,8 @@ def test_a_token_outside_is_added_and_nothing_else() -> None:
 
 
 def test_what_a_row_takes_while_it_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the rows, no more than the plan of a run counts for so many elements; nor half of that."""
+    """Whatever the rows, no more than the plan of a run counts for so many elements; nor half of
+    that."""
     monkeypatch.setattr(filtering, "LOGITS_AT_ONCE", 2**14)
     for rows in (64, 256):
         logits = torch.randn(rows, 1024)

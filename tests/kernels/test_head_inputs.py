@@ -1,4 +1,5 @@
-"""Queries, keys and values made in one pass in C++: the bits of rotation and cache write in turn."""
+"""Queries, keys and values made in one pass in C++: the bits of rotation and cache write in
+turn."""
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from .helpers import draw, same, threads
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
 NATIVE = get_ops("native")
-LEVELS = {level: get_ops("native", level) for level in ("exact", "bitwise", "fast")} if available()[0] else {}
+LEVELS = (
+    {level: get_ops("native", level) for level in ("exact", "bitwise", "fast")}
+    if available()[0]
+    else {}
+)
 STORES = {
     "bf16": (None, BF16),
     "fp32": (None, FP32),
@@ -27,7 +32,9 @@ STORES = {
 }
 
 
-def make(name: str, heads: int, kv_heads: int, dim: int, normed: bool) -> tuple[Tensor, Heads, KVStore, Layout]:
+def make(
+    name: str, heads: int, kv_heads: int, dim: int, normed: bool
+) -> tuple[Tensor, Heads, KVStore, Layout]:
     spec, wide = STORES[name]
     layout = Layout.build([1, 7, 40], [30, 0, 3], torch.arange(60).view(3, 20).int(), 4)
     qkv = draw(1, 48, heads + 2 * kv_heads, dim, dtype=wide.dtype, spread=1.5)
@@ -35,7 +42,12 @@ def make(name: str, heads: int, kv_heads: int, dim: int, normed: bool) -> tuple[
     weights = (draw(3, dim, dtype=wide.dtype), draw(4, dim, dtype=wide.dtype))
     scales = torch.tensor([0.01, 0.02]) if name == "calibrated" else None
     store = KVStore.allocate(layout.num_slots, kv_heads, dim, spec, wide, scales)
-    return qkv, Heads(weights if normed else None, 1e-6, (angles.cos(), angles.sin())), store, layout
+    return (
+        qkv,
+        Heads(weights if normed else None, 1e-6, (angles.cos(), angles.sin())),
+        store,
+        layout,
+    )
 
 
 def parts(store: KVStore) -> list[Tensor]:
@@ -45,7 +57,9 @@ def parts(store: KVStore) -> list[Tensor]:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", [(4, 2, 32), (3, 1, 10), (8, 8, 64), (6, 2, 36)])
 @pytest.mark.parametrize("name", STORES)
-def test_one_pass_has_the_bits_of_norm_rotation_and_write(name: str, shape: tuple[int, int, int], normed: bool) -> None:
+def test_one_pass_has_the_bits_of_norm_rotation_and_write(
+    name: str, shape: tuple[int, int, int], normed: bool
+) -> None:
     for level, count in (("exact", 1), ("fast", 2), ("bitwise", 1), ("bitwise", 2)):
         ops: Ops = LEVELS[level]
         qkv, heads, wanted, layout = make(name, *shape, normed)

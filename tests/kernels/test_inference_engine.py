@@ -1,4 +1,5 @@
-"""The operators of a second engine: near the reference, and rounded where an inference engine rounds."""
+"""The operators of a second engine: near the reference, and rounded where an inference engine
+rounds."""
 
 import torch
 
@@ -43,7 +44,9 @@ def test_row_operators_round_in_between() -> None:
     assert torch.equal(y, (summed.float() * rstd.unsqueeze(-1)).bfloat16() * weight)
     assert 0 < _error(y, expected[0]) < 0.005
     gate_up = normal(7, 128, seed=3).bfloat16()
-    assert 0 < _error(SEPARATE.gate_mul("silu", gate_up), REFERENCE.gate_mul("silu", gate_up)) < 0.005
+    assert (
+        0 < _error(SEPARATE.gate_mul("silu", gate_up), REFERENCE.gate_mul("silu", gate_up)) < 0.005
+    )
 
 
 def test_attention_rounds_the_probabilities() -> None:
@@ -68,7 +71,10 @@ def test_logprobs_are_a_float32_log_softmax() -> None:
 
 def test_a_token_that_was_cut_off_has_no_part_in_the_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-    assert SEPARATE.token_logprobs(logits, torch.tensor([0]), 1.0)[1].item() == torch.tensor(2.0).log().item()
+    assert (
+        SEPARATE.token_logprobs(logits, torch.tensor([0]), 1.0)[1].item()
+        == torch.tensor(2.0).log().item()
+    )
 
 
 def test_what_both_engines_compute_alike_has_the_bits_of_the_learners_backend() -> None:
@@ -76,6 +82,9 @@ def test_what_both_engines_compute_alike_has_the_bits_of_the_learners_backend() 
         require(backend)
         separate, x = inference_engine_ops(get_ops(backend)), normal(9, 200)
         spec = QuantSpec(E4M3, "1x128", "fp32")
-        assert torch.equal(separate.quantize(x, spec).data.view(torch.uint8), quantize(x, spec).data.view(torch.uint8))
+        assert torch.equal(
+            separate.quantize(x, spec).data.view(torch.uint8),
+            quantize(x, spec).data.view(torch.uint8),
+        )
         keys = torch.tensor([[7, i, 0, 3] for i in range(9)])
         assert torch.equal(separate.sample(x, keys, 0.9), REFERENCE.sample(x, keys, 0.9))

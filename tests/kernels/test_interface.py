@@ -1,5 +1,5 @@
-"""What crosses between Python and C++ is the same on both sides: the structs, compared when a library is loaded, and
-the signatures of the functions."""
+"""What crosses between Python and C++ is the same on both sides: the structs, compared when a
+library is loaded, and the signatures of the functions."""
 
 import ctypes
 import re
@@ -77,7 +77,9 @@ def test_a_struct_that_differs_in_cpp_is_refused(
         interface.compare_structs(interface_alone(file, old, new))
 
 
-def test_a_struct_that_differs_in_python_is_refused(interface_alone: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_struct_that_differs_in_python_is_refused(
+    interface_alone: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the control: as they are, the two sides agree."""
     library = interface_alone()
     interface.compare_structs(library)
@@ -86,7 +88,10 @@ def test_a_struct_that_differs_in_python_is_refused(interface_alone: Library, mo
         _fields_ = [("added", ctypes.c_int64)]
 
     monkeypatch.setitem(interface._STRUCTS, "isobit_product_fields", Longer)
-    with pytest.raises(IsobitError, match=r"Longer.* in Python: interface.py, interface.cpp and the struct must list"):
+    with pytest.raises(
+        IsobitError,
+        match=r"Longer.* in Python: interface.py, interface.cpp and the struct must list",
+    ):
         interface.compare_structs(library)
 
 
@@ -102,16 +107,24 @@ def signatures(text: str) -> dict[str, tuple[object, list[object]]]:
 
     found = {}
     for result, name, arguments in _EXPORTED.findall(text):
-        found[name] = (type_of(result), [type_of(one.strip()) for one in arguments.split(",") if one.strip()])
+        found[name] = (
+            type_of(result),
+            [type_of(one.strip()) for one in arguments.split(",") if one.strip()],
+        )
     return found
 
 
 def test_the_signatures_are_those_of_the_sources() -> None:
     """The control: another type, or another argument, is another signature."""
     text = "\n".join((HERE / name).read_text() for name in SOURCES)
-    exported = {name: found for name, found in signatures(text).items() if name not in interface._STRUCTS}
+    exported = {
+        name: found for name, found in signatures(text).items() if name not in interface._STRUCTS
+    }
     assert exported == interface._SIGNATURES
-    for old, new in (("int64_t order)", "double order)"), ("int64_t order)", "int64_t order, int64_t more)")):
+    for old, new in (
+        ("int64_t order)", "double order)"),
+        ("int64_t order)", "int64_t order, int64_t more)"),
+    ):
         assert signatures(text.replace(old, new)) != signatures(text)
 
 

@@ -1,5 +1,5 @@
-"""Every Triton kernel that a model runs, compiled for sm_90 without a GPU: nothing spills, and products run on the
-matrix instructions that they are written for.
+"""Every Triton kernel that a model runs, compiled for sm_90 without a GPU: nothing spills, and
+products run on the matrix instructions that they are written for.
 
 In a process of its own, since this one interprets Triton.
 """
@@ -167,8 +167,8 @@ def _python(program: str, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning; of each kernel the
-    variant with the largest tiles, which spills first."""
+    """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning; of
+    each kernel the variant with the largest tiles, which spills first."""
     return json.loads(_python(_PROGRAM, tmp_path_factory.mktemp("kernels")))
 
 
@@ -180,12 +180,19 @@ def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
-    """Those that read or write its codes: nothing spills, and attention's products run on the warpgroups'."""
+    """Those that read or write its codes: nothing spills, and attention's products run on the
+    warpgroups'."""
     rows = json.loads(_python(_INT8, tmp_path))
     kernels = {row["kernel"] for row in rows}
-    assert kernels == {"heads.forward.attention_inputs", "attention.forward.attend", "attention.backward.gather"}
+    assert kernels == {
+        "heads.forward.attention_inputs",
+        "attention.forward.attend",
+        "attention.backward.gather",
+    }
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
-    assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.forward.attend"} == {"HGMMA"}
+    assert {
+        row["instruction_class"] for row in rows if row["kernel"] == "attention.forward.attend"
+    } == {"HGMMA"}
 
 
 @pytest.mark.slow
@@ -206,9 +213,13 @@ def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
-    """Of a frozen base in NVFP4, for every architecture with FP8: nothing spills. They are multiplied in float32, so on
-    no matrix instructions."""
-    rows = [row for row in json.loads(_python(_NIBBLES, tmp_path)) if row["kernel"] == "product.nibble_product"]
+    """Of a frozen base in NVFP4, for every architecture with FP8: nothing spills. They are
+    multiplied in float32, so on no matrix instructions."""
+    rows = [
+        row
+        for row in json.loads(_python(_NIBBLES, tmp_path))
+        if row["kernel"] == "product.nibble_product"
+    ]
     assert len(rows) == 6 * sum(architecture.fp8 for architecture in ARCHITECTURES.values())
     assert {row["constants"]["PARTIAL"] for row in rows} == {"False", "True"}
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
@@ -223,8 +234,8 @@ def test_the_rounding_of_masters_compiles_for_every_architecture(tmp_path: Path)
 
 @pytest.mark.slow
 def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> None:
-    """At the sizes of a Qwen3.5-9B: nothing spills. The delta rule is two kernels, one that keeps states and one that
-    does not, so a decoded token has the instructions of a chunk."""
+    """At the sizes of a Qwen3.5-9B: nothing spills. The delta rule is two kernels, one that keeps
+    states and one that does not, so a decoded token has the instructions of a chunk."""
     rows = json.loads(_python(_DELTA, tmp_path))
     convolutions = ["delta.convolution.backward", *["delta.convolution.convolve"] * 3]
     rules = ["delta.forward.delta_rule", "delta.forward.delta_rule"]
@@ -236,8 +247,9 @@ def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
-    """One row and 8,192: the same instruction, on as many warps along the vocabulary, so one tree over it; the larger
-    tile has the other warps along the rows. The control: a tile of 64 tokens has fewer warps there."""
+    """One row and 8,192: the same instruction, on as many warps along the vocabulary, so one tree
+    over it; the larger tile has the other warps along the rows. The control: a tile of 64 tokens
+    has fewer warps there."""
     few, many, other = json.loads(_python(_HEAD, tmp_path))
     shape = r"warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[16, 64, 16\]"
     found = [re.search(shape, layout) for layout in (few, many, other)]
@@ -246,12 +258,18 @@ def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_products_run_on_the_warpgroups_instructions(kernels: list[dict[str, Any]]) -> None:
-    """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too low."""
+    """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too
+    low."""
     classes = {row["kernel"]: row["instruction_class"] for row in kernels}
     for kernel in ("product", "experts"):
         assert classes[f"{kernel}.block_product"] == "QGMMA"
     assert classes["experts.block_weight_gradient"] == "QGMMA"
-    for kernel in ("attention.forward.attend", "attention.backward.dq", "attention.backward.dkv", "head.head_tiles"):
+    for kernel in (
+        "attention.forward.attend",
+        "attention.backward.dq",
+        "attention.backward.dkv",
+        "head.head_tiles",
+    ):
         assert classes[kernel] == "HGMMA"
     assert not any("HMMA" in row["instruction_class"] for row in kernels)
 
@@ -280,12 +298,15 @@ def test_the_kept_table_is_clean() -> None:
 
 def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
     kept = json.loads((KERNELS.parent / "architectures.json").read_text(encoding="utf-8"))
-    assert [row["architecture"] for row in kept] == [f"sm_{major}{minor}" for major, minor in ARCHITECTURES]
+    assert [row["architecture"] for row in kept] == [
+        f"sm_{major}{minor}" for major, minor in ARCHITECTURES
+    ]
     for row in kept:
         assert row["failures"] == []
         assert row["variants"] >= 80
         assert row["most_shared_kib"] <= row["shared_limit_kib"]
-        plain, low = ["bf16", "bf16[kv_cache=int8]"], ["fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16"]
+        plain = ["bf16", "bf16[kv_cache=int8]"]
+        low = ["fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16"]
         assert row["presets"] == (plain if row["architecture"] in ("sm_80", "sm_86") else low)
 
 

@@ -1,6 +1,6 @@
-"""The separate engine's operators in C++ against their definition in PyTorch (`InferenceEngineOps`):
-elementwise ones bit for bit, sums within the bound of any order, and never the learner's own order or
-rounding."""
+"""The separate engine's operators in C++ against their definition in PyTorch
+(`InferenceEngineOps`): elementwise ones bit for bit, sums within the bound of any order, and never
+the learner's own order or rounding."""
 
 import functools
 import math
@@ -53,24 +53,32 @@ def separate() -> Ops:
 def operands(rows: int, columns: int, inner: int, scales: str) -> tuple[QTensor, QTensor]:
     left, right, kind = SCALES[scales]
     a = quantize(draw(1, rows, inner, dtype=torch.float32, spread=2.0), QuantSpec(E4M3, left, kind))
-    return a, quantize(draw(2, columns, inner, dtype=torch.float32, spread=2.0), QuantSpec(E4M3, right, kind))
+    return a, quantize(
+        draw(2, columns, inner, dtype=torch.float32, spread=2.0), QuantSpec(E4M3, right, kind)
+    )
 
 
 def reversed_columns(x: QTensor) -> QTensor:
-    """The blocks of 128 columns in reverse, and so are the columns within; a shorter last block stays the last one."""
+    """The blocks of 128 columns in reverse, and so are the columns within; a shorter last block
+    stays the last one."""
     columns = x.shape[1]
-    order = [*range(columns // 128 * 128 - 1, -1, -1), *range(columns - 1, columns // 128 * 128 - 1, -1)]
+    order = [
+        *range(columns // 128 * 128 - 1, -1, -1),
+        *range(columns - 1, columns // 128 * 128 - 1, -1),
+    ]
     block = x.block[1]
     if block < columns:
         scale = torch.stack([x.scale[:, order[k] // block] for k in range(0, columns, block)], 1)
     else:
         scale = x.scale
-    return QTensor(x.data.view(torch.uint8)[:, order].contiguous().view(x.data.dtype), scale, x.spec)
+    return QTensor(
+        x.data.view(torch.uint8)[:, order].contiguous().view(x.data.dtype), scale, x.spec
+    )
 
 
 def error_bound(a: Operand, b: Operand) -> Tensor:
-    """Of a float32 sum of K scaled products in any order: γ(K + 4) Σ|a·b| (Higham 2002, section 4.2), four roundings
-    being those of scales, product and bias."""
+    """Of a float32 sum of K scaled products in any order: γ(K + 4) Σ|a·b| (Higham 2002, section
+    4.2), four roundings being those of scales, product and bias."""
     left, right = (x.dequantize() if isinstance(x, QTensor) else x for x in (a, b))
     steps = (left.shape[1] + 4) * UNIT
     return steps / (1 - steps) * (left.double().abs() @ right.double().abs().t())
@@ -81,16 +89,24 @@ def error_bound(a: Operand, b: Operand) -> Tensor:
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_products_are_near_those_in_pytorch(separate: Ops, scales: str, shape: tuple[int, int, int]) -> None:
-    """Both are float32 sums of the same terms, so they are two bounds apart at most; the control is a product that
-    lacks the smallest of its terms that would show."""
+def test_fp8_products_are_near_those_in_pytorch(
+    separate: Ops, scales: str, shape: tuple[int, int, int]
+) -> None:
+    """Both are float32 sums of the same terms, so they are two bounds apart at most; the control is
+    a product that lacks the smallest of its terms that would show."""
     a, b = operands(*shape, scales)
     found = separate.product(a, b, None, torch.float32)
     limit = 2 * error_bound(a, b)
-    assert bool(((found.double() - DEFINITION.product(a, b, None, torch.float32).double()).abs() <= limit).all())
+    assert bool(
+        (
+            (found.double() - DEFINITION.product(a, b, None, torch.float32).double()).abs() <= limit
+        ).all()
+    )
     codes = a.data.view(torch.uint8).clone()
     codes[:, 3] ^= 0x80  # the sign of a column
-    flipped = separate.product(QTensor(codes.view(a.data.dtype), a.scale, a.spec), b, None, torch.float32)
+    flipped = separate.product(
+        QTensor(codes.view(a.data.dtype), a.scale, a.spec), b, None, torch.float32
+    )
     assert bool(((flipped.double() - found.double()).abs() > limit).any())
 
 
@@ -117,7 +133,9 @@ def test_fp8_products_have_the_order_of_the_learner_in_reverse(
 
 
 @functools.cache
-def defined(order: str, scales: str, sizes: tuple[int, int, int], turned: bool, dtype: torch.dtype) -> Tensor:
+def defined(
+    order: str, scales: str, sizes: tuple[int, int, int], turned: bool, dtype: torch.dtype
+) -> Tensor:
     """The product as the reference adds it, which no instruction set changes."""
     a, b = operands(*sizes, scales)
     if turned:
@@ -134,17 +152,26 @@ def test_bf16_products_are_rounded_sums(separate: Ops) -> None:
             found = separate.product(a, weight, bias, torch.float32)
             assert same(found, found.bfloat16().float())
             limit = error_bound(a, b) + UNIT * bias.abs()
-            assert bool(((found.double() - exact).abs() <= limit + 2.0**-8 * (exact.abs() + limit)).all())
+            assert bool(
+                ((found.double() - exact).abs() <= limit + 2.0**-8 * (exact.abs() + limit)).all()
+            )
     a, b = (quantize(normal(9, 96, seed=s), QuantSpec(E4M3, "1x32", "fp32")) for s in (1, 2))
     assert same(separate.product(a, b), DEFINITION.product(a, b))  # not in C++
     x, w = normal(9, 96), normal(5, 96)
-    assert same(separate.product(x, w, None, torch.float32), DEFINITION.product(x, w, None, torch.float32))
+    assert same(
+        separate.product(x, w, None, torch.float32), DEFINITION.product(x, w, None, torch.float32)
+    )
 
 
 @pytest.mark.parametrize("scales", [*SCALES, None])
-def test_a_prepared_weight_multiplies_as_the_weight_itself(separate: Ops, scales: str | None) -> None:
-    """Also after it was overwritten and prepared again; until then, the control, packs are stale."""
-    weights: list[Operand] = [operands(3, 70, 256, scales)[1] if scales else draw(s, 70, 256) for s in (1, 2)]
+def test_a_prepared_weight_multiplies_as_the_weight_itself(
+    separate: Ops, scales: str | None
+) -> None:
+    """Also after it was overwritten and prepared again; until then, the control, packs are
+    stale."""
+    weights: list[Operand] = [
+        operands(3, 70, 256, scales)[1] if scales else draw(s, 70, 256) for s in (1, 2)
+    ]
     if isinstance(weights[1], QTensor):
         weights[1] = quantize(normal(70, 256, seed=9), weights[1].spec)
     x = operands(33, 70, 256, scales)[0] if scales else draw(4, 33, 256)
@@ -171,9 +198,13 @@ def test_a_sync_packs_weights_for_the_rollouts_operators(preset: str) -> None:
     for weight in model.transformer.rollout_weights():
         x: Operand = normal(33, weight.working.shape[1]).bfloat16()
         x = x if weight.activation is None else ops["learner"].quantize(x, weight.activation)
-        assert same(ops["rollout"].product(x, weight.prepared), ops["rollout"].product(x, weight.working))
+        assert same(
+            ops["rollout"].product(x, weight.prepared), ops["rollout"].product(x, weight.working)
+        )
         ops["learner"].prepare(weight.working, weight.prepared)
-        flipped += not same(ops["rollout"].product(x, weight.prepared), ops["rollout"].product(x, weight.working))
+        flipped += not same(
+            ops["rollout"].product(x, weight.prepared), ops["rollout"].product(x, weight.working)
+        )
     assert flipped == len(list(model.transformer.rollout_weights()))
 
 
@@ -181,16 +212,16 @@ def test_a_sync_packs_weights_for_the_rollouts_operators(preset: str) -> None:
 
 
 def near_a_tie(x: Tensor, reach: float) -> Tensor:
-    """Whether float64 numbers lie so near the middle of two BF16 numbers that a relative error of `reach` may decide
-    the rounding."""
+    """Whether float64 numbers lie so near the middle of two BF16 numbers that a relative error of
+    `reach` may decide the rounding."""
     low, high = (x * (1 - reach)).bfloat16(), (x * (1 + reach)).bfloat16()
     return low != high
 
 
 @pytest.mark.parametrize("columns", [5, 64, 128, 200])
 def test_the_norm_has_the_bits_of_pytorchs(separate: Ops, columns: int) -> None:
-    """Given 1 / RMS, whose sum has another order: within γ(columns + 8). Without the rounding in between, the control,
-    other bits."""
+    """Given 1 / RMS, whose sum has another order: within γ(columns + 8). Without the rounding in
+    between, the control, other bits."""
     x, residual = draw(1, 37, columns, spread=1.0), draw(2, 37, columns, spread=1.0)
     weight = (1 + 0.3 * normal(columns, seed=3)).bfloat16()
     for other in (None, residual):
@@ -202,16 +233,21 @@ def test_the_norm_has_the_bits_of_pytorchs(separate: Ops, columns: int) -> None:
         assert same(y, normalized.bfloat16() * weight)
         assert not same(y, (normalized * weight.float()).bfloat16())
     assert same(
-        separate.rms_norm(x.float(), weight.float(), 1e-6)[0], DEFINITION.rms_norm(x.float(), weight.float(), 1e-6)[0]
+        separate.rms_norm(x.float(), weight.float(), 1e-6)[0],
+        DEFINITION.rms_norm(x.float(), weight.float(), 1e-6)[0],
     )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("inner", [5, 64, 200])
-def test_the_gate_has_the_bits_of_pytorchs(separate: Ops, inner: int, activation: Activation) -> None:
-    """Up to the last bits of exp, which decide where the activation is so near a tie; the control is one rounding."""
+def test_the_gate_has_the_bits_of_pytorchs(
+    separate: Ops, inner: int, activation: Activation
+) -> None:
+    """Up to the last bits of exp, which decide where the activation is so near a tie; the control
+    is one rounding."""
     gate_up = (3 * normal(300, 2 * inner)).bfloat16()
-    found, expected = separate.gate_mul(activation, gate_up), DEFINITION.gate_mul(activation, gate_up)
+    found = separate.gate_mul(activation, gate_up)
+    expected = DEFINITION.gate_mul(activation, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.double()
     multiplied = up.double()
@@ -220,17 +256,22 @@ def test_the_gate_has_the_bits_of_pytorchs(separate: Ops, inner: int, activation
     cubic = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
     k = {"gelu_pytorch_tanh": cubic, "swiglu_clamped": 1.702 * wide}.get(activation, wide)
     activated = torch.sigmoid(k) if activation == "sigmoid" else wide * torch.sigmoid(k)
-    decided = ~near_a_tie(activated, 2.0**-20 + k.abs() * 2.0**-22) & (k > -87)  # where exp ends in float32
+    decided = ~near_a_tie(activated, 2.0**-20 + k.abs() * 2.0**-22) & (
+        k > -87
+    )  # where exp ends in float32
     assert float(decided.double().mean()) > 0.99
     assert torch.equal(found[decided], expected[decided])
     once = (activated * multiplied).float().bfloat16()
     assert float((found != once)[decided].double().mean()) > 0.1
-    assert same(separate.gate_mul(activation, gate_up.float()), DEFINITION.gate_mul(activation, gate_up.float()))
+    assert same(
+        separate.gate_mul(activation, gate_up.float()),
+        DEFINITION.gate_mul(activation, gate_up.float()),
+    )
 
 
 def test_probabilities_are_rounded_to_bf16_before_they_meet_values(separate: Ops) -> None:
-    """Two keys, values (0, 1): the result is w / (1 + w) with w = exp(score) rounded to BF16, but not in the sum; the
-    control leaves w as it is."""
+    """Two keys, values (0, 1): the result is w / (1 + w) with w = exp(score) rounded to BF16, but
+    not in the sum; the control leaves w as it is."""
     layout = Layout.packed([2] * 400)
     q, k = torch.zeros(800, 1, 16), torch.zeros(800, 1, 16)
     q[:, 0, 0] = 1.0
@@ -250,15 +291,26 @@ def test_probabilities_are_rounded_to_bf16_before_they_meet_values(separate: Ops
 
 
 @pytest.mark.parametrize(
-    "kv", [None, QuantSpec(E4M3, "row", "fp32"), QuantSpec(E4M3, "tensor", "fp32"), QuantSpec(INT8, "row", "fp32")]
+    "kv",
+    [
+        None,
+        QuantSpec(E4M3, "row", "fp32"),
+        QuantSpec(E4M3, "tensor", "fp32"),
+        QuantSpec(INT8, "row", "fp32"),
+    ],
 )
 def test_attention_is_near_that_in_pytorch(separate: Ops, kv: QuantSpec | None) -> None:
-    """A weight of P is off by a unit of BF16 at most, 2^-8 of itself, where the definition rounds it elsewhere; the
-    result then rounds once more. The control is one more key."""
+    """A weight of P is off by a unit of BF16 at most, 2^-8 of itself, where the definition rounds
+    it elsewhere; the result then rounds once more. The control is one more key."""
     layout = Layout.packed([37, 5, 1])
     q, k, v = (normal(43, heads, 48, seed=heads).bfloat16() for heads in (4, 2, 2))
     store = KVStore.allocate(
-        layout.num_slots, 2, 48, kv, BF16, None if kv is None or kv.granularity == "row" else torch.tensor([0.01, 0.01])
+        layout.num_slots,
+        2,
+        48,
+        kv,
+        BF16,
+        None if kv is None or kv.granularity == "row" else torch.tensor([0.01, 0.01]),
     )
     separate.kv_write(store, k, v, layout)
     found, lse = separate.attention(q, store, layout, 0.2)
@@ -268,11 +320,18 @@ def test_attention_is_near_that_in_pytorch(separate: Ops, kv: QuantSpec | None) 
     assert float((found.double() - expected.double()).abs().max()) <= largest
     assert float((found != expected).double().mean()) < 0.02
     later = Layout.packed([36, 6, 1])
-    assert float((separate.attention(q, store, later, 0.2)[0].double() - expected.double()).abs().max()) > largest
+    assert (
+        float(
+            (separate.attention(q, store, later, 0.2)[0].double() - expected.double()).abs().max()
+        )
+        > largest
+    )
     wide = [x.float() for x in (q, k, v)]
     single = KVStore.allocate(layout.num_slots, 2, 48, None, FP32)
     separate.kv_write(single, *wide[1:], layout)
-    found, expected = (ops.attention(wide[0], single, layout, 0.2)[0] for ops in (separate, DEFINITION))
+    found, expected = (
+        ops.attention(wide[0], single, layout, 0.2)[0] for ops in (separate, DEFINITION)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -294,10 +353,12 @@ def parts_of(found: object) -> list[Tensor]:
 
 
 def test_composed_operators_have_the_roundings_of_their_parts(separate: Ops) -> None:
-    """None of the learner's fused kernels computes for the rollout; the control is such a kernel."""
+    """None of the learner's fused kernels computes for the rollout; the control is such a
+    kernel."""
     x, weight, spec = draw(1, 40, 128), draw(2, 128), QuantSpec(E4M3, "1x128", "fp32")
     angles = torch.arange(40).float().outer(torch.arange(8) / 8)
-    heads, layout = Heads((draw(3, 16), draw(4, 16)), 1e-6, (angles.cos(), angles.sin())), Layout.packed([40])
+    heads = Heads((draw(3, 16), draw(4, 16)), 1e-6, (angles.cos(), angles.sin()))
+    layout = Layout.packed([40])
     store = KVStore.allocate(layout.num_slots, 2, 16, None, BF16)
     given = {
         "rms_norm_quantized": (x, weight, 1e-6, x, spec, "x"),
@@ -306,10 +367,13 @@ def test_composed_operators_have_the_roundings_of_their_parts(separate: Ops) -> 
         "head_logprobs": (x, draw(5, 300, 128), torch.arange(40), 0.7),
     }
     for name, arguments in given.items():
-        found, parts = getattr(separate, name)(*arguments), getattr(Composed, name)(separate, *arguments)
+        found = getattr(separate, name)(*arguments)
+        parts = getattr(Composed, name)(separate, *arguments)
         assert all(same(a, b) for a, b in zip(parts_of(found), parts_of(parts), strict=True)), name
     fused = parts_of(NativeOps.rms_norm_quantized(separate, *given["rms_norm_quantized"]))
-    assert not same(fused[0], parts_of(separate.rms_norm_quantized(*given["rms_norm_quantized"]))[0])
+    assert not same(
+        fused[0], parts_of(separate.rms_norm_quantized(*given["rms_norm_quantized"]))[0]
+    )
 
 
 # ---- determinism ----
@@ -338,4 +402,6 @@ def test_threads_change_no_bit(separate: Ops) -> None:
         with threads(count):
             for name, call in operators(separate).items():
                 assert same(call(), alone[name]), (name, count)
-    assert not same(alone["rms_norm"], DEFINITION.rms_norm(draw(1, 300, 256), draw(2, 70, 256)[1], 1e-6)[0])
+    assert not same(
+        alone["rms_norm"], DEFINITION.rms_norm(draw(1, 300, 256), draw(2, 70, 256)[1], 1e-6)[0]
+    )

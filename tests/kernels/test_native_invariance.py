@@ -1,7 +1,9 @@
-"""What the native operators promise beyond their values: a row's bits depend on the row, the weights and the position.
+"""What the native operators promise beyond their values: a row's bits depend on the row, the
+weights and the position.
 
-Rows alone and in batches of every awkward size, in another order, on one thread and on two; decoding against prefill in
-one piece and in chunks; weights that change under their packs; and what happens where nothing can be compiled.
+Rows alone and in batches of every awkward size, in another order, on one thread and on two;
+decoding against prefill in one piece and in chunks; weights that change under their packs; and what
+happens where nothing can be compiled.
 """
 
 import os
@@ -26,7 +28,12 @@ pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {av
 
 ROWS = (1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 128, 257)
 INNER, COLUMNS = 320, 112
-CACHES = {"bf16": None, "e4m3": QuantSpec(E4M3, "row"), "int8": QuantSpec(INT8, "row", "fp32"), "fp32": None}
+CACHES = {
+    "bf16": None,
+    "e4m3": QuantSpec(E4M3, "row"),
+    "int8": QuantSpec(INT8, "row", "fp32"),
+    "fp32": None,
+}
 
 
 @pytest.fixture(scope="module", params=["bitwise", "exact"])
@@ -45,8 +52,11 @@ def two_threads() -> Iterator[None]:
         yield
 
 
-def row_operators(ops: Ops, random: torch.Generator) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Operators as functions of rows [M, INNER] in bfloat16 and the rows' identities [M]; one output each."""
+def row_operators(
+    ops: Ops, random: torch.Generator
+) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Operators as functions of rows [M, INNER] in bfloat16 and the rows' identities [M]; one
+    output each."""
     spec = QuantSpec(E4M3, "1x128")
     weight = torch.randn(COLUMNS, INNER, generator=random)
     vector = torch.randn(INNER, generator=random).bfloat16()
@@ -59,13 +69,19 @@ def row_operators(ops: Ops, random: torch.Generator) -> dict[str, Callable[[Tens
         "fp32 product": lambda x, _: ops.product(x.float(), weight, None, torch.float32),
         "quantize": lambda x, _: ops.quantize(x, spec).data.view(torch.uint8),
         "rms_norm": lambda x, _: ops.rms_norm(x, vector, 1e-5, x.flip(1))[0],
-        "rms_norm_backward": lambda x, _: ops.rms_norm_backward(x, x.flip(1), vector, x[:, 0].float().abs())[0],
+        "rms_norm_backward": lambda x, _: ops.rms_norm_backward(
+            x, x.flip(1), vector, x[:, 0].float().abs()
+        )[0],
         "rotary": lambda x, row: ops.rotary(x.unsqueeze(1), table, table.flip(0), row).squeeze(1),
         "gate_mul": lambda x, _: ops.gate_mul("silu", x),
-        "gate_mul_backward": lambda x, _: ops.gate_mul_backward("silu", x[:, : INNER // 2], x.flip(1)),
+        "gate_mul_backward": lambda x, _: ops.gate_mul_backward(
+            "silu", x[:, : INNER // 2], x.flip(1)
+        ),
         "logprob": lambda x, row: ops.token_logprobs(x.float(), row % INNER, 0.7)[0],
         "entropy": lambda x, row: ops.token_logprobs(x.float(), row % INNER, 0.7)[1],
-        "sample": lambda x, row: ops.sample(x.float(), torch.stack([row, zeros.expand_as(row), row, row], 1), 1.0),
+        "sample": lambda x, row: ops.sample(
+            x.float(), torch.stack([row, zeros.expand_as(row), row, row], 1), 1.0
+        ),
     }
 
 
@@ -96,12 +112,16 @@ def attention_inputs(
     random: torch.Generator, rows: int, cache: str
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[int], KVStore]]:
     compute = FP32 if cache == "fp32" else BF16
-    q, k, v = (torch.randn(rows, heads, 48, generator=random).to(compute.dtype) for heads in (6, 2, 2))
+    q, k, v = (
+        torch.randn(rows, heads, 48, generator=random).to(compute.dtype) for heads in (6, 2, 2)
+    )
     return q, k, v, lambda slots: KVStore.allocate(slots, 2, 48, CACHES[cache], compute)
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_decoding_chunks_and_packed_rows_agree(native: Ops, random: torch.Generator, cache: str, two_threads) -> None:
+def test_decoding_chunks_and_packed_rows_agree(
+    native: Ops, random: torch.Generator, cache: str, two_threads
+) -> None:
     lengths = [1, 90, 17, 33, 150]
     rows, starts = sum(lengths), [0, 1, 91, 108, 141]
     q, k, v, allocate = attention_inputs(random, rows, cache)
@@ -130,7 +150,8 @@ def test_decoding_chunks_and_packed_rows_agree(native: Ops, random: torch.Genera
 
 
 def test_a_key_that_changes_is_noticed(native: Ops, random: torch.Generator) -> None:
-    """The negative control of the test above: one bit of one key, and later rows differ, earlier ones do not."""
+    """The negative control of the test above: one bit of one key, and later rows differ, earlier
+    ones do not."""
     q, k, v, allocate = attention_inputs(random, 40, "bf16")
     layout = Layout.packed([40])
     outs = []
@@ -171,15 +192,18 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(
 def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
     random: torch.Generator, kind: str, consistency: str
 ) -> None:
-    """Its products are those of the weight; once that is overwritten, the old pack gives the old products, which is the
-    control, and the same pack written again the new ones, without new storage."""
+    """Its products are those of the weight; once that is overwritten, the old pack gives the old
+    products, which is the control, and the same pack written again the new ones, without new
+    storage."""
     ops = get_ops("native", consistency)
     first, second = (torch.randn(COLUMNS, INNER, generator=random) for _ in range(2))
     x = torch.randn(5, INNER, generator=random)
 
     def operands(weight: Tensor) -> tuple[Operand, Operand]:
         if kind == "e4m3":
-            return quantize(x, QuantSpec(E4M3, "1x128")), quantize(weight, QuantSpec(E4M3, "128x128", "fp32"))
+            return quantize(x, QuantSpec(E4M3, "1x128")), quantize(
+                weight, QuantSpec(E4M3, "128x128", "fp32")
+            )
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
         return x.to(dtype), weight.to(dtype, copy=True)
 
@@ -200,25 +224,32 @@ def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
 
 
 def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> None:
-    """Requantizing frees a weight and may reuse its memory and even its identity: each product is of its own weight."""
+    """Requantizing frees a weight and may reuse its memory and even its identity: each product is
+    of its own weight."""
     x = native.quantize(torch.randn(3, INNER, generator=random), QuantSpec(E4M3, "1x128"))
     reference, addresses = get_ops("reference", native.consistency), set()
     for _ in range(50):
-        weight = native.quantize(torch.randn(COLUMNS, INNER, generator=random), QuantSpec(E4M3, "128x128"))
+        weight = native.quantize(
+            torch.randn(COLUMNS, INNER, generator=random), QuantSpec(E4M3, "128x128")
+        )
         addresses.add((id(weight.data), weight.data.data_ptr()))
         assert same(native.product(x, weight), reference.product(x, weight))
         del weight
     assert len(addresses) < 50  # or this did not test what it says
 
 
-def test_no_compiler_is_a_reason_and_not_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_compiler_is_a_reason_and_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     script = (
-        "from isobit.kernels import get_ops; from isobit.kernels.native import available; print(available());"
+        "from isobit.kernels import get_ops; from isobit.kernels.native import available; "
+        "print(available());"
         "print(get_ops('auto').why); get_ops('native')"
     )
     broken = tmp_path / "broken"
     broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit 0\necho "x.cpp:1: error: no" >&2\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit 0\necho "x.cpp:1: error: '
+        'no" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
     for program, expected in (
@@ -227,9 +258,17 @@ def test_no_compiler_is_a_reason_and_not_a_crash(monkeypatch: pytest.MonkeyPatch
         ("none", "CXX=none"),
     ):
         source = str(Path(__file__).parents[2] / "src")
-        environment = os.environ | {"CXX": program, "ISOBIT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": source}
+        environment = os.environ | {
+            "CXX": program,
+            "ISOBIT_CACHE": str(tmp_path / "cache"),
+            "PYTHONPATH": source,
+        }
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.stdout.startswith("(False, ")
         assert expected in done.stdout
@@ -248,15 +287,21 @@ def test_the_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, random: torch.Generator) -> None:
+def test_processes_may_build_at_once_and_portable_code_agrees(
+    tmp_path: Path, random: torch.Generator
+) -> None:
     """Three builds into one empty cache, one of them without intrinsics: all load, and agree."""
     script = (
-        "import sys, torch; from isobit.kernels import get_ops, KVStore, Layout; from isobit.precision import *;"
+        "import sys, torch; from isobit.kernels import get_ops, KVStore, Layout; from "
+        "isobit.precision import *;"
         "torch.manual_seed(3); ops = get_ops('native'); x = torch.randn(33, 512);"
-        "a, w = ops.quantize(x, QuantSpec()), ops.quantize(torch.randn(64, 512), QuantSpec(E4M3, '128x128'));"
-        "layout = Layout.packed([20, 13]); store = KVStore.allocate(48, 2, 64, QuantSpec(E4M3, 'row'), BF16);"
+        "a, w = ops.quantize(x, QuantSpec()), ops.quantize(torch.randn(64, 512), "
+        "QuantSpec(E4M3, '128x128'));"
+        "layout = Layout.packed([20, 13]); store = KVStore.allocate(48, 2, 64, QuantSpec(E4M3, "
+        "'row'), BF16);"
         "q = x.view(33, 8, 64).bfloat16(); ops.kv_write(store, q[:, :2], q[:, 2:4], layout);"
-        "out = [ops.product(a, w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], ops.gate_mul('silu', x),"
+        "out = [ops.product(a, w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], "
+        "ops.gate_mul('silu', x),"
         " ops.rms_norm(x, x[0], 1e-5)[0], ops.token_logprobs(x, torch.arange(33), 1.0)[0],"
         " ops.sample(x, torch.arange(132).view(33, 4), 1.0), a.data.view(torch.uint8)];"
         "torch.save(out, sys.argv[1])"
@@ -265,7 +310,11 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     running = []
     for index in range(3):
         flags = " ".join(("-O0", *recipe.WARNINGS, *(["-DISOBIT_PORTABLE"] if index % 2 else [])))
-        environment = os.environ | {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": flags, "PYTHONPATH": source}
+        environment = os.environ | {
+            "ISOBIT_CACHE": str(tmp_path),
+            "ISOBIT_CXXFLAGS": flags,
+            "PYTHONPATH": source,
+        }
         command = [sys.executable, "-c", script, str(tmp_path / f"{index}.pt")]
         running.append(subprocess.Popen(command, env=environment))
     assert [process.wait() for process in running] == [0] * 3
@@ -273,5 +322,11 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     results = [torch.load(tmp_path / f"{index}.pt", weights_only=True) for index in range(3)]
     for index, result in enumerate(results):
         for place, (ours, first) in enumerate(zip(result, results[0], strict=True)):
-            fused_matters = index % 2 and place == 5  # what is float64 there; float32 is fused everywhere
-            assert torch.allclose(ours.float(), first.float(), rtol=1e-2) if fused_matters else same(ours, first), place
+            fused_matters = (
+                index % 2 and place == 5
+            )  # what is float64 there; float32 is fused everywhere
+            assert (
+                torch.allclose(ours.float(), first.float(), rtol=1e-2)
+                if fused_matters
+                else same(ours, first)
+            ), place

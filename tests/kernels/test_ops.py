@@ -22,7 +22,9 @@ def test_decoding_is_the_cast_for_every_code(form: torch.dtype, dtype: torch.dty
         assert same(decode(given_codes, form, dtype)[finite], expected[finite])
         assert bool(decode(given_codes, form, dtype)[~finite].isnan().all())
     assert same(decode(codes.t(), form, dtype).t()[finite], expected[finite])
-    assert same(decode(codes[:, ::3], form, dtype)[finite[:, ::3]], expected[:, ::3][finite[:, ::3]])
+    assert same(
+        decode(codes[:, ::3], form, dtype)[finite[:, ::3]], expected[:, ::3][finite[:, ::3]]
+    )
 
 
 def test_a_layout_places_rows_in_pages() -> None:

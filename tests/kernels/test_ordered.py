@@ -1,5 +1,6 @@
-"""The orders `tdp32-v1` and `vdp32-v1`: their definition against rational arithmetic, C++ against the definition on
-every instruction set that is here, and the error of a sum; with negative controls, which other orders are."""
+"""The orders `tdp32-v1` and `vdp32-v1`: their definition against rational arithmetic, C++ against
+the definition on every instruction set that is here, and the error of a sum; with negative
+controls, which other orders are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +28,26 @@ from .libraries import PRODUCTS, changed_copies, library_of
 EXACT = get_ops("native", "exact")
 REFERENCE = {order: get_ops("reference", f"bitwise-{order}") for order in ordered.ORDERS}
 SETS = {
-    order: [name for i, name in enumerate(ordered.ISAS) if build.library().isobit_ordered_isa(i, number) == i]
+    order: [
+        name
+        for i, name in enumerate(ordered.ISAS)
+        if build.library().isobit_ordered_isa(i, number) == i
+    ]
     for number, order in enumerate(ordered.ORDERS)
 }
 """Of instructions: "portable", and what this processor has for an order."""
 HERE = [(order, isa) for order, sets in SETS.items() for isa in sets]
 DTYPES = (torch.bfloat16, torch.float32)
-SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300), (16, 64, 416))
+SHAPES = (
+    (1, 1, 1),
+    (1, 96, 512),
+    (2, 42, 126),
+    (3, 40, 100),
+    (4, 72, 256),
+    (5, 16, 31),
+    (21, 33, 300),
+    (16, 64, 416),
+)
 
 
 def native(monkeypatch: pytest.MonkeyPatch, order: str, isa: str) -> Ops:
@@ -54,7 +68,9 @@ def cancelling(random: torch.Generator, rows: int, columns: int) -> Tensor:
     """Few magnitudes of either sign, 2^8 apart: ties, and sums that vanish."""
     pick = torch.randint(0, 4, (rows, columns), generator=random) * 2.0**-7 + 1
     sign = torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1
-    return torch.ldexp(pick * sign, 8 * torch.randint(0, 3, (rows, columns), generator=random)).bfloat16()
+    return torch.ldexp(
+        pick * sign, 8 * torch.randint(0, 3, (rows, columns), generator=random)
+    ).bfloat16()
 
 
 def tiny(random: torch.Generator, rows: int, columns: int) -> Tensor:
@@ -111,17 +127,21 @@ def by_definition(a: list[float], b: list[float], order: str) -> float:
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("order", ordered.ORDERS)
-def test_the_definition_is_scalar_arithmetic(order: str, data: Callable[[torch.Generator, int, int], Tensor]) -> None:
+def test_the_definition_is_scalar_arithmetic(
+    order: str, data: Callable[[torch.Generator, int, int], Tensor]
+) -> None:
     random = torch.Generator().manual_seed(1)
     for rows, columns, inner in ((6, 5, 150), (4, 6, 32), (3, 3, 7)):
         a, b = data(random, rows, inner), data(random, columns, inner)
         found = REFERENCE[order].product(a, b, None, torch.float32)
-        assert found.tolist() == [[by_definition(x, y, order) for y in b.tolist()] for x in a.tolist()]
+        assert found.tolist() == [
+            [by_definition(x, y, order) for y in b.tolist()] for x in a.tolist()
+        ]
 
 
 def test_halfway_in_float64_is_rounded_once() -> None:
-    """1 + 2^-24 + 2^-70: float64 loses the last term, and ties to even would then lose the one before it. The control:
-    the sum without the correction."""
+    """1 + 2^-24 + 2^-70: float64 loses the last term, and ties to even would then lose the one
+    before it. The control: the sum without the correction."""
     a = torch.tensor([[1.0, 0.0, 2.0**-24, 0.0]]).bfloat16()
     chains = torch.tensor([1.0 + 0.0], dtype=torch.float64)
     product = torch.tensor([2.0**-24 + 2.0**-70], dtype=torch.float64)
@@ -157,13 +177,17 @@ def without_flushing(a: Tensor, b: Tensor) -> Tensor:
     for start in range(0, a.shape[1], 32):
         chains = [torch.zeros_like(total), torch.zeros_like(total)]
         for k in range(start, start + 32):
-            chains[k % 2] = (a[:, k : k + 1].double() * b[:, k].double() + chains[k % 2].double()).float()
+            chains[k % 2] = (
+                a[:, k : k + 1].double() * b[:, k].double() + chains[k % 2].double()
+            ).float()
         total = total + (chains[0] + chains[1])
     return total
 
 
 @pytest.mark.parametrize(("order", "isa"), HERE)
-def test_negative_control_another_order(order: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_another_order(
+    order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = draw(2, 16, 256), draw(3, 64, 256)
     found = native(monkeypatch, order, isa).product(a, b, None, torch.float32)
     assert same(found, REFERENCE[order].product(a, b, None, torch.float32))
@@ -187,9 +211,19 @@ def quantized(x: Tensor, y: Tensor) -> list[tuple[Operand, Operand]]:
     """Pairs of operands in all granularities that C++ reads, along rows and transposed."""
     pairs: list[tuple[Operand, Operand]] = []
     for scale in ("ue8m0", "fp32"):
-        for left, right in (("1x128", "128x128"), ("1x128", "1x128"), ("row", "tensor"), ("row", "row")):
+        for left, right in (
+            ("1x128", "128x128"),
+            ("1x128", "1x128"),
+            ("row", "tensor"),
+            ("row", "row"),
+        ):
             for form in (E4M3, E5M2):
-                pairs.append((quantize(x, QuantSpec(form, left, scale)), quantize(y, QuantSpec(form, right, scale))))
+                pairs.append(
+                    (
+                        quantize(x, QuantSpec(form, left, scale)),
+                        quantize(y, QuantSpec(form, right, scale)),
+                    )
+                )
         along = QuantSpec(E4M3, "128x1", scale)
         pairs.append(tuple(quantize(z.t().contiguous(), along).transpose() for z in (x, y)))
     pairs.append(tuple(quantize(z, QuantSpec(E4M3, "1x32")) for z in (x, y)))
@@ -203,12 +237,16 @@ def quantized(x: Tensor, y: Tensor) -> list[tuple[Operand, Operand]]:
 def test_cpp_is_the_definition_bit_for_bit(
     order: str, data: Callable[[torch.Generator, int, int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every instruction set: shapes that fill no panel and no block, alone and prepared, with and without a bias."""
-    sets, random = [native(monkeypatch, order, isa) for isa in SETS[order]], torch.Generator().manual_seed(5)
+    """On every instruction set: shapes that fill no panel and no block, alone and prepared, with
+    and without a bias."""
+    sets = [native(monkeypatch, order, isa) for isa in SETS[order]]
+    random = torch.Generator().manual_seed(5)
     for rows, columns, inner in SHAPES:
         x, y, bias = data(random, rows, inner), data(random, columns, inner), draw(random, columns)
         pairs = [(x, y), (x.t().contiguous().t(), y.t().contiguous().t())]
-        if data is not raw:  # the quantizer refuses nothing there, but codes then span no more than the others
+        if (
+            data is not raw
+        ):  # the quantizer refuses nothing there, but codes then span no more than the others
             pairs += quantized(x, y)
         for a, b in pairs:
             assert definition.computes(a, b)
@@ -221,10 +259,14 @@ def test_cpp_is_the_definition_bit_for_bit(
 
 @pytest.mark.parametrize("order", ordered.ORDERS)
 def test_zeros_have_their_sign(order: str) -> None:
-    """Where sums are subnormal: among the zeros are some of either sign, and at the end of K, too, none changes it."""
+    """Where sums are subnormal: among the zeros are some of either sign, and at the end of K, too,
+    none changes it."""
     random, native_ops = torch.Generator().manual_seed(6), get_ops("native", f"bitwise-{order}")
     for inner in (160, 288, 320, 416, 512):
-        a, b = (torch.ldexp(draw(random, rows, inner), torch.tensor(-64)).bfloat16() for rows in (64, 64))
+        a, b = (
+            torch.ldexp(draw(random, rows, inner), torch.tensor(-64)).bfloat16()
+            for rows in (64, 64)
+        )
         wanted = REFERENCE[order].product(a, b, None, torch.float32)
         assert same(native_ops.product(a, b, None, torch.float32), wanted)
         zeros = wanted[wanted == 0].signbit()
@@ -233,10 +275,15 @@ def test_zeros_have_their_sign(order: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_shapes_agree_on_every_instruction_set(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any shape and data, one thread and two: the same bits as the portable code, which the test above holds."""
+def test_random_shapes_agree_on_every_instruction_set(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any shape and data, one thread and two: the same bits as the portable code, which the test
+    above holds."""
     random = torch.Generator().manual_seed(100 + seed)
-    rows, columns, inner = (int(torch.randint(1, top, (1,), generator=random)) for top in (300, 400, 700))
+    rows, columns, inner = (
+        int(torch.randint(1, top, (1,), generator=random)) for top in (300, 400, 700)
+    )
     rows = rows if seed % 2 else rows % 8 + 1
     x, y = (DATA[seed % 5](random, n, inner) for n in (rows, columns))
     pairs = [(x, y), *(quantized(x, y) if seed % 5 < 4 else [])]
@@ -246,12 +293,16 @@ def test_random_shapes_agree_on_every_instruction_set(seed: int, monkeypatch: py
         for isa in sets:
             for count in (1, 2):
                 with threads(count):
-                    assert same(native(monkeypatch, order, isa).product(a, b, None, torch.float32), wanted)
+                    assert same(
+                        native(monkeypatch, order, isa).product(a, b, None, torch.float32), wanted
+                    )
 
 
 @pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
 @pytest.mark.parametrize(("order", "isa"), HERE)
-def test_a_row_is_the_same_in_every_batch(order: str, isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_the_same_in_every_batch(
+    order: str, isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone, and at every place of batches of 1 to 300 rows."""
     ops, x, y = native(monkeypatch, order, isa), draw(6, 300, 400), draw(7, 200, 400)
     scale = "ue8m0" if kind == "folded" else "fp32"
@@ -271,32 +322,50 @@ def test_a_row_is_the_same_in_every_batch(order: str, isa: str, kind: str, monke
 
 @pytest.mark.parametrize("data", [plain, wide, cancelling])
 @pytest.mark.parametrize("order", ordered.ORDERS)
-def test_the_error_of_a_sum_is_bounded(order: str, data: Callable[[torch.Generator, int, int], Tensor]) -> None:
-    """γ(17 + ⌈K / 32⌉) · Σ|a·b|, or γ(128 + ⌈K / 128⌉), element by element, and BF16 rounds on top of it. The control:
-    some errors are more than a hundredth of the bound, or of a longer chain's a two-thousandth, so that it is not
-    idle."""
+def test_the_error_of_a_sum_is_bounded(
+    order: str, data: Callable[[torch.Generator, int, int], Tensor]
+) -> None:
+    """γ(17 + ⌈K / 32⌉) · Σ|a·b|, or γ(128 + ⌈K / 128⌉), element by element, and BF16 rounds on top
+    of it. The control: some errors are more than a hundredth of the bound, or of a longer chain's a
+    two-thousandth, so that it is not idle."""
     random, ops = torch.Generator().manual_seed(9), get_ops("native", f"bitwise-{order}")
     for inner in (32, 100, 1024):
         a, b = data(random, 40, inner), data(random, 60, inner)
         wide_a, wide_b = a.double(), b.double()
         error = (ops.product(a, b, None, torch.float32).double() - wide_a @ wide_b.t()).abs()
         roundings = 17 + -(-inner // 32) if order == TDP32 else min(inner, 128) + -(-inner // 128)
-        bound = roundings * 2.0**-24 / (1 - roundings * 2.0**-24) * (wide_a.abs() @ wide_b.abs().t())
-        bound += inner * 2.0**-53 * (wide_a.abs() @ wide_b.abs().t())  # of the float64 product that it is compared with
+        bound = (
+            roundings * 2.0**-24 / (1 - roundings * 2.0**-24) * (wide_a.abs() @ wide_b.abs().t())
+        )
+        bound += (
+            inner * 2.0**-53 * (wide_a.abs() @ wide_b.abs().t())
+        )  # of the float64 product that it is compared with
         assert bool((error <= bound).all())
         assert data is cancelling or bool((error > bound / (100 if order == TDP32 else 2000)).any())
         rounded = ops.product(a, b).double()
-        assert bool(((rounded - wide_a @ wide_b.t()).abs() <= bound + (rounded.abs() + bound) * 2.0**-8).all())
+        assert bool(
+            (
+                (rounded - wide_a @ wide_b.t()).abs() <= bound + (rounded.abs() + bound) * 2.0**-8
+            ).all()
+        )
 
 
 def test_other_products_stay_exact() -> None:
-    """FP32 operands, and FP8 codes with FP32 scales against BF16: the bits of `exact`. The control: BF16 operands."""
+    """FP32 operands, and FP8 codes with FP32 scales against BF16: the bits of `exact`. The control:
+    BF16 operands."""
     ops, x, y = get_ops("native"), draw(10, 9, 200), draw(11, 33, 200)
     scaled = quantize(y, QuantSpec(E4M3, "128x128", "fp32"))
     for a, b in ((x.float(), y.float()), (x.float(), y), (x, scaled)):
-        assert same(ops.product(a, b, None, torch.float32), EXACT.product(a, b, None, torch.float32))
-        assert same(ops.product(a, ops.prepare(b), None, torch.float32), EXACT.product(a, b, None, torch.float32))
-    assert not same(ops.product(x, y, None, torch.float32), EXACT.product(x, y, None, torch.float32))
+        assert same(
+            ops.product(a, b, None, torch.float32), EXACT.product(a, b, None, torch.float32)
+        )
+        assert same(
+            ops.product(a, ops.prepare(b), None, torch.float32),
+            EXACT.product(a, b, None, torch.float32),
+        )
+    assert not same(
+        ops.product(x, y, None, torch.float32), EXACT.product(x, y, None, torch.float32)
+    )
 
 
 def test_the_mode_of_the_thread_is_restored() -> None:
@@ -311,18 +380,26 @@ def test_the_mode_of_the_thread_is_restored() -> None:
 
 @pytest.mark.parametrize(("order", "isa"), HERE)
 def test_the_self_test_passes(order: str, isa: str) -> None:
-    assert build.library().isobit_ordered_self_test(ordered.ISAS.index(isa), ordered.ORDERS.index(order)) == 0
+    assert (
+        build.library().isobit_ordered_self_test(
+            ordered.ISAS.index(isa), ordered.ORDERS.index(order)
+        )
+        == 0
+    )
 
 
 def test_the_self_test_tells_the_orders_apart() -> None:
-    """Its control: where there is an instruction for one order, asked for the other it has not the bits."""
+    """Its control: where there is an instruction for one order, asked for the other it has not the
+    bits."""
     lib, bf16 = build.library(), ordered.ISAS.index("avx512_bf16")
     if "avx512_bf16" not in SETS[VDP32]:
         pytest.skip("this processor has no AVX512-BF16")
     assert lib.isobit_ordered_self_test(bf16, ordered.ORDERS.index(TDP32)) > 0
 
 
-def test_the_default_is_the_order_of_the_processors_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_the_order_of_the_processors_instruction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     zen4 = {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi"}
     for features, wanted in (
         (zen4, VDP32),
@@ -331,7 +408,9 @@ def test_the_default_is_the_order_of_the_processors_instruction(monkeypatch: pyt
         (set(), TDP32),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(consistency, "processor_features", lambda features=features: frozenset(features))
+            patch.setattr(
+                consistency, "processor_features", lambda features=features: frozenset(features)
+            )
             default_order.cache_clear()
             assert default_order() == wanted
     default_order.cache_clear()
@@ -339,7 +418,10 @@ def test_the_default_is_the_order_of_the_processors_instruction(monkeypatch: pyt
     assert ("avx512_bf16" in SETS[VDP32]) <= ("avx512_bf16" in processor_features())
 
 
-_TDP32 = ("add(sum[r][p], add(even[r][p], odd[r][p]))", "add(add(sum[r][p], even[r][p]), odd[r][p])")
+_TDP32 = (
+    "add(sum[r][p], add(even[r][p], odd[r][p]))",
+    "add(add(sum[r][p], even[r][p]), odd[r][p])",
+)
 WRONG = {
     TDP32: {"product/ordered_kernel.h": _TDP32, "product/ordered_registers.h": _TDP32},
     VDP32: {
@@ -351,21 +433,30 @@ WRONG = {
         "product/ordered_bf16.cpp": (": add(before, sum[r][p])", ": add(sum[r][p], sum[r][p])"),
     },
 }
-"""Each chain added to the sum by itself; the products of a pair exchanged, and what is before a block forgotten."""
+"""Each chain added to the sum by itself; the products of a pair exchanged, and what is before a
+block forgotten."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ordered.ORDERS)
-def test_the_self_test_notices_another_order(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its negative control: a library with WRONG sums. The other order of the same library is right."""
+def test_the_self_test_notices_another_order(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its negative control: a library with WRONG sums. The other order of the same library is
+    right."""
     changed_copies(tmp_path, WRONG[order])
     library = library_of(PRODUCTS, tmp_path, "-O0", monkeypatch, tmp_path)
     for number, other in enumerate(ordered.ORDERS):
-        found = {isa: library.isobit_ordered_self_test(ordered.ISAS.index(isa), number) for isa in SETS[other]}
+        found = {
+            isa: library.isobit_ordered_self_test(ordered.ISAS.index(isa), number)
+            for isa in SETS[other]
+        }
         assert all((count > 0) == (other == order) for count in found.values()), found
 
 
-def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_self_test_and_an_unknown_set_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Wrong:
         _name = str(tmp_path / "library.so")
 
@@ -380,9 +471,16 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
     ordered._chosen.cache_clear()
     try:
         for name, message in (
-            ("portable", "7 sums by portable differ from scalar ones; set ISOBIT_ISA=portable, or consistency: exact"),
+            (
+                "portable",
+                "7 sums by portable differ from scalar ones; set ISOBIT_ISA=portable, or "
+                "consistency: exact",
+            ),
             ("amx", "ISOBIT_ISA=amx: this processor"),
-            ("avx512_bf16", "it adds in the order vdp32 and not in tdp32; set consistency: bitwise-vdp32"),
+            (
+                "avx512_bf16",
+                "it adds in the order vdp32 and not in tdp32; set consistency: bitwise-vdp32",
+            ),
             ("sse", "ISOBIT_ISA=sse: choose from portable, neon, avx2, avx512, amx, avx512_bf16"),
         ):
             monkeypatch.setenv("ISOBIT_ISA", name)
@@ -401,7 +499,8 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
 def test_experts_together_have_the_bits_of_each_alone(
     form: str, order: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few rows and many, none at all, and several threads. The control: another expert's matrix."""
+    """With few rows and many, none at all, and several threads. The control: another expert's
+    matrix."""
     random = torch.Generator().manual_seed(5)
     ops, counts, outputs, inputs = native(monkeypatch, order, isa), (3, 0, 1, 40, 0, 17), 136, 384
     x = wide(random, sum(counts), inputs)
@@ -410,12 +509,17 @@ def test_experts_together_have_the_bits_of_each_alone(
     if form != "bf16":
         scale = form.split()[1]
         a = quantize(x, QuantSpec(E4M3, "1x128", scale))
-        weights = [quantize(w, QuantSpec(E4M3, "128x128", scale)) for w in weights if isinstance(w, Tensor)]
+        weights = [
+            quantize(w, QuantSpec(E4M3, "128x128", scale)) for w in weights if isinstance(w, Tensor)
+        ]
     stacked = Stacked.of(weights, len(weights))
     prepared = replace(stacked, prepared=tuple(ops.prepare(weight) for weight in stacked.experts))
     bounds = [0, *accumulate(counts)]
     offsets = torch.tensor(bounds)
-    alone = [ops.product(rows_of(a, lo, hi), w, None, torch.float32) for w, (lo, hi) in zip(weights, pairwise(bounds))]
+    alone = [
+        ops.product(rows_of(a, lo, hi), w, None, torch.float32)
+        for w, (lo, hi) in zip(weights, pairwise(bounds))
+    ]
     for given in (stacked, prepared):
         for count in (1, 2, 5):
             with threads(count):
@@ -426,9 +530,12 @@ def test_experts_together_have_the_bits_of_each_alone(
     bias = wide(random, len(counts), outputs)
     found = ops.grouped_product(a, replace(prepared, bias=bias), offsets, torch.float32)
     biased = [
-        ops.product(rows_of(a, lo, hi), w, b, torch.float32) for w, b, (lo, hi) in zip(weights, bias, pairwise(bounds))
+        ops.product(rows_of(a, lo, hi), w, b, torch.float32)
+        for w, b, (lo, hi) in zip(weights, bias, pairwise(bounds))
     ]
     assert same(found, torch.cat(biased))
     assert not same(found, torch.cat(alone))
-    none = ops.grouped_product(rows_of(a, 0, 0), stacked, torch.zeros(7, dtype=torch.int64), torch.float32)
+    none = ops.grouped_product(
+        rows_of(a, 0, 0), stacked, torch.zeros(7, dtype=torch.int64), torch.float32
+    )
     assert none.shape == (0, outputs)

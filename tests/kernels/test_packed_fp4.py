@@ -1,5 +1,6 @@
-"""Products of weights with two codes to a byte: the bits of the same weights a byte a code, on both CPU backends, and
-never the whole weight unpacked. The control everywhere is the weight with the halves of its bytes exchanged."""
+"""Products of weights with two codes to a byte: the bits of the same weights a byte a code, on both
+CPU backends, and never the whole weight unpacked. The control everywhere is the weight with the
+halves of its bytes exchanged."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Ops, Stacked, get_ops, grouped_input_gradient, inference_engine_ops, input_gradient
+from isobit.kernels import (
+    Ops,
+    Stacked,
+    get_ops,
+    grouped_input_gradient,
+    inference_engine_ops,
+    input_gradient,
+)
 from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.matrices import Operand
 from isobit.kernels.native import available
@@ -39,12 +47,18 @@ def matrices(seed: int, rows: int, columns: int) -> tuple[QTensor, PackedFP4, Pa
 
 def activations(rows: int, inner: int) -> dict[str, Operand]:
     x = draw(2, rows, inner, spread=1.0)
-    return {"bf16": x, "fp32": x.float() * 1.1, "nvfp4": quantize(x, ROW), "mxfp8": quantize(x, OTHER)}
+    return {
+        "bf16": x,
+        "fp32": x.float() * 1.1,
+        "nvfp4": quantize(x, ROW),
+        "mxfp8": quantize(x, OTHER),
+    }
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Elements that were unpacked at a time; parts are small, so that small weights have several."""
+    """Elements that were unpacked at a time; parts are small, so that small weights have
+    several."""
     seen: list[int] = []
     unpacked = packed_fp4.unpacked
 
@@ -60,7 +74,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("consistency", ["bitwise", "exact", "fast"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_products_have_the_bits_of_a_byte_a_code(backend: str, consistency: str, parts: list[int]) -> None:
+def test_products_have_the_bits_of_a_byte_a_code(
+    backend: str, consistency: str, parts: list[int]
+) -> None:
     """Under `fast`, which promises no bits, to a float32's rounding."""
     ops = get_ops(backend, consistency)
     for rows, columns, inner in SHAPES:
@@ -69,7 +85,8 @@ def test_products_have_the_bits_of_a_byte_a_code(backend: str, consistency: str,
         for name, a in activations(rows, inner).items():
             for out in OUTPUTS:
                 for added in (None, bias):
-                    wanted, ours = ops.product(a, wide, added, out), ops.product(a, found, added, out)
+                    wanted = ops.product(a, wide, added, out)
+                    ours = ops.product(a, found, added, out)
                     if consistency == "fast":
                         torch.testing.assert_close(ours, wanted)
                     else:
@@ -80,7 +97,8 @@ def test_products_have_the_bits_of_a_byte_a_code(backend: str, consistency: str,
 
 @needs_native
 def test_c_reads_nibbles_as_they_are_stored(parts: list[int]) -> None:
-    """Against plain activations and codes in blocks of 16 nothing is unpacked before; the control has other blocks."""
+    """Against plain activations and codes in blocks of 16 nothing is unpacked before; the control
+    has other blocks."""
     ops = get_ops("native")
     _, found, _ = matrices(1, 40, 304)
     given = activations(9, 304)
@@ -105,7 +123,9 @@ def test_rows_are_independent_and_threads_change_nothing() -> None:
 
 @needs_native
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
-def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_has_these_bits(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops, other = NativeOps("exact"), NativeOps("exact")
     other.lib = library_of(("product/product.cpp",), tmp_path, f"-O1 {flags}", monkeypatch)
     for rows, columns, inner in SHAPES:
@@ -118,7 +138,9 @@ def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("consistency", ["bitwise", "exact"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_inputs_have_the_bits_of_a_byte_a_code(backend: str, consistency: str, parts: list[int]) -> None:
+def test_gradients_of_inputs_have_the_bits_of_a_byte_a_code(
+    backend: str, consistency: str, parts: list[int]
+) -> None:
     """dy · W over W's values in dy's type, of some columns of W at a time."""
     ops = get_ops(backend, consistency)
     wide, found, wrong = matrices(1, 130, 304)
@@ -132,7 +154,9 @@ def test_gradients_of_inputs_have_the_bits_of_a_byte_a_code(backend: str, consis
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_experts_have_the_bits_of_a_byte_a_code(backend: str, biased: bool, parts: list[int]) -> None:
+def test_experts_have_the_bits_of_a_byte_a_code(
+    backend: str, biased: bool, parts: list[int]
+) -> None:
     ops: Ops = get_ops(backend)
     three = [matrices(seed, 40, 96) for seed in range(3)]
     wide, found, wrong = (Stacked.of(each, 3) for each in zip(*three))
@@ -159,5 +183,7 @@ def test_a_separate_engine_multiplies_them(backend: str) -> None:
     wide, found, wrong = matrices(1, 130, 304)
     for a in activations(9, 304).values():
         wanted = ops.product(a, wide, None, torch.float32)
-        torch.testing.assert_close(ops.product(a, found, None, torch.float32), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ops.product(a, found, None, torch.float32), wanted, rtol=1e-5, atol=1e-5
+        )
         assert not torch.allclose(ops.product(a, wrong, None, torch.float32), wanted, rtol=0.1)

@@ -1,5 +1,6 @@
-"""Unnormalized probabilities in E4M3 on a CPU: against plain float64, C++ against the definition bit for bit, and rows
-in chunks and in decoding, also where the last place of a score decides a code."""
+"""Unnormalized probabilities in E4M3 on a CPU: against plain float64, C++ against the definition
+bit for bit, and rows in chunks and in decoding, also where the last place of a score decides a
+code."""
 
 import math
 from decimal import Decimal, getcontext
@@ -23,13 +24,18 @@ from .helpers import draw, same, threads
 from .libraries import ROWS, library_of
 from .test_windows import ENGINES, LEARNERS, LENGTHS, SCALE, STORES, operators, problem
 
-VALUES = [float(x) / 256 for x in torch.arange(121, dtype=torch.uint8).view(torch.float8_e4m3fn).double()]
+VALUES = [
+    float(x) / 256 for x in torch.arange(121, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+]
 """What a weight may become: the numbers of E4M3 up to 2^8, over 2^8."""
 Problem = tuple[Tensor, KVStore, Layout]
 
 
-def plain(given: tuple[Tensor, Tensor, KVStore, Layout], window: int, rounded: bool) -> tuple[Tensor, ...]:
-    """(out, dq, dk) in float64 from every pair of rows that see each other; straight through the rounding."""
+def plain(
+    given: tuple[Tensor, Tensor, KVStore, Layout], window: int, rounded: bool
+) -> tuple[Tensor, ...]:
+    """(out, dq, dk) in float64 from every pair of rows that see each other; straight through the
+    rounding."""
     q, dout, store, layout = given
     group = q.shape[1] // store.k.shape[1]
     query, key, value = (x.double().requires_grad_() for x in (q, *store.gather(layout.slots)))
@@ -44,13 +50,16 @@ def plain(given: tuple[Tensor, Tensor, KVStore, Layout], window: int, rounded: b
         values = torch.tensor(VALUES, dtype=torch.float64)
         middles = (values[1:] + values[:-1]) / 2
         mixing = weights + (values[torch.bucketize(weights.detach(), middles)] - weights.detach())
-    out = torch.einsum("hts,shd->thd", mixing, value.repeat_interleave(group, 1)) / weights.sum(-1).t().unsqueeze(-1)
+    out = torch.einsum("hts,shd->thd", mixing, value.repeat_interleave(group, 1)) / weights.sum(
+        -1
+    ).t().unsqueeze(-1)
     return out.detach(), *torch.autograd.grad(out, (query, key), dout.double())
 
 
 def hard(cache: str = "fp32", dim: int = 48, heads: int = 4, length: int = 48) -> Problem:
-    """Every score but the first is within some units in the last place of a boundary between two codes, and is a sum of
-    large numbers that cancel; values are unit vectors, so that a result shows one weight."""
+    """Every score but the first is within some units in the last place of a boundary between two
+    codes, and is a sum of large numbers that cancel; values are unit vectors, so that a result
+    shows one weight."""
     random = torch.Generator().manual_seed(3)
     count = (dim - 3) // 2
     ends = boundaries()[torch.randint(0, 120, (length, heads), generator=random)]
@@ -115,7 +124,8 @@ def test_weights_are_rounded_after_their_sum(backend: str, level: str, cache: st
 
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 def test_the_gradient_goes_straight_through(backend: str, level: str) -> None:
-    """That of queries and keys, where the result that was rounded is part of it. The control: without rounding."""
+    """That of queries and keys, where the result that was rounded is part of it. The control:
+    without rounding."""
     given, ops = problem("fp32", (4, 2, 16), LENGTHS), operators(backend, level)
     q, dout, store, layout = given
     found = []
@@ -131,13 +141,17 @@ def test_the_gradient_goes_straight_through(backend: str, level: str) -> None:
 
 @pytest.mark.parametrize("cache", STORES)
 def test_native_is_the_definition_bit_for_bit(cache: str) -> None:
-    """With sinks, under a window, and where one row is read as it is stored. The control: weights as they are."""
+    """With sinks, under a window, and where one row is read as it is stored. The control: weights
+    as they are."""
     native, reference = operators("native", "bitwise"), operators("reference", "bitwise")
     for heads, window in (((8, 1, 16), None), ((8, 4, 20), 33), ((8, 8, 16), 1)):
         q, _, store, layout = problem(cache, heads, LENGTHS)
         sinks = torch.tensor([-1e30, -80.0, -1.5, 0.0, 0.75, 3.0, 40.0, 300.0])
         for some in (sinks,) if window else (None, sinks):
-            found, wanted = (ops.attention(q, store, layout, SCALE, window, some, E4M3) for ops in (native, reference))
+            found, wanted = (
+                ops.attention(q, store, layout, SCALE, window, some, E4M3)
+                for ops in (native, reference)
+            )
             assert all(map(same, found, wanted)), (heads, window)
             other = native.attention(q, store, layout, SCALE, window, some)
             assert same(found[1], other[1])
@@ -148,9 +162,11 @@ def test_native_is_the_definition_bit_for_bit(cache: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_the_last_place_of_a_score_decides_in_one_order(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact level: C++ and the reference have the codes of scores in lanes, by the exact exp. The controls: in the
-    order of a tree, or of the BLAS, some codes are others."""
+def test_the_last_place_of_a_score_decides_in_one_order(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact level: C++ and the reference have the codes of scores in lanes, by the exact exp. The
+    controls: in the order of a tree, or of the BLAS, some codes are others."""
     q, store, layout = hard(heads=heads)
     found, wanted = (
         operators(backend, "exact").attention(q, store, layout, 1.0, None, None, E4M3)[0]
@@ -161,12 +177,15 @@ def test_the_last_place_of_a_score_decides_in_one_order(heads: int, monkeypatch:
     ops = operators("reference", "exact")
     monkeypatch.setattr(implementation, "lane_sum", partial(tree_sum, dim=1))
     assert not near(ops.attention(q, store, layout, 1.0, None, None, E4M3)[0], wanted)
-    monkeypatch.setattr(implementation, "uncertain", lambda shifted, _: torch.zeros_like(shifted[..., 0]).bool())
+    monkeypatch.setattr(
+        implementation, "uncertain", lambda shifted, _: torch.zeros_like(shifted[..., 0]).bool()
+    )
     assert not near(ops.attention(q, store, layout, 1.0, None, None, E4M3)[0], wanted)
 
 
 def _by_hand(q: Tensor, store: KVStore, layout: Layout) -> Tensor:
-    """The last row's weights over their sum, of one key after the other: scores in eight lanes of Python's numbers."""
+    """The last row's weights over their sum, of one key after the other: scores in eight lanes of
+    Python's numbers."""
     getcontext().prec = 40
     keys, _ = store.gather(layout.slots)
     rows = []
@@ -187,7 +206,8 @@ def _by_hand(q: Tensor, store: KVStore, layout: Layout) -> Tensor:
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 @pytest.mark.parametrize("case", ["hard", "e4m3"])
 def test_decoding_chunks_and_packed_rows_agree(backend: str, level: str, case: str) -> None:
-    """Also where the last place of a score decides a code. The control: weights that are not rounded."""
+    """Also where the last place of a score decides a code. The control: weights that are not
+    rounded."""
     ops, length = operators(backend, level), 200 if case == "e4m3" else 48
     if case == "hard":
         (q, store, layout), scale = hard(), 1.0
@@ -195,7 +215,9 @@ def test_decoding_chunks_and_packed_rows_agree(backend: str, level: str, case: s
         (q, _, store, layout), scale = problem("e4m3", (4, 1, 20), [length]), SCALE
     out, lse = ops.attention(q, store, layout, scale, None, None, E4M3)
     table = torch.randperm(70, generator=torch.Generator().manual_seed(2)).view(1, -1).int()
-    paged = KVStore.allocate(210, store.k.shape[1], q.shape[2], store.kv, BF16 if store.kv else FP32)
+    paged = KVStore.allocate(
+        210, store.k.shape[1], q.shape[2], store.kv, BF16 if store.kv else FP32
+    )
     everything = Layout.build([length], [0], table, 3)
     for name in ("k", "v", "k_scale", "v_scale"):
         if getattr(store, name) is not None:
@@ -221,7 +243,9 @@ def test_another_rounding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
-def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_builds_have_the_same_bits(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bitwise in every bit; exact in every code. The control: a boundary that lies elsewhere."""
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
@@ -232,7 +256,9 @@ def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch
         ops.lib = library
     for cache in STORES:
         q, _, store, layout = problem(cache, (4, 2, 20), LENGTHS)
-        found, wanted = (at["bitwise"].attention(q, store, layout, SCALE, 33, None, E4M3) for at in (other, here))
+        found, wanted = (
+            at["bitwise"].attention(q, store, layout, SCALE, 33, None, E4M3) for at in (other, here)
+        )
         assert all(map(same, found, wanted))
     q, store, layout = hard()
     given = q, store, layout, 1.0, None, None, E4M3

@@ -1,4 +1,5 @@
-"""The product: against rational arithmetic, the same bits in every batch, and gradients; with negative controls."""
+"""The product: against rational arithmetic, the same bits in every batch, and gradients; with
+negative controls."""
 
 import math
 from fractions import Fraction
@@ -27,7 +28,8 @@ def scale_of(operand: QTensor, row: int, block: int) -> Fraction:
 
 
 def definition(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """Element by element: exact block sums in rational arithmetic, float64 products and additions, one rounding."""
+    """Element by element: exact block sums in rational arithmetic, float64 products and additions,
+    one rounding."""
     codes_a, codes_b = a.data.double().tolist(), b.data.double().tolist()
     result = torch.empty(a.shape[0], b.shape[0], dtype=out)
     for i, left in enumerate(codes_a):
@@ -58,14 +60,20 @@ def test_fp8_product_is_its_definition(form: Format, granularity: str, scale: st
 
 
 def test_known_answers() -> None:
-    """Ones times ones count the columns; a code of 448 keeps the scales at 1, so that sums are those of the codes."""
+    """Ones times ones count the columns; a code of 448 keeps the scales at 1, so that sums are
+    those of the codes."""
     ones = torch.ones(2, 300)
-    assert REFERENCE.product(quantize(ones, ROW), quantize(ones, WEIGHT)).tolist() == [[300.0, 300.0]] * 2
+    assert (
+        REFERENCE.product(quantize(ones, ROW), quantize(ones, WEIGHT)).tolist()
+        == [[300.0, 300.0]] * 2
+    )
     a = torch.zeros(1, 130)
     a[0, [0, 1, 128]] = torch.tensor([448.0, 2.0, 448.0])
     b = torch.zeros(1, 130)
     b[0, [0, 1, 129]] = torch.tensor([448.0, -3.0, 448.0])
-    product = REFERENCE.product(quantize(a, ROW), quantize(b, ROW), torch.tensor([0.5]), torch.float32)
+    product = REFERENCE.product(
+        quantize(a, ROW), quantize(b, ROW), torch.tensor([0.5]), torch.float32
+    )
     assert product.item() == 448 * 448 - 6 + 0.5
 
 
@@ -82,24 +90,45 @@ def test_block_sums_are_exact_where_they_need_every_bit() -> None:
 
 
 def test_e5m2_blocks_are_rounded_once_at_their_most_difficult() -> None:
-    """Products of 57,344 · 448 that cancel, among ones of 2^-25: on the way the exact sum needs 56 bits."""
+    """Products of 57,344 · 448 that cancel, among ones of 2^-25: on the way the exact sum needs 56
+    bits."""
     random = torch.Generator().manual_seed(5)
-    a = torch.cat([torch.full((40, 60), 57344.0), torch.full((40, 60), -57344.0), torch.full((40, 8), 2.0**-16)], 1)
+    a = torch.cat(
+        [
+            torch.full((40, 60), 57344.0),
+            torch.full((40, 60), -57344.0),
+            torch.full((40, 8), 2.0**-16),
+        ],
+        1,
+    )
     b = torch.cat([torch.full((30, 120), 448.0), torch.full((30, 8), 2.0**-9)], 1)
     a[:, 120:] *= torch.randint(1, 4, (40, 8), generator=random)
     b[:, 120:] *= torch.randint(1, 8, (30, 8), generator=random)
     order = torch.randperm(128, generator=random)
     a, b = a[:, order], b[:, order]
-    product = REFERENCE.product(quantize(a, QuantSpec(E5M2, "1x128")), quantize(b, ROW), None, torch.float32)
-    sums = [[math.fsum(x * y for x, y in zip(left, right)) for right in b.tolist()] for left in a.tolist()]
+    product = REFERENCE.product(
+        quantize(a, QuantSpec(E5M2, "1x128")), quantize(b, ROW), None, torch.float32
+    )
+    sums = [
+        [math.fsum(x * y for x, y in zip(left, right)) for right in b.tolist()]
+        for left in a.tolist()
+    ]
     assert same(product, torch.tensor(sums, dtype=torch.float64).float())
-    assert not same(product, (a.double() @ b.double().t()).float())  # the control: in one piece it is not exact
+    assert not same(
+        product, (a.double() @ b.double().t()).float()
+    )  # the control: in one piece it is not exact
 
 
 @pytest.mark.parametrize("out", DTYPES)
 def test_plain_products_are_rounded_once(out: torch.dtype) -> None:
-    for dtype_a, dtype_b in ((torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)):
-        a, b, bias = draw(6, 4, 100, dtype=dtype_a), draw(7, 5, 100, dtype=dtype_b), draw(8, 5, dtype=dtype_a)
+    for dtype_a, dtype_b in (
+        (torch.bfloat16,) * 2,
+        (torch.float32,) * 2,
+        (torch.bfloat16, torch.float32),
+    ):
+        a = draw(6, 4, 100, dtype=dtype_a)
+        b = draw(7, 5, 100, dtype=dtype_b)
+        bias = draw(8, 5, dtype=dtype_a)
         rows = [[(x, y) for y in b.tolist()] for x in a.tolist()]
         sums = [[math.fsum(p * q for p, q in zip(x, y)) for x, y in row] for row in rows]
         for added in (None, bias):
@@ -149,11 +178,18 @@ def test_rows_are_the_same_in_every_batch(kind: str) -> None:
     for count in (1, 2):
         with threads(count):
             for rows in range(1, 258):
-                assert same(REFERENCE.product(activation(kind, x[:rows]), w, None, torch.float32), whole[:rows])
-                alone = REFERENCE.product(activation(kind, x[rows - 1 : rows]), w, None, torch.float32)
+                assert same(
+                    REFERENCE.product(activation(kind, x[:rows]), w, None, torch.float32),
+                    whole[:rows],
+                )
+                alone = REFERENCE.product(
+                    activation(kind, x[rows - 1 : rows]), w, None, torch.float32
+                )
                 assert same(alone, whole[rows - 1 : rows])
             order = torch.randperm(257, generator=torch.Generator().manual_seed(count))
-            assert same(REFERENCE.product(activation(kind, x[order]), w, None, torch.float32), whole[order])
+            assert same(
+                REFERENCE.product(activation(kind, x[order]), w, None, torch.float32), whole[order]
+            )
 
 
 def test_one_scale_for_the_batch_is_noticed() -> None:
@@ -165,7 +201,8 @@ def test_one_scale_for_the_batch_is_noticed() -> None:
 
 
 def test_float32_sums_are_noticed() -> None:
-    """The second one: the same codes summed in float32 depend on the batch, and differ from the definition."""
+    """The second one: the same codes summed in float32 depend on the batch, and differ from the
+    definition."""
     x, w = draw(13, 257, 1024, spread=1.0), quantize(draw(14, 512, 1024), WEIGHT)
     a, b = quantize(x, ROW).dequantize(), w.dequantize()
     whole = a @ b.t()
@@ -182,7 +219,9 @@ def test_float32_sums_are_noticed() -> None:
     st.sampled_from(["ue8m0", "fp32"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_slice_of_any_product(rows: int, columns: int, inner: int, seed: int, scale: str) -> None:
+def test_any_slice_of_any_product(
+    rows: int, columns: int, inner: int, seed: int, scale: str
+) -> None:
     """Rows and columns of ragged products do not depend on their neighbours."""
     a = draw(seed, rows, inner, spread=3.0)
     b = quantize(draw(seed + 1, columns, inner, spread=3.0), QuantSpec(E4M3, "1x128", scale))
@@ -202,7 +241,10 @@ def test_fast_is_the_product_of_pytorch() -> None:
     assert same(FAST.product(a, b, bias), expected)
     mixed = functional.linear(x, b.dequantize().bfloat16()).float()
     assert same(FAST.product(x.float(), b, None, torch.float32), mixed)
-    assert same(FAST.product(x.float(), w.float(), None, torch.float32), functional.linear(x.float(), w.float()))
+    assert same(
+        FAST.product(x.float(), w.float(), None, torch.float32),
+        functional.linear(x.float(), w.float()),
+    )
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2])
@@ -216,17 +258,23 @@ def test_gradients_are_those_of_the_dequantized_operands(form: Format) -> None:
     w = weight.dequantize().double().requires_grad_()
     x = quantize(saved, QuantSpec(E4M3, "128x1")).dequantize().double().requires_grad_()
     y = x @ w.t()
-    (dx,) = torch.autograd.grad(y, x, quantize(dy, along_columns).dequantize().double(), retain_graph=True)
+    (dx,) = torch.autograd.grad(
+        y, x, quantize(dy, along_columns).dequantize().double(), retain_graph=True
+    )
     (dw,) = torch.autograd.grad(y, w, quantize(dy, along_tokens).dequantize().double())
 
     dgrad = REFERENCE.product(quantize(dy, along_columns), weight.transpose(), None, torch.float32)
     torch.testing.assert_close(dgrad.double(), dx, rtol=2**-23, atol=1e-10)
     activation = quantize(saved, QuantSpec(E4M3, "128x1")).transpose()
-    wgrad = REFERENCE.product(quantize(dy, along_tokens).transpose(), activation, None, torch.float32)
+    wgrad = REFERENCE.product(
+        quantize(dy, along_tokens).transpose(), activation, None, torch.float32
+    )
     torch.testing.assert_close(wgrad.double(), dw, rtol=2**-23, atol=1e-10)
 
 
 def test_no_rows_and_too_few_columns() -> None:
-    assert REFERENCE.product(quantize(torch.zeros(0, 200), ROW), quantize(draw(21, 7, 200), WEIGHT)).shape == (0, 7)
+    assert REFERENCE.product(
+        quantize(torch.zeros(0, 200), ROW), quantize(draw(21, 7, 200), WEIGHT)
+    ).shape == (0, 7)
     with pytest.raises(AssertionError, match="200 and 100 columns"):
         REFERENCE.product(quantize(draw(22, 2, 200), ROW), quantize(draw(23, 2, 100), ROW))

@@ -1,5 +1,5 @@
-"""How the native library is compiled: warnings are errors for the tests and nothing to users; and which of a wheel's
-libraries a processor gets."""
+"""How the native library is compiled: warnings are errors for the tests and nothing to users; and
+which of a wheel's libraries a processor gets."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from isobit.kernels.native import build, recipe
-from isobit.kernels.native.recipe import HEADERS, HERE, LEVELS, SOURCES, WARNINGS, BuildFailed, compile_library
+from isobit.kernels.native.recipe import (
+    HEADERS,
+    HERE,
+    LEVELS,
+    SOURCES,
+    WARNINGS,
+    BuildFailed,
+    compile_library,
+)
 from tests.kernels.libraries import write
 
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
@@ -21,9 +29,12 @@ def test_the_recipe_names_every_file() -> None:
 
 @NONE
 @pytest.mark.parametrize("program", COMPILERS)
-def test_a_warning_is_an_error_here_and_no_hindrance_to_a_user(program: str, tmp_path: Path) -> None:
-    """Every source but one is empty, and that one compares signed with unsigned numbers. That all files compile without
-    a warning: `test_native_invariance.py`, which builds with `WARNINGS`, and below."""
+def test_a_warning_is_an_error_here_and_no_hindrance_to_a_user(
+    program: str, tmp_path: Path
+) -> None:
+    """Every source but one is empty, and that one compares signed with unsigned numbers. That all
+    files compile without a warning: `test_native_invariance.py`, which builds with `WARNINGS`, and
+    below."""
     for name in (*SOURCES, *HEADERS):
         write(tmp_path / name, "")
     (tmp_path / SOURCES[0]).write_text("bool less(int a, unsigned b) { return a < b; }\n")
@@ -39,11 +50,14 @@ def test_a_warning_is_an_error_here_and_no_hindrance_to_a_user(program: str, tmp
 @pytest.mark.slow
 @pytest.mark.skipif("clang++" not in COMPILERS, reason="clang++ is not here")
 def test_clang_has_no_warnings(tmp_path: Path) -> None:
-    compile_library(str(shutil.which("clang++")), tmp_path / "library.so", ["-O0"], [], everywhere=WARNINGS)
+    compile_library(
+        str(shutil.which("clang++")), tmp_path / "library.so", ["-O0"], [], everywhere=WARNINGS
+    )
 
 
 def test_a_processor_gets_the_best_library_that_it_can_run(tmp_path: Path) -> None:
-    """By its features; none where a library was made of other sources, or the features are too few."""
+    """By its features; none where a library was made of other sources, or the features are too
+    few."""
     for level in LEVELS:
         recipe.prebuilt(level, tmp_path).touch()
     best, other = LEVELS

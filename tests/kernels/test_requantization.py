@@ -1,4 +1,5 @@
-"""C++ beside the definition: codes along the other dimension, and what quantization does to a matrix."""
+"""C++ beside the definition: codes along the other dimension, and what quantization does to a
+matrix."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ SHAPES = ((1, 1), (3, 16), (127, 40), (128, 128), (129, 257), (300, 384), (513, 
 SCALES = ("fp32", "ue8m0")
 
 
-def coded(seed: int, shape: tuple[int, int], spec: QuantSpec, dtype: torch.dtype = torch.bfloat16) -> QTensor:
+def coded(
+    seed: int, shape: tuple[int, int], spec: QuantSpec, dtype: torch.dtype = torch.bfloat16
+) -> QTensor:
     return quantize(draw(seed, *shape, dtype=dtype, spread=2.0), spec)
 
 
@@ -29,7 +32,9 @@ def equal(a: QTensor, b: QTensor) -> bool:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("granularity", ["1x128", "row"])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_codes_along_the_tokens_are_those_of_the_values(granularity: str, scale: str, num_threads: int) -> None:
+def test_codes_along_the_tokens_are_those_of_the_values(
+    granularity: str, scale: str, num_threads: int
+) -> None:
     spec = QuantSpec(E4M3, granularity, scale)
     for seed, shape in enumerate(SHAPES):
         x = coded(seed, shape, spec)
@@ -44,16 +49,23 @@ def test_codes_along_the_tokens_are_those_of_the_values(granularity: str, scale:
 def test_other_codes_go_to_the_definition() -> None:
     spec = QuantSpec(E5M2, "1x128", "ue8m0")
     x = coded(3, (200, 100), spec)
-    assert equal(NATIVE.quantize_along_tokens(x, spec, "x"), REFERENCE.quantize_along_tokens(x, spec, "x"))
+    assert equal(
+        NATIVE.quantize_along_tokens(x, spec, "x"), REFERENCE.quantize_along_tokens(x, spec, "x")
+    )
     tiles = QuantSpec(E4M3, "128x128", "ue8m0")
     x = coded(4, (200, 100), tiles)
-    assert equal(NATIVE.quantize_along_tokens(x, tiles, "x"), REFERENCE.quantize_along_tokens(x, tiles, "x"))
+    assert equal(
+        NATIVE.quantize_along_tokens(x, tiles, "x"), REFERENCE.quantize_along_tokens(x, tiles, "x")
+    )
 
 
 def test_no_tokens_and_infinite_values() -> None:
     spec = QuantSpec(E4M3, "1x128", "fp32")
     none = coded(0, (0, 40), spec)
-    assert equal(NATIVE.quantize_along_tokens(none, spec, "x"), REFERENCE.quantize_along_tokens(none, spec, "x"))
+    assert equal(
+        NATIVE.quantize_along_tokens(none, spec, "x"),
+        REFERENCE.quantize_along_tokens(none, spec, "x"),
+    )
     x = coded(1, (130, 40), spec)
     huge = QTensor(x.data, torch.full_like(x.scale, 1e38), spec)
     with pytest.raises(NonFiniteError, match="tokens"):

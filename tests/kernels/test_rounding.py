@@ -32,16 +32,21 @@ def test_rounding_is_that_of_rational_arithmetic(value: float, dtype: torch.dtyp
     st.sampled_from([-1.0, 1.0]),
 )
 @settings(max_examples=500, deadline=None)
-def test_rounding_beside_the_middle_of_two_bfloat16(code: int, distance: float, side: float, sign: float) -> None:
+def test_rounding_beside_the_middle_of_two_bfloat16(
+    code: int, distance: float, side: float, sign: float
+) -> None:
     """Halfway and a little off it, where a rounding to float32 first would land on the tie."""
-    low, high = torch.tensor([code, code + 1], dtype=torch.int16).view(torch.bfloat16).double().tolist()
+    low, high = (
+        torch.tensor([code, code + 1], dtype=torch.int16).view(torch.bfloat16).double().tolist()
+    )
     value = sign * ((low + high) / 2 + side * distance * (high - low))
     result = round_once(torch.tensor([value], dtype=torch.float64), torch.bfloat16)
     assert float(result) == rounded(Fraction(value), torch.bfloat16)
 
 
 def test_a_cast_through_float32_is_two_roundings() -> None:
-    """The negative control: 1 + 2^-8 + 2^-40 is above the middle of 1 and 1 + 2^-7, but not in float32."""
+    """The negative control: 1 + 2^-8 + 2^-40 is above the middle of 1 and 1 + 2^-7, but not in
+    float32."""
     value = torch.tensor([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40], dtype=torch.float64)
     assert round_once(value, torch.bfloat16).tolist() == [1 + 2.0**-7, 1 + 2.0**-7]
     assert value.float().bfloat16().tolist() == [1.0, 1 + 2.0**-6]
@@ -49,7 +54,9 @@ def test_a_cast_through_float32_is_two_roundings() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_value_of_the_format_stays_what_it_is(dtype: torch.dtype) -> None:
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    )
     every = every[~every.isnan()].to(dtype)
     assert same(round_once(every.double(), dtype), every)
 

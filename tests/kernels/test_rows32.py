@@ -1,6 +1,6 @@
-"""The order `rows32-v1`: norms, gates and attention in float32. Its definition against rational arithmetic, C++ against
-the definition, rows alone and in any batch, and the error against float64, element by element; with negative
-controls."""
+"""The order `rows32-v1`: norms, gates and attention in float32. Its definition against rational
+arithmetic, C++ against the definition, rows alone and in any batch, and the error against float64,
+element by element; with negative controls."""
 
 import math
 from collections.abc import Callable
@@ -108,10 +108,13 @@ def problem(
 
 @pytest.mark.parametrize("low", [-140, -60, -4])
 def test_fused_multiply_adds_are_rounded_once(low: int) -> None:
-    """Against rational arithmetic, subnormal results too. The control: without the correction a sum is wrong that
-    float64 has rounded to what is halfway in float32."""
+    """Against rational arithmetic, subnormal results too. The control: without the correction a sum
+    is wrong that float64 has rounded to what is halfway in float32."""
     random = torch.Generator().manual_seed(2)
-    a, b = (torch.ldexp(plain(random, 3000), torch.randint(low // 2, 3, (3000,), generator=random)) for _ in range(2))
+    a, b = (
+        torch.ldexp(plain(random, 3000), torch.randint(low // 2, 3, (3000,), generator=random))
+        for _ in range(2)
+    )
     c = torch.ldexp(plain(random, 3000), torch.randint(low, 3, (3000,), generator=random))
     a[:99], b[:99] = 2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23)  # 2^-24 - 2^-70
     c[:99] = 1 + 2.0**-23 * torch.arange(99)
@@ -127,7 +130,9 @@ def test_fused_multiply_adds_are_rounded_once(low: int) -> None:
 def test_the_error_of_exp_is_bounded() -> None:
     """2^-22 where it is not 0, and exactly 1 at 0. The control: it is no correctly rounded exp."""
     random = torch.Generator().manual_seed(3)
-    x = torch.cat((torch.linspace(-87, 88, 2_000_001), torch.randn(1_000_000, generator=random) * 2.0**-8))
+    x = torch.cat(
+        (torch.linspace(-87, 88, 2_000_001), torch.randn(1_000_000, generator=random) * 2.0**-8)
+    )
     found, wanted = rows32.exp(x).double(), x.double().exp()
     error = ((found - wanted) / wanted).abs().max()
     assert 2.0**-24 < error < 2.0**-22
@@ -140,7 +145,10 @@ def test_the_error_of_exp_is_bounded() -> None:
 def test_the_error_of_log_is_bounded() -> None:
     random = torch.Generator().manual_seed(4)
     x = torch.cat(
-        (1 + torch.rand(200_000, generator=random).double(), 4096 * torch.rand(1000, generator=random).double())
+        (
+            1 + torch.rand(200_000, generator=random).double(),
+            4096 * torch.rand(1000, generator=random).double(),
+        )
     )
     assert bool(((rows32.log(x) - x.log()).abs() <= 2.0**-51 * x.log().abs() + 2.0**-54).all())
     assert rows32.log(torch.tensor([1.0, torch.inf]).double()).tolist() == [0.0, torch.inf]
@@ -158,7 +166,8 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
     random = torch.Generator().manual_seed(5)
     for count, columns in ((1, 1), (3, 64), (33, 512), (7, 100), (70, 130)):
         x, residual, dy = (data(random, count, columns).to(dtype) for _ in range(3))
-        weight, gate_up = plain(random, columns).to(dtype), (data(random, count, 2 * columns) * 8).to(dtype)
+        weight = plain(random, columns).to(dtype)
+        gate_up = (data(random, count, 2 * columns) * 8).to(dtype)
         gate_up[0, 0] = 200.0 if columns > 64 else -200.0
         for added in (None, residual):
             for ours, theirs in zip(
@@ -167,7 +176,8 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
                 assert same(ours, theirs)
         _, summed, rstd = native.rms_norm(x, weight, 1e-6, residual)
         for ours, theirs in zip(
-            native.rms_norm_backward(dy, summed, weight, rstd), reference.rms_norm_backward(dy, summed, weight, rstd)
+            native.rms_norm_backward(dy, summed, weight, rstd),
+            reference.rms_norm_backward(dy, summed, weight, rstd),
         ):
             assert same(ours, theirs)
         results = {}
@@ -177,14 +187,17 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
                 native.gate_mul_backward(activation, dy, gate_up),
             )
             assert same(results[activation][0], reference.gate_mul(activation, gate_up))
-            assert same(results[activation][1], reference.gate_mul_backward(activation, dy, gate_up))
+            assert same(
+                results[activation][1], reference.gate_mul_backward(activation, dy, gate_up)
+            )
         pairs = [(a, b) for two in combinations(results.values(), 2) for a, b in zip(*two)]
         assert data is not plain or columns == 1 or not any(same(a, b) for a, b in pairs)
 
 
 # INT8 differs by how codes are read, not by how they are added
 @pytest.mark.parametrize(
-    ("cache", "data"), [(cache, data) for cache in CACHES for data in DATA if cache != "int8" or data is plain]
+    ("cache", "data"),
+    [(cache, data) for cache in CACHES for data in DATA if cache != "int8" or data is plain],
 )
 def test_attention_is_the_definition_bit_for_bit(
     native: Ops, reference: Ops, cache: str, data: Callable[..., Tensor]
@@ -192,20 +205,31 @@ def test_attention_is_the_definition_bit_for_bit(
     for heads in HEADS[1:] if data is plain else HEADS[1:3]:
         p = problem(data, cache, heads, [5, 1, 36])
         forward = reference.attention(p.q, p.store, p.layout, p.scale)
-        for ours, theirs in zip(native.attention(p.q, p.store, p.layout, p.scale), forward, strict=True):
+        for ours, theirs in zip(
+            native.attention(p.q, p.store, p.layout, p.scale), forward, strict=True
+        ):
             assert same(ours, theirs), heads
         arguments = (p.dout, p.q, *forward, p.store, p.layout, p.scale)
-        for ours, theirs in zip(native.attention_backward(*arguments), reference.attention_backward(*arguments)):
+        for ours, theirs in zip(
+            native.attention_backward(*arguments), reference.attention_backward(*arguments)
+        ):
             assert same(ours, theirs), heads
 
 
 def test_the_definition_of_the_backward_takes_a_few_rows_at_a_time(
     reference: Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it never holds the scores of a whole sequence. In chains of 32 rows the bits are those of all at once; the
-    control's chains are of 16."""
+    """So it never holds the scores of a whole sequence. In chains of 32 rows the bits are those of
+    all at once; the control's chains are of 16."""
     p = problem(plain, "fp32", (4, 2, 40), [5, 1, 100])
-    arguments = (p.dout, p.q, *reference.attention(p.q, p.store, p.layout, p.scale), p.store, p.layout, p.scale)
+    arguments = (
+        p.dout,
+        p.q,
+        *reference.attention(p.q, p.store, p.layout, p.scale),
+        p.store,
+        p.layout,
+        p.scale,
+    )
     whole = reference.attention_backward(*arguments)
     rows, chain = list[int](), attention32._chain
     monkeypatch.setattr(attention32, "_chain", lambda a, b: rows.append(len(a)) or chain(a, b))
@@ -218,14 +242,21 @@ def test_the_definition_of_the_backward_takes_a_few_rows_at_a_time(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_decoding_over_a_long_context_is_the_definition(native: Ops, reference: Ops, cache: str) -> None:
-    """A row of up to 1,000 keys in each of some sequences, by the loop that reads stored keys, a key head of a sequence
-    at a time, or several: as many chains side by side as a width has, and what is left of them."""
-    for lengths, heads in (([1000], (2, 2, 64)), ([1000], (2, 1, 80)), ([31, 300, 128, 1, 190], (3, 3, 112)),
-                           ([160, 290, 33, 129], (10, 5, 32)), ([200, 1, 70, 150], (14, 2, 48))):  # fmt: skip
+def test_decoding_over_a_long_context_is_the_definition(
+    native: Ops, reference: Ops, cache: str
+) -> None:
+    """A row of up to 1,000 keys in each of some sequences, by the loop that reads stored keys, a
+    key head of a sequence at a time, or several: as many chains side by side as a width has, and
+    what is left of them."""
+    for lengths, heads in (([1000], (2, 2, 64)), ([1000], (2, 1, 80)),
+        ([31, 300, 128, 1, 190], (3, 3, 112)),
+                           ([160, 290, 33, 129], (10, 5, 32)),
+                           ([200, 1, 70, 150], (14, 2, 48))):  # fmt: skip
         p = problem(plain, cache, heads, lengths)
         count, last = len(lengths), p.layout.row_start[1:] - 1
-        layout = Layout.build([1] * count, [n - 1 for n in lengths], p.layout.page_table, p.layout.page_size)
+        layout = Layout.build(
+            [1] * count, [n - 1 for n in lengths], p.layout.page_table, p.layout.page_size
+        )
         rows = p.q[last].contiguous()
         expected = reference.attention(rows, p.store, layout, p.scale)
         for number in (1, 2):
@@ -236,13 +267,15 @@ def test_decoding_over_a_long_context_is_the_definition(native: Ops, reference: 
 
 
 def test_negative_controls_other_orders(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as many lanes, longer chains, keys from the last to the first, sums of channels in 16 lanes, scales within
-    the sums: each changes bits of many elements."""
+    """Half as many lanes, longer chains, keys from the last to the first, sums of channels in 16
+    lanes, scales within the sums: each changes bits of many elements."""
     p = problem(plain, "e4m3 fp32", (2, 2, 80), [70])
     found = native.attention(p.q, p.store, p.layout, p.scale)[0]
 
     def differing() -> int:
-        return int((bits(found) != bits(attention32.attention(p.q, p.store, p.layout, p.scale)[0])).sum())
+        return int(
+            (bits(found) != bits(attention32.attention(p.q, p.store, p.layout, p.scale)[0])).sum()
+        )
 
     p = p._replace(q=p.q.float())
     found = native.attention(p.q, p.store, p.layout, p.scale)[0]
@@ -267,7 +300,9 @@ def test_negative_controls_other_orders(native: Ops, monkeypatch: pytest.MonkeyP
     x, weight = draw(6, 40, 512, dtype=torch.float32), torch.ones(512)
     with monkeypatch.context() as patch:
         patch.setattr(rows32, "CHANNEL_LANES", 16)
-        assert not same(native.rms_norm(x, weight, 1e-6)[2], rows32.rms_norm(x, weight, 1e-6, None)[2])
+        assert not same(
+            native.rms_norm(x, weight, 1e-6)[2], rows32.rms_norm(x, weight, 1e-6, None)[2]
+        )
 
 
 # ---- a row is the same in every batch ----
@@ -275,8 +310,9 @@ def test_negative_controls_other_orders(native: Ops, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_row_alone_in_any_chunk_and_batch_is_the_same(native: Ops, seed: int) -> None:
-    """Random heads, cache, page size, lengths and chunks on one thread or two: the bits of packed rows, whose backward
-    does not depend on the other sequences either. The control: with another key somewhere, later rows differ."""
+    """Random heads, cache, page size, lengths and chunks on one thread or two: the bits of packed
+    rows, whose backward does not depend on the other sequences either. The control: with another
+    key somewhere, later rows differ."""
     random = torch.Generator().manual_seed(50 + seed)
 
     def number(low: int, high: int) -> int:
@@ -317,7 +353,8 @@ def test_a_row_alone_in_any_chunk_and_batch_is_the_same(native: Ops, seed: int) 
 
 
 def test_the_order_of_keys_is_noticed(native: Ops) -> None:
-    """The negative control: the same keys at other positions are the same softmax, in other bits."""
+    """The negative control: the same keys at other positions are the same softmax, in other
+    bits."""
     p = problem(plain, "fp32", (2, 2, 64), [100])
     found = native.attention(p.q, p.store, p.layout, p.scale)[0][-1]
     shuffled = torch.randperm(100, generator=torch.Generator().manual_seed(7))
@@ -343,7 +380,9 @@ def halved(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("data", DATA[:3])
-def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_the_error_of_norms_and_gates_is_bounded(
+    native: Ops, data: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
     """Against float64, element by element. The control: a norm in BF16 is not within the bound."""
     random = torch.Generator().manual_seed(8)
     for columns in (64, 100, 2048):
@@ -361,14 +400,21 @@ def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[...
         assert bool(((y.double() - wanted).abs() <= allowed).all())
         coarse = x * exact_rstd.bfloat16() * weight
         assert not bool(((coarse.double() - wanted).abs() <= allowed).all())
-        # dx = r (g - n · mean(g n)) with g = dy · w, n = s · r: two roundings in each of g, n and their products
+        # dx = r (g - n · mean(g n)) with g = dy · w, n = s · r: two roundings in each of g, n and
+        # their products
         r = rstd.double().unsqueeze(-1)
         g, n = d * w, s * r
         mean, reach = (g * n).mean(-1, keepdim=True), (g * n).abs().mean(-1, keepdim=True)
         wanted = r * (g - n * mean)
-        limit = r * (g.abs() * 4 * U + n.abs() * (gamma(-(-columns // 64) + 15) * reach + 5 * U * mean.abs()))
+        limit = r * (
+            g.abs() * 4 * U + n.abs() * (gamma(-(-columns // 64) + 15) * reach + 5 * U * mean.abs())
+        )
         dx, dweight = native.rms_norm_backward(dy, x, weight, rstd)
-        assert bool(((dx.double() - wanted).abs() <= limit * 1.01 + halved(wanted.abs() + limit, dtype)).all())
+        assert bool(
+            (
+                (dx.double() - wanted).abs() <= limit * 1.01 + halved(wanted.abs() + limit, dtype)
+            ).all()
+        )
         limit = gamma(32 + 2 + 1) * (d * n).abs().sum(0) + 2.0**-140
         assert bool(((dweight.double() - (d * n).sum(0)).abs() <= limit).all())
         gate, wide_up = (x * 16).double(), up.double()
@@ -385,13 +431,17 @@ def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[...
             limit = wanted.abs() * (2.0**-21 + k.abs() * slack) + (g * u).abs() * 2.0**-125
             if activation == "swiglu_clamped":  # up + 1 is rounded too
                 limit += wanted.abs() * 2.0**-24
-            assert bool(((found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all())
-            assert not bool(((1.01 * found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all())
+            assert bool(
+                ((found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all()
+            )
+            assert not bool(
+                ((1.01 * found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all()
+            )
 
 
 def attention_in_float64(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of one sequence: (out [T, H, D], lse [T, H]), and bounds of the float32 errors of both before their rounding, as
-    in the docstring of attention32.py."""
+    """Of one sequence: (out [T, H, D], lse [T, H]), and bounds of the float32 errors of both before
+    their rounding, as in the docstring of attention32.py."""
     keys, values = (x.double() for x in p.store.gather(p.layout.slots))
     group, (count, dim) = p.q.shape[1] // keys.shape[1], (p.q.shape[0], p.q.shape[2])
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
@@ -410,8 +460,12 @@ def attention_in_float64(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     chains = gamma(36 + -(-count // 32))
     mixed = torch.einsum("htk,khd->thd", weights, values)
     mean = eta_weights.sum(-1) + gamma(-(-count // 16) + 5)
-    bound = torch.einsum("htk,khd->thd", eta_weights * (1 + chains) + weights * chains, values.abs())
-    bound = (bound + mixed.abs() * mean.t().unsqueeze(-1)) / (1 - mean.t().unsqueeze(-1)) + 2.0**-140
+    bound = torch.einsum(
+        "htk,khd->thd", eta_weights * (1 + chains) + weights * chains, values.abs()
+    )
+    bound = (bound + mixed.abs() * mean.t().unsqueeze(-1)) / (
+        1 - mean.t().unsqueeze(-1)
+    ) + 2.0**-140
     return mixed, lse.t(), bound, (1.01 * mean + U * lse.abs()).t()
 
 
@@ -433,8 +487,8 @@ CASES = {
     ],
 )
 def test_the_error_of_attention_is_bounded(native: Ops, exact: Ops, case: str, cache: str) -> None:
-    """Against float64, element by element; so is its distance to `exact`. The control: float32 results
-    that are rounded to BF16 are not within the bound."""
+    """Against float64, element by element; so is its distance to `exact`. The control: float32
+    results that are rounded to BF16 are not within the bound."""
     data, size, count = CASES[case]
     heads = (1, 1, 64) if count > 1000 else (4, 2, 80)
     p = problem(data, cache, heads, [count], 9, size)
@@ -444,16 +498,22 @@ def test_the_error_of_attention_is_bounded(native: Ops, exact: Ops, case: str, c
     error = (out.double() - wanted).abs()[rows_of]
     allowed = (bound + halved(wanted.abs() + bound, out.dtype))[rows_of]
     assert bool((error <= allowed).all())
-    assert bool(((lse.double() - wanted_lse).abs() <= lse_bound + halved(wanted_lse, torch.float32)).all())
+    assert bool(
+        ((lse.double() - wanted_lse).abs() <= lse_bound + halved(wanted_lse, torch.float32)).all()
+    )
     nearest = exact.attention(p.q, p.store, p.layout, p.scale)[0].double()[rows_of]
-    assert bool(((out.double()[rows_of] - nearest).abs() <= allowed + halved(nearest, out.dtype)).all())
+    assert bool(
+        ((out.double()[rows_of] - nearest).abs() <= allowed + halved(nearest, out.dtype)).all()
+    )
     coarse = (out.bfloat16().double() - wanted).abs()[rows_of]
     assert cache != "fp32" or bool((coarse > allowed).any())
 
 
 @pytest.mark.parametrize("cache", ["bf16", "e4m3 fp32", "int8"])
 @pytest.mark.parametrize("size", [1.0, 20.0])
-def test_gradients_of_attention_are_near_float64(native: Ops, exact: Ops, cache: str, size: float) -> None:
+def test_gradients_of_attention_are_near_float64(
+    native: Ops, exact: Ops, cache: str, size: float
+) -> None:
     """As vectors; the same out and lse are read. The control: without the last key they are not."""
     p = problem(plain, cache, (4, 2, 64), [300], 10, size)
     out, lse = native.attention(p.q, p.store, p.layout, p.scale)
@@ -481,7 +541,8 @@ def test_quantized_norms_and_gates_are_the_two_operators_in_turn(
         for count, columns in ((1, 1), (1, 130), (3, 64), (33, 512), (7, 100), (129, 257)):
             x, residual = (wide(random, count, columns).to(dtype) for _ in range(2))
             x[0] = 0.0
-            weight, gate_up = plain(random, columns).to(dtype), wide(random, count, 2 * columns).to(dtype)
+            weight = plain(random, columns).to(dtype)
+            gate_up = wide(random, count, 2 * columns).to(dtype)
             for added in (None, residual):
                 ours = ops.rms_norm_quantized(x, weight, 1e-6, added, spec, "x")
                 theirs = Composed.rms_norm_quantized(ops, x, weight, 1e-6, added, spec, "x")
@@ -536,7 +597,9 @@ def test_a_failed_self_test_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     rows.check_rows.cache_clear()
     try:
-        with pytest.raises(IsobitError, match="7 results of norms, gates and attention differ from scalar ones"):
+        with pytest.raises(
+            IsobitError, match="7 results of norms, gates and attention differ from scalar ones"
+        ):
             rows.check_rows()
         assert not list(tmp_path.rglob("*.passed"))  # nothing is marked as passed
     finally:
@@ -555,7 +618,11 @@ CHANGES = {
         "(lane[0][n] + lane[2][n]) + (lane[1][n] + lane[3][n])",
         "(lane[0][n] + lane[1][n]) + (lane[2][n] + lane[3][n])",
     ),
-    "chains of keys": ("native/tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
+    "chains of keys": (
+        "native/tile.h",
+        "constexpr int64_t CHAIN = 32",
+        "constexpr int64_t CHAIN = 16",
+    ),
     "exp": ("native/native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),
     "two roundings": ("native/vectors.h", _FUSED, f"{_FUSED} return a * b + c;"),
 }
@@ -563,7 +630,9 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_self_test_notices_another_order(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_notices_another_order(
+    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its negative controls: libraries that compute in another order, or with other roundings."""
     file, right, wrong = CHANGES[change]
     changed_copy(tmp_path, [file], right, wrong)
@@ -575,7 +644,8 @@ def test_the_self_test_notices_another_order(tmp_path: Path, change: str, monkey
 def test_other_builds_have_the_same_bits(
     native: Ops, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AVX2; no fused multiply-add at all; no intrinsics. The control is the change `two roundings` above."""
+    """AVX2; no fused multiply-add at all; no intrinsics. The control is the change `two roundings`
+    above."""
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
     other = get_ops("native")
@@ -590,7 +660,9 @@ def test_other_builds_have_the_same_bits(
             for ops in (native, other):
                 normed = ops.rms_norm(x, weight, 1e-6, dy)
                 gated = ops.gate_mul("silu", x), ops.gate_mul_backward("silu", dy[:, :150], x)
-                results.append([*normed, *ops.rms_norm_backward(dy, normed[1], weight, normed[2]), *gated])
+                results.append(
+                    [*normed, *ops.rms_norm_backward(dy, normed[1], weight, normed[2]), *gated]
+                )
             assert all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
         for cache in CACHES:
             for heads in HEADS:
@@ -602,7 +674,9 @@ def test_other_builds_have_the_same_bits(
                         ops.kv_write(p.store, k, k.flip(0), p.layout)
                         stored = (p.store.k, p.store.v, p.store.k_scale, p.store.v_scale)
                         results.append([part.clone() for part in stored if part is not None])
-                assert not results or all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
+                assert not results or all(
+                    same(ours, theirs) for ours, theirs in zip(*results, strict=True)
+                )
                 results = []
                 for ops in (native, other):
                     forward = ops.attention(p.q, p.store, p.layout, p.scale)

@@ -1,4 +1,5 @@
-"""Gradients of attention where sequences share rows: those of whole sequences, for each sequence its keys' own."""
+"""Gradients of attention where sequences share rows: those of whole sequences, for each sequence
+its keys' own."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from isobit.rl.learner.packing import PackedBatch, pack
 
 from .helpers import draw, same
 
-CACHES = {"bf16": (BF16, None), "fp32": (FP32, None), "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
+CACHES = {"bf16": (BF16, None), "fp32": (FP32, None),
+    "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
           "e4m3": (BF16, QuantSpec(E4M3, "row", "fp32"))}  # fmt: skip
 LENGTHS = ((70, (5, 40, 1)), (3, (90,)), (33, (2, 64)))
 """Rows of prompts, and of what follows them."""
@@ -30,7 +32,8 @@ def batches() -> tuple[PackedBatch, PackedBatch]:
 
 
 class Case:
-    """Operands of rows that sequences share, and of whole ones, in which only a row's first copy has a gradient."""
+    """Operands of rows that sequences share, and of whole ones, in which only a row's first copy
+    has a gradient."""
 
     def __init__(self, cache: str, shape: tuple[int, int, int] = (4, 2, 40)) -> None:
         self.whole, self.shared = batches()
@@ -38,7 +41,10 @@ class Case:
         compute, self.kv = CACHES[cache]
         rows = len(self.shared.tokens)
         counts = (heads, kv_heads, kv_heads, heads)
-        drawn = [draw(i, rows, count, dim, dtype=compute.dtype, spread=0.3) for i, count in enumerate(counts)]
+        drawn = [
+            draw(i, rows, count, dim, dtype=compute.dtype, spread=0.3)
+            for i, count in enumerate(counts)
+        ]
         self.q, self.k, self.v, self.dout = drawn
         self.compute, self.shape = compute, (kv_heads, dim)
         keys = self.shared.layout.keys
@@ -56,7 +62,9 @@ class Case:
         ops.kv_write(found, self.k[rows], self.v[rows], layout)
         return found
 
-    def run(self, ops: Ops, layout: Layout, rows: Tensor, dout: Tensor, window: int | None) -> list[Tensor]:
+    def run(
+        self, ops: Ops, layout: Layout, rows: Tensor, dout: Tensor, window: int | None
+    ) -> list[Tensor]:
         """out, lse, dq, dk and dv."""
         store, q = self.store(ops, layout, rows), self.q[rows]
         out, lse = ops.attention(q, store, layout, 0.3, window)
@@ -82,8 +90,11 @@ def operators(backend: str, consistency: str) -> Ops:
 @pytest.mark.parametrize("window", [None, 20, 75])
 @pytest.mark.parametrize("cache", sorted(CACHES))
 @pytest.mark.parametrize(("backend", "consistency"), LEVELS)
-def test_results_are_those_of_whole_sequences(backend: str, consistency: str, cache: str, window: int | None) -> None:
-    """Of a row in every bit. Of a key's gradient up to the order of its rows, which its own sequence alone decides."""
+def test_results_are_those_of_whole_sequences(
+    backend: str, consistency: str, cache: str, window: int | None
+) -> None:
+    """Of a row in every bit. Of a key's gradient up to the order of its rows, which its own
+    sequence alone decides."""
     ops, case = operators(backend, consistency), Case(cache)
     found, wanted = case.sharing(ops, window), case.apart(ops, window)
     for ours, theirs in zip(found[:3], wanted[:3]):

@@ -1,5 +1,5 @@
-"""Attention sinks on a CPU: against plain PyTorch with one more column of scores, C++ against the definition bit for
-bit, and a row's bits in chunks and in decoding."""
+"""Attention sinks on a CPU: against plain PyTorch with one more column of scores, C++ against the
+definition bit for bit, and a row's bits in chunks and in decoding."""
 
 import pytest
 import torch
@@ -20,12 +20,16 @@ Problem = tuple[Tensor, Tensor, KVStore, Layout]
 def operators(backend: str, level: str) -> Ops:
     if backend == "native" and not available()[0]:
         pytest.skip(f"native backend: {available()[1]}")
-    return get_ops(backend, level) if level != "separate" else inference_engine_ops(get_ops(backend, "bitwise"))
+    return (
+        get_ops(backend, level)
+        if level != "separate"
+        else inference_engine_ops(get_ops(backend, "bitwise"))
+    )
 
 
 def with_a_column(given: Problem, sinks: Tensor, window: int) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv, gradient of the sinks) in float64, as transformers has it: a column of scores more, which
-    the softmax takes and the values do not."""
+    """(out, lse, dq, dk, dv, gradient of the sinks) in float64, as transformers has it: a column of
+    scores more, which the softmax takes and the values do not."""
     q, dout, store, layout = given
     group = q.shape[1] // store.k.shape[1]
     query, key, value = (x.double().requires_grad_() for x in (q, *store.gather(layout.slots)))
@@ -42,7 +46,9 @@ def with_a_column(given: Problem, sinks: Tensor, window: int) -> tuple[Tensor, .
     return (out.detach(), scores.detach().logsumexp(-1).t(), *gradients)
 
 
-def computed(ops: Ops, given: Problem, sinks: Tensor | None, window: int | None) -> tuple[Tensor, ...]:
+def computed(
+    ops: Ops, given: Problem, sinks: Tensor | None, window: int | None
+) -> tuple[Tensor, ...]:
     q, dout, store, layout = given
     out, lse = ops.attention(q, store, layout, SCALE, window, sinks)
     found = (out, lse, *ops.attention_backward(dout, q, out, lse, store, layout, SCALE, window))
@@ -52,13 +58,16 @@ def computed(ops: Ops, given: Problem, sinks: Tensor | None, window: int | None)
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 @pytest.mark.parametrize("cache", STORES)
 def test_a_sink_is_one_column_of_scores_more(backend: str, level: str, cache: str) -> None:
-    """Values and gradients, to some roundings of the largest. The control are the sinks of other heads."""
+    """Values and gradients, to some roundings of the largest. The control are the sinks of other
+    heads."""
     given = problem(cache, (4, 2, 16), LENGTHS)
     ops, rounding = operators(backend, level), 2.0**-20 if cache == "fp32" else 2.0**-6
     sinks = torch.tensor([-2.0, 0.3, 1.0, 4.0])
     for window in (7, 200):
         wanted, others = (with_a_column(given, values, window) for values in (sinks, sinks.flip(0)))
-        for found, right, wrong in zip(computed(ops, given, sinks, window), wanted, others, strict=True):
+        for found, right, wrong in zip(
+            computed(ops, given, sinks, window), wanted, others, strict=True
+        ):
             bound = rounding * float(right.abs().max())
             assert float((found.double() - right).abs().max()) <= bound
             assert float((wrong - right).abs().max()) > 2 * bound
@@ -91,9 +100,11 @@ def test_native_sinks_are_the_definition_bit_for_bit(cache: str) -> None:
 
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 @pytest.mark.parametrize("heads", [(2, 2, 32), (4, 1, 20)])
-def test_decoding_chunks_and_packed_rows_agree(backend: str, level: str, heads: tuple[int, int, int]) -> None:
-    """Also where scores are near their sinks, and where the order of sums decides a rounding. The control: a sink that
-    is a last place larger."""
+def test_decoding_chunks_and_packed_rows_agree(
+    backend: str, level: str, heads: tuple[int, int, int]
+) -> None:
+    """Also where scores are near their sinks, and where the order of sums decides a rounding. The
+    control: a sink that is a last place larger."""
     ops, length, window = operators(backend, level), 200, 50
     q, _, store, layout = problem("e4m3", heads, [length])
     sinks = torch.linspace(-1.0, 5.0, heads[0])
@@ -109,7 +120,9 @@ def test_decoding_chunks_and_packed_rows_agree(backend: str, level: str, heads: 
             found = ops.attention(q[rows], paged, part, SCALE, window, sinks)
         assert same(found[0], out[rows]), (first, count)
         assert same(found[1], lse[rows]), (first, count)
-    moved = ops.attention(q, store, layout, SCALE, window, torch.nextafter(sinks, torch.tensor(9.0)))
+    moved = ops.attention(
+        q, store, layout, SCALE, window, torch.nextafter(sinks, torch.tensor(9.0))
+    )
     assert not same(moved[1], lse)
 
 
@@ -131,7 +144,8 @@ def test_other_heads_and_engines(backend: str, level: str) -> None:
 
 
 def test_the_exact_levels_sums_do_not_depend_on_padding() -> None:
-    """The reference's trees decide roundings near sinks too: rows alone and beside a long sequence."""
+    """The reference's trees decide roundings near sinks too: rows alone and beside a long
+    sequence."""
     ops = get_ops("reference", "exact")
     q, _, store, layout = problem("bf16", (4, 1, 20), [7, 230])
     sinks = draw(5, 4, dtype=torch.float32) * 3

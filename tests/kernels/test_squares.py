@@ -18,7 +18,10 @@ SHAPES = ((1, 1), (5, 1), (3, 2), (130, 3), (129, 16), (7, 33), (257, 1000), (2,
 
 def gradient(rows: int, columns: int) -> Tensor:
     generator = torch.Generator().manual_seed(rows * columns)
-    return torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(20).exp2()
+    return (
+        torch.randn(rows, columns, generator=generator)
+        * torch.randn(rows, 1, generator=generator).mul(20).exp2()
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -31,7 +34,9 @@ def test_both_backends_have_the_same_bits(
         found = native.square_sums(x)
     assert same(found, reference.square_sums(x))
     exact = [math.fsum(v * v for v in row) for row in x.double().tolist()]
-    torch.testing.assert_close(found, torch.tensor(exact, dtype=torch.float64), rtol=16 * 2.0**-53, atol=0)
+    torch.testing.assert_close(
+        found, torch.tensor(exact, dtype=torch.float64), rtol=16 * 2.0**-53, atol=0
+    )
 
 
 def test_another_order_has_other_bits(native: Ops) -> None:

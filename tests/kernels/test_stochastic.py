@@ -1,4 +1,5 @@
-"""Stochastic rounding to BF16: one of the two neighbours, without a bias, the same bits in every backend and part."""
+"""Stochastic rounding to BF16: one of the two neighbours, without a bias, the same bits in every
+backend and part."""
 
 import math
 
@@ -27,7 +28,9 @@ def below(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 7, 64, 65, 5003])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_both_backends_have_the_same_bits(count: int, num_threads: int, native: Ops, reference: Ops) -> None:
+def test_both_backends_have_the_same_bits(
+    count: int, num_threads: int, native: Ops, reference: Ops
+) -> None:
     x = numbers(count)
     with threads(num_threads):
         found = native.round_stochastically(x, -5, 3, 8)
@@ -35,7 +38,8 @@ def test_both_backends_have_the_same_bits(count: int, num_threads: int, native: 
 
 
 def test_it_is_one_of_the_two_neighbours_and_right_on_average(native: Ops) -> None:
-    """With all 65,536 random numbers the mean would be x; with as many draws it is within five deviations."""
+    """With all 65,536 random numbers the mean would be x; with as many draws it is within five
+    deviations."""
     for value in (1.0 + 0.3 * 2**-7, -1.0 - 0.9 * 2**-7, 2**-130 * 1.37, 255.9, -3.0):
         x = torch.full((1 << 16,), value)
         found, low = native.round_stochastically(x, 7, 1, 0).double(), below(x)[:1].double()
@@ -55,9 +59,13 @@ def test_parts_have_the_bits_of_the_whole(backend: str, request: pytest.FixtureR
     x = numbers(1000)
     whole = ops.round_stochastically(x, 2**63 - 1, 5, 0)
     for cut in (8, 64, 504):
-        parts = (ops.round_stochastically(p, 2**63 - 1, 5, at) for p, at in ((x[:cut], 0), (x[cut:], cut)))
+        parts = (
+            ops.round_stochastically(p, 2**63 - 1, 5, at)
+            for p, at in ((x[:cut], 0), (x[cut:], cut))
+        )
         assert same(torch.cat(list(parts)), whole)
-    # the controls: elements that are numbered from each part's own start; another seed, another step
+    # the controls: elements that are numbered from each part's own start; another seed, another
+    # step
     wrong = (ops.round_stochastically(part, 2**63 - 1, 5, 0) for part in (x[:504], x[504:]))
     assert not same(torch.cat(list(wrong)), whole)
     assert not same(ops.round_stochastically(x, 2**63 - 2, 5, 0), whole)
@@ -72,7 +80,9 @@ def test_long_tensors_are_rounded_in_parts(reference: Ops, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_what_is_exact_stays_and_nothing_becomes_infinite(backend: str, request: pytest.FixtureRequest) -> None:
+def test_what_is_exact_stays_and_nothing_becomes_infinite(
+    backend: str, request: pytest.FixtureRequest
+) -> None:
     ops: Ops = request.getfixturevalue(backend)
     exact = numbers(4096).bfloat16()
     exact = exact[exact.isfinite()]
@@ -83,12 +93,15 @@ def test_what_is_exact_stays_and_nothing_becomes_infinite(backend: str, request:
     top = torch.finfo(torch.bfloat16).max
     assert same(found, torch.tensor([top, -top, math.inf, -math.inf, 0.0, -0.0]).bfloat16())
     assert torch.tensor(largest).bfloat16().isinf(), "the control: to nearest it is infinite"
-    quiet = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32)  # one whose upper half is infinity's
+    quiet = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(
+        torch.float32
+    )  # one whose upper half is infinity's
     assert ops.round_stochastically(quiet, 1, 2, 0).isnan().all()
 
 
 def test_the_random_bits_are_even(reference: Ops) -> None:
-    """Each of the 16 is set in half of the elements, within five deviations; neighbours, seeds and steps share none."""
+    """Each of the 16 is set in half of the elements, within five deviations; neighbours, seeds and
+    steps share none."""
     count = 1 << 14
     found = stochastic.noise(count, 3, 4, 0, torch.device("cpu"))
     bound = 5 * math.sqrt(count / 4)
@@ -97,4 +110,6 @@ def test_the_random_bits_are_even(reference: Ops) -> None:
     others = [found.roll(1), stochastic.noise(count, 4, 4, 0, torch.device("cpu")),
               stochastic.noise(count, 3, 5, 0, torch.device("cpu"))]  # fmt: skip
     for other in others:
-        assert int((found == other).sum()) < 10  # of 16,384 numbers below 65,536: 1 in 4 is expected
+        assert (
+            int((found == other).sum()) < 10
+        )  # of 16,384 numbers below 65,536: 1 in 4 is expected

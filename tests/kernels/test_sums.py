@@ -1,5 +1,5 @@
-"""Sums in a fixed order: the tree by its definition, plain products that are the tree's whatever the batch, and what a
-BLAS does to the same data."""
+"""Sums in a fixed order: the tree by its definition, plain products that are the tree's whatever
+the batch, and what a BLAS does to the same data."""
 
 import math
 from collections.abc import Callable
@@ -44,13 +44,17 @@ def test_the_tree_is_its_definition_and_zeros_at_its_end_change_nothing(count: i
 
 def test_the_sum_of_a_row_is_never_minus_zero() -> None:
     for shape in ((2, 1), (2, 5), (2, 0)):
-        assert same(tree_sum(torch.full(shape, -0.0, dtype=torch.float64)), torch.zeros(2, dtype=torch.float64))
+        assert same(
+            tree_sum(torch.full(shape, -0.0, dtype=torch.float64)),
+            torch.zeros(2, dtype=torch.float64),
+        )
 
 
 def cancelling(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor]:
     """Pairs of ±1e8 among 1e-3, which meet equal weights."""
     random = torch.Generator().manual_seed(0)
-    a, b = torch.randn(rows, inner, generator=random) * 1e-3, torch.randn(columns, inner, generator=random)
+    a = torch.randn(rows, inner, generator=random) * 1e-3
+    b = torch.randn(columns, inner, generator=random)
     order = torch.randperm(inner, generator=random)
     plus, minus = order[: inner // 8], order[inner // 8 : inner // 8 * 2]
     a[:, plus], a[:, minus], b[:, minus] = 1e8, -1e8, b[:, plus]
@@ -61,7 +65,8 @@ def wide(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor]:
     """Exponents all over float32, up to results that are subnormal or infinite."""
     random = torch.Generator().manual_seed(1)
     a, b = (
-        torch.randn(n, inner, generator=random) * 2.0 ** torch.randint(-126, 120, (n, inner), generator=random)
+        torch.randn(n, inner, generator=random)
+        * 2.0 ** torch.randint(-126, 120, (n, inner), generator=random)
         for n in (rows, columns)
     )
     a[0] *= 2.0**-60
@@ -70,7 +75,8 @@ def wide(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor]:
 
 
 def ties(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers and small fractions: sums lie on the boundaries of rounding, or a little beside them."""
+    """Whole numbers and small fractions: sums lie on the boundaries of rounding, or a little beside
+    them."""
     random = torch.Generator().manual_seed(2)
     a, b = (torch.randint(-9, 10, (n, inner), generator=random).float() for n in (rows, columns))
     a[:, 0], b[:, 0] = 2.0**14, 2.0**14
@@ -103,7 +109,9 @@ def test_a_plain_product_is_the_tree_rounded_once(data: str, inner: int) -> None
         for out in DTYPES:
             assert same(REFERENCE.product(a, b, None, out), round_once(tree, out))
             for bias in (draw(5, 9, dtype=cast), torch.full((9,), -0.0)):
-                assert same(REFERENCE.product(a, b, bias, out), round_once(tree + bias.double() + 0.0, out))
+                assert same(
+                    REFERENCE.product(a, b, bias, out), round_once(tree + bias.double() + 0.0, out)
+                )
 
 
 def test_cancellation_alone_in_batches_permuted_and_on_two_threads() -> None:
@@ -119,8 +127,12 @@ def test_cancellation_alone_in_batches_permuted_and_on_two_threads() -> None:
                 assert same(torch.cat(parts), whole)
             columns = [REFERENCE.product(a, part, None, torch.float32) for part in b.split(77)]
             assert same(torch.cat(columns, 1), whole)
-    alone = torch.cat([REFERENCE.gradient_product(a[i : i + 1], b, torch.float32) for i in range(16)])
-    assert not same(alone, REFERENCE.gradient_product(a, b, torch.float32)), "the control: in the order of the BLAS"
+    alone = torch.cat(
+        [REFERENCE.gradient_product(a[i : i + 1], b, torch.float32) for i in range(16)]
+    )
+    assert not same(alone, REFERENCE.gradient_product(a, b, torch.float32)), (
+        "the control: in the order of the BLAS"
+    )
 
 
 def test_the_error_is_that_of_ten_additions() -> None:
@@ -137,7 +149,8 @@ def test_the_error_is_that_of_ten_additions() -> None:
 
 
 def test_one_column_has_no_minus_zero() -> None:
-    """K = 1: a BLAS answers -0 to a row alone or to a row in a batch, depending on which routine it takes."""
+    """K = 1: a BLAS answers -0 to a row alone or to a row in a batch, depending on which routine it
+    takes."""
     a, b = torch.tensor([[-0.0], [0.0], [-1e-30]]), torch.tensor([[1.0], [-1.0], [0.0]])
     for out in DTYPES:
         whole = REFERENCE.product(a, b, None, out)
@@ -163,7 +176,9 @@ def test_most_bf16_products_are_exact_and_need_no_tree(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.delattr(sums, "tree_sum")
         for out in DTYPES:
-            assert same(REFERENCE.product(a, b, None, out), round_once(a.double() @ b.double().t(), out))
+            assert same(
+                REFERENCE.product(a, b, None, out), round_once(a.double() @ b.double().t(), out)
+            )
         with pytest.raises(NameError):
             REFERENCE.product(*cancelling(2, 3, 64), None, torch.float32)
 
@@ -176,14 +191,16 @@ def last_place(x: float) -> Fraction:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_sum_is_taken_for_exact_that_needs_more_than_53_bits(dtype: torch.dtype) -> None:
-    """Where the bound of the difference is 0, in rational arithmetic; from few bits to far too many."""
+    """Where the bound of the difference is 0, in rational arithmetic; from few bits to far too
+    many."""
     random = torch.Generator().manual_seed(11)
     found = []
     for spread in range(0, 34, 3):
         a, b = (
-            (torch.randn(6, 24, generator=random) * 2.0 ** torch.randint(-spread, 1, (6, 24), generator=random)).to(
-                dtype
-            )
+            (
+                torch.randn(6, 24, generator=random)
+                * 2.0 ** torch.randint(-spread, 1, (6, 24), generator=random)
+            ).to(dtype)
             for _ in range(2)
         )
         a = a.bfloat16().to(dtype) if spread % 2 else a
@@ -192,9 +209,9 @@ def test_no_sum_is_taken_for_exact_that_needs_more_than_53_bits(dtype: torch.dty
         for i, left in enumerate(a.tolist()):
             for j, right in enumerate(b.tolist()):
                 products = [abs(Fraction(x) * Fraction(y)) for x, y in zip(left, right)]
-                fits = sum(products) <= 2**53 * min((last_place(x) for x in left if x), default=Fraction(1)) * min(
-                    last_place(y) for y in right if y
-                )
+                fits = sum(products) <= 2**53 * min(
+                    (last_place(x) for x in left if x), default=Fraction(1)
+                ) * min(last_place(y) for y in right if y)
                 claimed = float(errors[0][i] * errors[1][j]) == 0
                 assert fits or not claimed
                 found.append((claimed, fits))
@@ -211,7 +228,8 @@ def test_no_sum_is_taken_for_exact_that_needs_more_than_53_bits(dtype: torch.dty
 )
 @settings(max_examples=600, deadline=None)
 def test_no_boundary_is_missed(value: float, power: int, dtype: torch.dtype, nudge: int) -> None:
-    """Numbers on a boundary and a few last places beside it, against roundings in rational arithmetic."""
+    """Numbers on a boundary and a few last places beside it, against roundings in rational
+    arithmetic."""
     number = Fraction(rounded(Fraction(value), dtype))
     unit = Fraction(2) ** (_exponent(number) - {torch.bfloat16: 8, torch.float32: 24}[dtype])
     x = float(number + unit)  # halfway to the next number

@@ -20,7 +20,8 @@ from isobit.options.consistency import default_order, resolved
 from isobit.precision import PRESETS, precision_from
 
 KNOWN = (
-    "sm_80 (A100), sm_86 (RTX 30, A40), sm_89 (RTX 40, L4, L40S), sm_90 (H100, H200), sm_100 (B200), "
+    "sm_80 (A100), sm_86 (RTX 30, A40), sm_89 (RTX 40, L4, L40S), sm_90 (H100, H200), sm_100 "
+    "(B200), "
     "sm_120 (RTX 50, RTX PRO 6000)"
 )
 
@@ -40,7 +41,8 @@ def test_an_unknown_backend_is_refused_with_the_choices(name: str) -> None:
 def test_an_unknown_consistency_is_refused_with_the_choices() -> None:
     with pytest.raises(
         IsobitError,
-        match=r"unknown consistency 'loose': choose from exact, bitwise, bitwise-tdp32, bitwise-vdp32, fast",
+        match=r"unknown consistency 'loose': choose from exact, bitwise, bitwise-tdp32, "
+        r"bitwise-vdp32, fast",
     ):
         get_ops("reference", "loose")
 
@@ -50,10 +52,15 @@ def test_without_a_compiler_auto_is_the_reference_and_says_why() -> None:
     ops = get_ops()
     assert ops.backend == "reference"
     assert "no C++ compiler found" in ops.why
-    assert (ops.consistency, ops.order) == ("exact", "exact")  # ordered sums in PyTorch are for tests
+    assert (ops.consistency, ops.order) == (
+        "exact",
+        "exact",
+    )  # ordered sums in PyTorch are for tests
     assert get_ops("reference").order == f"{default_order()}-v1+rows32-v1"
     assert get_ops("reference", "bitwise-vdp32").order == "vdp32-v1+rows32-v1"
-    with pytest.raises(IsobitError, match="native cannot be built: no C\\+\\+ compiler found; use backend: auto"):
+    with pytest.raises(
+        IsobitError, match="native cannot be built: no C\\+\\+ compiler found; use backend: auto"
+    ):
         get_ops("native")
 
 
@@ -62,7 +69,9 @@ def test_auto_is_native_where_it_works() -> None:
     assert get_ops("auto").backend == ("native" if works else "reference")
 
 
-@pytest.mark.parametrize("consistency", ["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"])
+@pytest.mark.parametrize(
+    "consistency", ["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"]
+)
 def test_operators_say_what_they_are(consistency: str) -> None:
     ops = get_ops("reference", consistency)
     assert (ops.backend, ops.consistency) == ("reference", resolved(consistency))
@@ -94,8 +103,8 @@ def tables() -> dict[str, Ops]:
 
 
 def test_every_operator_is_there_with_its_signature() -> None:
-    """A table that lacked one would have the protocol's, which returns None. The control: a function
-    with another default is another signature."""
+    """A table that lacked one would have the protocol's, which returns None. The control: a
+    function with another default is another signature."""
     declared = Declared()
     assert "product" in OPERATORS
     assert len(OPERATORS) == 40
@@ -144,7 +153,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     _gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(table, "triton_refusal", lambda: None)
     monkeypatch.setattr(table, "_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(self_check, "remembered", lambda ops, fp8: ["FP8 on an A100"] if fp8 else list(found))
+    monkeypatch.setattr(
+        self_check, "remembered", lambda ops, fp8: ["FP8 on an A100"] if fp8 else list(found)
+    )
     table._failing.cache_clear()
     yield found
     table._failing.cache_clear()
@@ -158,7 +169,8 @@ def test_a_gpu_is_taken_after_its_check(checked: list[str]) -> None:
     for precision in ("bf16", "bf16[kv_cache=int8]"):  # which needs no FP8
         ops.check_precision(precision_from(precision))
     with pytest.raises(
-        IsobitError, match=r"in FP8 \(preset fp8\) from sm_89 on, and this GPU is older; use precision: bf16"
+        IsobitError,
+        match=r"in FP8 \(preset fp8\) from sm_89 on, and this GPU is older; use precision: bf16",
     ):
         ops.check_precision(PRESETS["fp8"])
 
@@ -174,12 +186,17 @@ def test_a_gpu_whose_kernels_fail_is_not_taken(checked: list[str]) -> None:
     assert str(caught.value) == f"backend: triton cannot be used: {reason}"
 
 
-def test_a_check_that_ends_with_an_error_is_a_reason(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_ends_with_an_error_is_a_reason(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> list[str]:
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setattr(self_check, "remembered", broken)
-    with pytest.raises(IsobitError, match="the kernels' check ended with RuntimeError: no kernel image is available"):
+    with pytest.raises(
+        IsobitError,
+        match="the kernels' check ended with RuntimeError: no kernel image is available",
+    ):
         get_ops("triton")
     table._failing.cache_clear()
     monkeypatch.setenv("ISOBIT_GPU_CHECK", "skip")
@@ -190,7 +207,9 @@ def test_a_check_that_ends_with_an_error_is_a_reason(checked: list[str], monkeyp
 def test_exact_sums_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(table, "triton_refusal", lambda: None)
-    with pytest.raises(IsobitError, match="consistency: exact is a CPU's; on a GPU use consistency: bitwise"):
+    with pytest.raises(
+        IsobitError, match="consistency: exact is a CPU's; on a GPU use consistency: bitwise"
+    ):
         get_ops(backend, "exact")
 
 
@@ -201,7 +220,9 @@ def test_an_order_of_a_cpus_sums_is_computed_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(table, "_failing", lambda gpu: None)
     ops = get_ops("auto", "bitwise-tdp32")
     assert ops.backend in ("native", "reference")
-    assert "the GPU is not used: consistency: bitwise-tdp32 names an order of a CPU's sums" in ops.why
+    assert (
+        "the GPU is not used: consistency: bitwise-tdp32 names an order of a CPU's sums" in ops.why
+    )
     with pytest.raises(IsobitError, match="consistency: bitwise-tdp32 is a CPU's"):
         get_ops("triton", "bitwise-tdp32")
 
@@ -209,12 +230,18 @@ def test_an_order_of_a_cpus_sums_is_computed_there(monkeypatch: pytest.MonkeyPat
 def test_without_a_gpu_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_gpu", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(IsobitError, match="triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto"):
+    with pytest.raises(
+        IsobitError, match="triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto"
+    ):
         get_ops("triton")
 
 
-@pytest.mark.parametrize(("found", "accepted"), [("3.5.1", False), ("3.6.0", True), ("3.9.0", True), ("3.10.0", False)])
-def test_only_known_versions_of_triton_are_taken(monkeypatch: pytest.MonkeyPatch, found: str, accepted: bool) -> None:
+@pytest.mark.parametrize(
+    ("found", "accepted"), [("3.5.1", False), ("3.6.0", True), ("3.9.0", True), ("3.10.0", False)]
+)
+def test_only_known_versions_of_triton_are_taken(
+    monkeypatch: pytest.MonkeyPatch, found: str, accepted: bool
+) -> None:
     monkeypatch.setattr(gpu, "version", lambda _: found)
     reason = gpu.triton_refusal()
     assert (reason is None) == accepted

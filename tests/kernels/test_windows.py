@@ -1,5 +1,6 @@
-"""Sliding windows in attention, on a CPU: against plain PyTorch with a mask, C++ against the definition bit for bit,
-and a row's bits in chunks and in decoding, where blocks of keys that no row sees are left out."""
+"""Sliding windows in attention, on a CPU: against plain PyTorch with a mask, C++ against the
+definition bit for bit, and a row's bits in chunks and in decoding, where blocks of keys that no row
+sees are left out."""
 
 import pytest
 import torch
@@ -15,17 +16,33 @@ from .helpers import draw, same, threads
 STORES = {"fp32": (FP32, None), "bf16": (BF16, None), "e4m3": (BF16, QuantSpec(E4M3, "row"))}
 LENGTHS = [5, 0, 1, 100]
 SCALE = 0.3
-LEARNERS = [("reference", "exact"), ("native", "exact"), ("native", "bitwise")]  # of whose bits there is a definition
-ENGINES = [*LEARNERS, ("reference", "bitwise"), ("native", "fast"), ("reference", "separate"), ("native", "separate")]
+LEARNERS = [
+    ("reference", "exact"),
+    ("native", "exact"),
+    ("native", "bitwise"),
+]  # of whose bits there is a definition
+ENGINES = [
+    *LEARNERS,
+    ("reference", "bitwise"),
+    ("native", "fast"),
+    ("reference", "separate"),
+    ("native", "separate"),
+]
 
 
 def operators(backend: str, level: str) -> Ops:
     if backend == "native" and not available()[0]:
         pytest.skip(f"native backend: {available()[1]}")
-    return get_ops(backend, level) if level != "separate" else inference_engine_ops(get_ops(backend, "bitwise"))
+    return (
+        get_ops(backend, level)
+        if level != "separate"
+        else inference_engine_ops(get_ops(backend, "bitwise"))
+    )
 
 
-def problem(cache: str, heads: tuple[int, int, int], lengths: list[int]) -> tuple[Tensor, Tensor, KVStore, Layout]:
+def problem(
+    cache: str, heads: tuple[int, int, int], lengths: list[int]
+) -> tuple[Tensor, Tensor, KVStore, Layout]:
     """(q, dout, store, layout) of packed rows."""
     (compute, kv), (num_heads, kv_heads, dim), rows = STORES[cache], heads, sum(lengths)
     counts = (num_heads, kv_heads, kv_heads, num_heads)
@@ -36,8 +53,11 @@ def problem(cache: str, heads: tuple[int, int, int], lengths: list[int]) -> tupl
     return q, dout, store, layout
 
 
-def masked(q: Tensor, dout: Tensor, store: KVStore, layout: Layout, window: int) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) in float64: every pair of rows that see each other is one entry of a mask."""
+def masked(
+    q: Tensor, dout: Tensor, store: KVStore, layout: Layout, window: int
+) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) in float64: every pair of rows that see each other is one entry of a
+    mask."""
     group = q.shape[1] // store.k.shape[1]
     query, key, value = (x.double().requires_grad_() for x in (q, *store.gather(layout.slots)))
     sequence = torch.repeat_interleave(torch.arange(len(layout.context)), layout.row_start.diff())
@@ -50,7 +70,9 @@ def masked(q: Tensor, dout: Tensor, store: KVStore, layout: Layout, window: int)
     return (out.detach(), scores.detach().logsumexp(-1).t(), *gradients)
 
 
-def computed(ops: Ops, problem: tuple[Tensor, Tensor, KVStore, Layout], window: int | None) -> tuple[Tensor, ...]:
+def computed(
+    ops: Ops, problem: tuple[Tensor, Tensor, KVStore, Layout], window: int | None
+) -> tuple[Tensor, ...]:
     q, dout, store, layout = problem
     out, lse = ops.attention(q, store, layout, SCALE, window)
     return (out, lse, *ops.attention_backward(dout, q, out, lse, store, layout, SCALE, window))
@@ -59,7 +81,8 @@ def computed(ops: Ops, problem: tuple[Tensor, Tensor, KVStore, Layout], window: 
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 @pytest.mark.parametrize("cache", STORES)
 def test_a_row_attends_to_the_last_keys(backend: str, level: str, cache: str) -> None:
-    """Values and gradients, to some roundings of the largest. The control is a window that is one key longer."""
+    """Values and gradients, to some roundings of the largest. The control is a window that is one
+    key longer."""
     given = problem(cache, (2, 1, 16), LENGTHS)
     ops, rounding = operators(backend, level), 2.0**-20 if cache == "fp32" else 2.0**-7
     for window in (2, 7, 70):
@@ -72,7 +95,8 @@ def test_a_row_attends_to_the_last_keys(backend: str, level: str, cache: str) ->
 
 @pytest.mark.parametrize(("backend", "level"), ENGINES)
 def test_a_window_as_long_as_the_sequence_is_none(backend: str, level: str) -> None:
-    """The same bits. The control: of a shorter one only rows that it hides nothing from keep theirs."""
+    """The same bits. The control: of a shorter one only rows that it hides nothing from keep
+    theirs."""
     q, _, store, layout = problem("e4m3", (2, 1, 16), [100])
     ops = operators(backend, level)
     out, lse = ops.attention(q, store, layout, SCALE)
@@ -98,19 +122,24 @@ def test_gradients_of_a_long_window_are_those_of_none(level: str, cache: str) ->
 
 @pytest.mark.parametrize("cache", STORES)
 def test_native_windows_are_the_definition_bit_for_bit(cache: str) -> None:
-    """Blocks below every window are left out in C++ and added as zeros in the definition. Signs count: of zeros too."""
+    """Blocks below every window are left out in C++ and added as zeros in the definition. Signs
+    count: of zeros too."""
     native, reference = operators("native", "bitwise"), operators("reference", "bitwise")
     for heads, window in (((2, 1, 16), 1), ((1, 1, 20), 33), ((1, 1, 16), 64)):
         given = problem(cache, heads, LENGTHS)
-        for found, wanted in zip(computed(native, given, window), computed(reference, given, window), strict=True):
+        for found, wanted in zip(
+            computed(native, given, window), computed(reference, given, window), strict=True
+        ):
             assert same(found, wanted), (heads, window)
 
 
 @pytest.mark.parametrize(("backend", "level"), LEARNERS)
 @pytest.mark.parametrize("heads", [(2, 2, 32), (4, 1, 20)])
-def test_decoding_chunks_and_packed_rows_agree(backend: str, level: str, heads: tuple[int, int, int]) -> None:
-    """One row at a time and in chunks, over pages of 3 keys in any order; keys below the window are others there, so
-    what a row does not see changes no bit. The control: a key that it sees."""
+def test_decoding_chunks_and_packed_rows_agree(
+    backend: str, level: str, heads: tuple[int, int, int]
+) -> None:
+    """One row at a time and in chunks, over pages of 3 keys in any order; keys below the window are
+    others there, so what a row does not see changes no bit. The control: a key that it sees."""
     ops, length, window = operators(backend, level), 200, 50
     q, _, store, layout = problem("e4m3", heads, [length])
     out, lse = ops.attention(q, store, layout, SCALE, window)
@@ -141,5 +170,7 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others() -> None:
         together = computed(ops, given, 40)
         q, dout, store, layout = given
         alone = Layout.build([70], [0], layout.page_table[1:], layout.page_size)
-        for whole, part in zip(together, computed(ops, (q[90:], dout[90:], store, alone), 40), strict=True):
+        for whole, part in zip(
+            together, computed(ops, (q[90:], dout[90:], store, alone), 40), strict=True
+        ):
             assert same(whole[90:], part)

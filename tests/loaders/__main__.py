@@ -1,4 +1,5 @@
-"""The command: cases in a process of its own, which is watched, ended where it hangs, and started again."""
+"""The command: cases in a process of its own, which is watched, ended where it hangs, and started
+again."""
 
 import argparse
 import contextlib
@@ -30,7 +31,9 @@ def serve(first: int, last: int) -> None:
     from . import cases
 
     chat.CPU_SECONDS = 1
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1])
+    )
     with tempfile.TemporaryDirectory(prefix="loaders-") as folder:
         cases.write_valid(Path(folder))
         for seed in range(first, last):
@@ -43,7 +46,9 @@ def fuzz(first: int, count: int) -> Iterator[tuple[int, str, str]]:
     seed, last = first, first + count
     while seed < last:
         command = [sys.executable, "-m", "tests.loaders", "--serve", str(seed), str(last)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             began = False
@@ -82,7 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         counts[kind] += 1
         if kind in ("failed", "hang"):
             print(
-                f"{kind.upper()} seed {seed}: {what}; repeat: python -m tests.loaders --cases 1 --seed {seed}",
+                f"{kind.upper()} seed {seed}: {what}; repeat: python -m tests.loaders --cases 1 "
+                f"--seed {seed}",
                 flush=True,
             )
         if number % 10_000 == 0:

@@ -34,30 +34,44 @@ _ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 EXTRA: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "bert", [], {}),
     "architectures": ([], "a", [1], None, [None]),
-    "rope_scaling": (_ROPE, {**_ROPE, "factor": 10**299}, {**_ROPE, "beta_fast": 0}, {"type": []}, {"type": "llama3"}),
-    "rope_parameters": ({**_ROPE, "factor": None}, {**_ROPE, "rope_theta": 1.0000001}, {**_ROPE, "beta_fast": -1.0}),
-    "sliding_window": (1, 10**9, "a"), "use_sliding_window": (True, "a"), "layer_types": (["full_attention"] * 2, [[]]),
+    "rope_scaling": (_ROPE, {**_ROPE, "factor": 10**299}, {**_ROPE, "beta_fast": 0}, {"type": []},
+        {"type": "llama3"}),
+    "rope_parameters": ({**_ROPE, "factor": None}, {**_ROPE, "rope_theta": 1.0000001},
+        {**_ROPE, "beta_fast": -1.0}),
+    "sliding_window": (1, 10**9, "a"), "use_sliding_window": (True, "a"),
+    "layer_types": (["full_attention"] * 2, [[]]),
     "max_window_layers": (0, 10**9), "mlp_only_layers": ([0, 1], [10**9], list(range(5000))),
-    "decoder_sparse_step": (1, 2, 10**9), "num_experts": (0, 10**9, 5), "num_local_experts": (5, 10**9),
-    "num_hidden_layers": (1, 3, 65536, 10**9), "vocab_size": (1, 10**9), "head_dim": (2, 3, 10**9, None),
+    "decoder_sparse_step": (1, 2, 10**9), "num_experts": (0, 10**9, 5),
+    "num_local_experts": (5, 10**9),
+    "num_hidden_layers": (1, 3, 65536, 10**9), "vocab_size": (1, 10**9),
+    "head_dim": (2, 3, 10**9, None),
     "quantization_config": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, [], "a", 1),
-    "partial_rotary_factor": (0.5, [], "a"), "per_layer_config": (1, {}), "eos_token_id": ([], [[]], 10**20, "a", -1),
-    "tie_word_embeddings": (True, False), "attention_bias": (True,), "mlp_bias": (True,), "is_causal": (False,),
+    "partial_rotary_factor": (0.5, [], "a"), "per_layer_config": (1, {}),
+    "eos_token_id": ([], [[]], 10**20, "a", -1),
+    "tie_word_embeddings": (True, False), "attention_bias": (True,), "mlp_bias": (True,),
+    "is_causal": (False,),
 }  # fmt: skip
 
 
 def byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
-    """A byte-level BPE with chat markup, such as Qwen's, of about 300 tokens; written to the folder."""
+    """A byte-level BPE with chat markup, such as Qwen's, of about 300 tokens; written to the
+    folder."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    fast.train_from_iterator(["system user assistant the cat is brief, why is one less than two?"] * 4, trainer)
+    fast.train_from_iterator(
+        ["system user assistant the cat is brief, why is one less than two?"] * 4, trainer
+    )
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": template,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     made = Tokenizer(fast, settings, [fast.token_to_id("<|im_end|>")], template)
     made.save(folder)
@@ -65,35 +79,60 @@ def byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def write_valid(folder: Path) -> None:
-    """The files that are damaged: models in one file, in shards, in MXFP4 and of rewards, data and configurations."""
+    """The files that are damaged: models in one file, in shards, in MXFP4 and of rewards, data and
+    configurations."""
     tokenizer = byte_tokenizer(folder / "tokenizer")
     sizes: dict[str, Any] = {
-        "vocab_size": tokenizer.vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2,
+        "vocab_size": tokenizer.vocab_size, "hidden_size": 16, "intermediate_size": 24,
+        "num_layers": 2, "num_heads": 2,
         "num_kv_heads": 1, "head_dim": 8, "max_positions": 64,
     }  # fmt: skip
     dense = ModelConfig(family="qwen3", qk_norm=True, **sizes)
     mixed = ModelConfig(family="qwen3_moe", qk_norm=True, experts=Experts(3, 2, 8), **sizes)
     Model.init(dense, tokenizer, "float32", 0, "reference").save(folder / "dense")
-    Model.init(mixed, tokenizer, "float32", 0, "reference").save(folder / "mixed", torch.bfloat16, shard_bytes=8000)
+    Model.init(mixed, tokenizer, "float32", 0, "reference").save(
+        folder / "mixed", torch.bfloat16, shard_bytes=8000
+    )
     wide = {**sizes, "hidden_size": 32, "intermediate_size": 32}
-    _write_mxfp4(ModelConfig(family="gpt_oss", experts=Experts(3, 2, 32), **wide), tokenizer, folder / "mxfp4")
+    _write_mxfp4(
+        ModelConfig(family="gpt_oss", experts=Experts(3, 2, 32), **wide),
+        tokenizer,
+        folder / "mxfp4",
+    )
     shutil.copytree(folder / "dense", folder / "judge")
     body = load_file(folder / "judge" / "model.safetensors")
     body["score.weight"] = body.pop("lm_head.weight")[:1].clone()
     write_weights(folder / "judge", body)
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i, "info": {"tags": ["a", None]}} for i in range(4)]
+    rows = [
+        {"prompt": f"{i}+1=", "answer": str(i + 1), "level": i, "info": {"tags": ["a", None]}}
+        for i in range(4)
+    ]
     chats = [{"messages": [*CHAT, {"role": "assistant", "content": "So."}], "score": 0.5}] * 3
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     (folder / "rows.json").write_text(json.dumps(rows))
     (folder / "rows.csv").write_text('prompt,answer\n1+1=,2\n"a, ""b""\nc",3\n')
     model = {"path": str(folder / "dense")}
-    train = {"model": model, "task": {"name": "arithmetic"}, "rewards": {"functions": ["exact_match"]}}
-    (folder / "train.yaml").write_text(dump_config(load_config({**train, "sampling": {"max_new_tokens": 4}})))
-    init = {"family": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
+    train = {
+        "model": model,
+        "task": {"name": "arithmetic"},
+        "rewards": {"functions": ["exact_match"]},
+    }
+    (folder / "train.yaml").write_text(
+        dump_config(load_config({**train, "sampling": {"max_new_tokens": 4}}))
+    )
+    init = {
+        "family": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     sft = {"model": {"init": init}, "task": {"name": "arithmetic"}, "out": "base"}
     (folder / "sft.yaml").write_text(dump_config(load_sft_config(sft)))
-    (folder / "compare.yaml").write_text(yaml.safe_dump({"train": "train.yaml", "presets": ["bf16", "fp8"]}))
+    (folder / "compare.yaml").write_text(
+        yaml.safe_dump({"train": "train.yaml", "presets": ["bf16", "fp8"]})
+    )
 
 
 def _write_mxfp4(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
@@ -102,8 +141,12 @@ def _write_mxfp4(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name and name.endswith("_proj")]:
         experts, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.full((experts, outputs, inputs // 32, 16), 0x11, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 123, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.full(
+            (experts, outputs, inputs // 32, 16), 0x11, dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.full(
+            (experts, outputs, inputs // 32), 123, dtype=torch.uint8
+        )
     write_weights(folder, tensors)
 
 
@@ -160,8 +203,8 @@ TARGETS: tuple[tuple[str, str, Load, int], ...] = (
 
 
 def run(folder: Path, seed: int) -> str:
-    """Damage one file as the seed says, call its loader, and put the file back; returns what was damaged. Raises what
-    the loader raises."""
+    """Damage one file as the seed says, call its loader, and put the file back; returns what was
+    damaged. Raises what the loader raises."""
     rng = random.Random(seed)
     pattern, given, load, _ = rng.choices(TARGETS, [target[3] for target in TARGETS])[0]
     file = next(iter(folder.glob(pattern)), folder / pattern)
@@ -201,11 +244,17 @@ def _structured(file: Path, before: bytes, rng: random.Random) -> bytes:
         return _yaml(text, times, rng)
     if file.suffix == ".jsonl":
         rows = _times([json.loads(line) for line in text.splitlines()], times, rng, None)
-        lines = [mutate.dumped(row) for row in rows] if isinstance(rows, list) else [mutate.dumped(rows)]
+        lines = (
+            [mutate.dumped(row) for row in rows]
+            if isinstance(rows, list)
+            else [mutate.dumped(rows)]
+        )
         return "\n".join(lines).encode("utf-8", "replace")
     if file.suffix == ".csv":
         return mutate.put(
-            text.replace(rng.choice("123,\n"), rng.choice(("", '"', "\0", ",", "\n\n", "9" * 5000, "\r")), 1)
+            text.replace(
+                rng.choice("123,\n"), rng.choice(("", '"', "\0", ",", "\n\n", "9" * 5000, "\r")), 1
+            )
         ).encode()
     if file.suffix == ".jinja":
         if rng.random() < 0.1:
@@ -230,19 +279,25 @@ def _structured(file: Path, before: bytes, rng: random.Random) -> bytes:
     tree = json.loads(text)
     if file.name == "tokenizer_config.json" and rng.random() < 0.02:
         return json.dumps({**tree, "chat_template": rng.choice(mutate.TEMPLATES)}).encode()
-    return mutate.dumped(_times(tree, times, rng, extra), rng.choice((None, 1))).encode("utf-8", "replace")
+    return mutate.dumped(_times(tree, times, rng, extra), rng.choice((None, 1))).encode(
+        "utf-8", "replace"
+    )
 
 
 _NAMES = list(zip("abcdefgh", "bcdefghi"))
 _YAML = (
     "a: &a [x, x]\n" + "".join(f"{b}: &{b} [" + f"*{a}, " * 9 + "]\n" for a, b in _NAMES),
     "a: &a {k: v}\n" + "".join(f"{b}: &{b} {{<<: [" + f"*{a}, " * 9 + "]}\n" for a, b in _NAMES),
-    "a: &a [*a]\n", "a: &a {b: *a}\n", "steps: " + "[" * 5000, "steps: " + "{a: " * 5000, "- " * 3000,
-    "steps: 0x" + "f" * 50_000 + "\n", "steps: 2026-99-99\n", "steps: !!int a\n", "a: !!python/object:os.system a\n",
+    "a: &a [*a]\n", "a: &a {b: *a}\n", "steps: " + "[" * 5000, "steps: " + "{a: " * 5000,
+        "- " * 3000,
+    "steps: 0x" + "f" * 50_000 + "\n", "steps: 2026-99-99\n", "steps: !!int a\n",
+    "a: !!python/object:os.system a\n",
     "steps: !!timestamp a\n", "steps: !!binary é\n", "? [a]\n: 1\n", "steps: 1" + ":59" * 5000,
     "--- a\n--- b\n",
-    "".join(f"a{i}: &a{i} [{'*a' + str(i - 1) if i else 1}]\n" for i in range(3000)), "\x07", "%YAML 9.9\n---\na: 1",
-    "steps: !!float a\n", "steps: !!bool a\n", "steps: !!omap [a]\n", "steps: !!set {a, b}\n", "!!map [a]\n", "<<: 1\n",
+    "".join(f"a{i}: &a{i} [{'*a' + str(i - 1) if i else 1}]\n" for i in range(3000)), "\x07",
+    "%YAML 9.9\n---\na: 1",
+    "steps: !!float a\n", "steps: !!bool a\n", "steps: !!omap [a]\n", "steps: !!set {a, b}\n",
+    "!!map [a]\n", "<<: 1\n",
 )  # fmt: skip
 
 
@@ -254,10 +309,14 @@ def _yaml(text: str, times: int, rng: random.Random) -> bytes:
         lines = text.splitlines(keepends=True)
         return "".join([*lines[: rng.randrange(len(lines))], rng.choice(_YAML)]).encode()
     tree = _times(yaml.safe_load(text), times, rng, None)
-    return mutate.put(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).encode("utf-8", "replace")
+    return mutate.put(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).encode(
+        "utf-8", "replace"
+    )
 
 
-def _times(tree: Any, times: int, rng: random.Random, extra: dict[str, tuple[Any, ...]] | None) -> Any:
+def _times(
+    tree: Any, times: int, rng: random.Random, extra: dict[str, tuple[Any, ...]] | None
+) -> Any:
     for _ in range(times):
         tree = mutate.value(tree, rng, extra)
     return tree

@@ -1,4 +1,5 @@
-"""Damage to values, texts and bytes, drawn from a seed. What JSON has no value for is put in as text afterwards."""
+"""Damage to values, texts and bytes, drawn from a seed. What JSON has no value for is put in as
+text afterwards."""
 
 import json
 import random
@@ -7,23 +8,31 @@ from typing import Any
 
 _MARK = "\ue0ff{}\ue0ff"
 RAW = (
-    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "9" * 5000, "-" + "9" * 400, "9" * 290,
-    "[" * 200 + "]" * 200, "[" * 100_000, '{"a":' * 50_000, '"\\ud800"', '"\\u0000"', '{"a": 1, "a": 2}', "01", "tru",
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "9" * 5000, "-" + "9" * 400,
+    "9" * 290,
+    "[" * 200 + "]" * 200, "[" * 100_000, '{"a":' * 50_000, '"\\ud800"', '"\\u0000"',
+        '{"a": 1, "a": 2}', "01", "tru",
     "'a'", '"\\x"', "", ",", "[]" * 3, '"' + "a" * 100_000 + '"', "1" + "0" * 300 + ".5", "1E400",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**63, 10**9, 10**18, 10**30, 10**299, -(10**18), 0.0, 0.5, 1.5, 2.0,
-    1e-300, 1e300, -1e308, "", "a", "a" * 10_000, "a b " * 2500, "\0", "../x", "NaN", "default", "0", "1e9", " ", "\n",
-    "é\u202e😀", "{}", True, False, None, [], {}, [None], [[]], [0], [-1], [1, 2, 3], ["a"], {"a": {}}, {"a": 1}, [{}],
-    [{"name": [], "template": {}}], {"content": []}, {"content": "<s>"}, {"": ""}, list(range(2000)),
+    0, 1, -1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**63, 10**9, 10**18, 10**30, 10**299, -(10**18),
+    0.0, 0.5, 1.5, 2.0,
+    1e-300, 1e300, -1e308, "", "a", "a" * 10_000, "a b " * 2500, "\0", "../x", "NaN", "default",
+    "0", "1e9", " ", "\n",
+    "é\u202e😀", "{}", True, False, None, [], {}, [None], [[]], [0], [-1], [1, 2, 3], ["a"],
+    {"a": {}}, {"a": 1}, [{}],
+    [{"name": [], "template": {}}], {"content": []}, {"content": "<s>"}, {"": ""},
+    list(range(2000)),
 )  # fmt: skip
 TEMPLATES = (
     "{% for a in range(10**9) %}x{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor "
+    "%}{{ n.x }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor "
+    "%}{{ n.x }}",
     "{{ '%1000000000000d' % 1 }}",
     "{{ 'a'.ljust(10**10) }}",
     "{{ 9**9**9**9 }}",
@@ -43,7 +52,8 @@ TEMPLATES = (
 
 
 def value(tree: Any, rng: random.Random, extra: dict[str, tuple[Any, ...]] | None = None) -> Any:
-    """One place of a JSON value changed. `extra`: keys that may be added at its top, with values for them."""
+    """One place of a JSON value changed. `extra`: keys that may be added at its top, with values
+    for them."""
     if extra and isinstance(tree, dict) and rng.random() < 0.3:
         key = rng.choice(list(extra))
         return {**tree, key: rng.choice(extra[key])}
@@ -69,9 +79,18 @@ def _changed(tree: Any, path: list[Any], change: Callable[[Any], Any], rng: rand
     if kind < 0.15:
         del copy[key]
     elif kind < 0.25 and isinstance(copy, dict):
-        copy[rng.choice(("", "a", "\0", key.upper() if isinstance(key, str) else "b", "x" * 5000, "x y " * 1250))] = (
-            copy.pop(key)
-        )
+        copy[
+            rng.choice(
+                (
+                    "",
+                    "a",
+                    "\0",
+                    key.upper() if isinstance(key, str) else "b",
+                    "x" * 5000,
+                    "x y " * 1250,
+                )
+            )
+        ] = copy.pop(key)
     elif kind < 0.3 and isinstance(copy, dict):
         copy[key] = copy[rng.choice(list(copy))]
     else:
@@ -130,7 +149,13 @@ def data(content: bytes, rng: random.Random) -> bytes:
         return content[:b] + content[a:b] * rng.choice((1, 20)) + content[b:]
     if kind == 5:
         return rng.choice(
-            (b"", b"\0" * 64, b"\xff\xfe", b"\xef\xbb\xbf" + content, content.decode("latin-1").encode("utf-16"))
+            (
+                b"",
+                b"\0" * 64,
+                b"\xff\xfe",
+                b"\xef\xbb\xbf" + content,
+                content.decode("latin-1").encode("utf-16"),
+            )
         )
     return (
         content[:a]

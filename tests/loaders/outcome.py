@@ -1,4 +1,5 @@
-"""What became of a case: ok, refused in one clear line, failed, or a hang that a watchdog has ended."""
+"""What became of a case: ok, refused in one clear line, failed, or a hang that a watchdog has
+ended."""
 
 import contextlib
 import io
@@ -20,7 +21,8 @@ class Hang(BaseException):
 
 
 def outcome(case: Callable[[], str], seconds: float) -> tuple[str, str]:
-    """(ok, refused, failed or hang; what was found). A traceback that is only printed is a failure too."""
+    """(ok, refused, failed or hang; what was found). A traceback that is only printed is a failure
+    too."""
 
     def alarm(*_: Any) -> None:
         raise Hang
@@ -31,7 +33,9 @@ def outcome(case: Callable[[], str], seconds: float) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             what = case()
-        return ("failed", said.getvalue()[-300:]) if "Traceback" in said.getvalue() else ("ok", what)
+        return (
+            ("failed", said.getvalue()[-300:]) if "Traceback" in said.getvalue() else ("ok", what)
+        )
     except IsobitError as error:
         text = str(error)
         clear = text and "\n" not in text and LEFT_OUT not in text
@@ -55,8 +59,11 @@ def _place(trace: Any) -> str:
     return f"({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})"
 
 
-def some_seconds(outcome_of: Callable[[int], tuple[str, str]], seed: int, seconds: float, most: int) -> dict[str, int]:
-    """How many of the cases from a seed on were read and were refused; AssertionError at any other outcome."""
+def some_seconds(
+    outcome_of: Callable[[int], tuple[str, str]], seed: int, seconds: float, most: int
+) -> dict[str, int]:
+    """How many of the cases from a seed on were read and were refused; AssertionError at any other
+    outcome."""
     until, counts = time.monotonic() + seconds, dict.fromkeys(("ok", "refused"), 0)
     for number in range(seed, seed + most):
         if time.monotonic() > until:

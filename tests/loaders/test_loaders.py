@@ -1,4 +1,5 @@
-"""Some seconds of damaged files, hostile ones by name, and the controls: with a broken loader the fuzzer says so."""
+"""Some seconds of damaged files, hostile ones by name, and the controls: with a broken loader the
+fuzzer says so."""
 
 import json
 import os
@@ -111,10 +112,16 @@ def _device(folder: Path) -> None:
     [
         (_config(num_hidden_layers=10**9), "num_hidden_layers must be at most 65,536"),
         (_config(num_hidden_layers=60_000), "60,000 layers, but the weights are 25 tensors"),
-        (_config(vocab_size=2**31 - 1), r"embed_tokens.weight has shape .* asks for \(2147483647, 16\)"),
+        (
+            _config(vocab_size=2**31 - 1),
+            r"embed_tokens.weight has shape .* asks for \(2147483647, 16\)",
+        ),
         (_config(hidden_size=10**12), "hidden_size must be at most"),
         (_config(model_type=[]), "unsupported architecture"),
-        (_config(rope_scaling={"type": "yarn", "factor": 10**299}), "no angles with these parameters"),
+        (
+            _config(rope_scaling={"type": "yarn", "factor": 10**299}),
+            "no angles with these parameters",
+        ),
         (_text("config.json", '{"a": ' + "9" * 5000 + "}"), "a whole number of 5,000 digits"),
         (_text("config.json", '{"a": ' + "[" * 100_000), "nested too deeply"),
         (_text("config.json", '{"a": ' + "[" * 200 + "]" * 200 + "}"), "nested too deeply"),
@@ -124,7 +131,9 @@ def _device(folder: Path) -> None:
         (_device, "config.json: cannot be read: not a regular file"),
     ],
 )
-def test_hostile_models_are_one_clear_line(dense: Path, damage: Callable[[Path], Any], message: str) -> None:
+def test_hostile_models_are_one_clear_line(
+    dense: Path, damage: Callable[[Path], Any], message: str
+) -> None:
     damage(dense)
     began = time.monotonic()
     with pytest.raises(IsobitError, match=message) as caught:
@@ -135,7 +144,8 @@ def test_hostile_models_are_one_clear_line(dense: Path, damage: Callable[[Path],
 
 
 LONG = "of many words " * 600
-"""What the cut of a single endless word lets through; as a path it is more than any file system takes."""
+"""What the cut of a single endless word lets through; as a path it is more than any file system
+takes."""
 
 
 def _row(**columns: Any) -> Callable[[Path], Any]:
@@ -170,28 +180,50 @@ def _load_rows(folder: Path) -> None:
 def _load_settings(**settings: Any) -> Callable[[Path], Any]:
     model, task = {"path": "."}, {"name": "arithmetic"}
     rewards = {"functions": ["exact_match"]}
-    return lambda folder: load_config({"model": model, "task": task, "rewards": rewards, **settings})
+    return lambda folder: load_config(
+        {"model": model, "task": task, "rewards": rewards, **settings}
+    )
 
 
 _UNCHANGED = _text("unused", "")
 _NAMED = {
     "file": (_index(a=LONG), _load_model, "cannot be read: File name too long"),
-    "tensor in the index": (_index(**{LONG: "all.safetensors"}), _load_model, "where weight_map says it is"),
+    "tensor in the index": (
+        _index(**{LONG: "all.safetensors"}),
+        _load_model,
+        "where weight_map says it is",
+    ),
     "tensor": (_tensors(**{LONG: torch.ones(1)}), _load_model, "config.json says qwen3"),
-    "tensor of infinity": (_tensors(**{LONG: torch.ones(1) / 0}), _load_model, "config.json says qwen3"),
+    "tensor of infinity": (
+        _tensors(**{LONG: torch.ones(1) / 0}),
+        _load_model,
+        "config.json says qwen3",
+    ),
     "architectures": (_config(architectures=[LONG] * 99, model_type=None), _load_model, "mixtral"),
     "syntax": (_text("chat_template.jinja", "{% " + LONG + " %}"), _render, "(line 1)"),
     "column": (_row(**{"prompt": "a", LONG: 1}), _load_rows, "words '"),
-    "columns": (_row(**{"prompt": "a"} | dict.fromkeys(map(str, range(5000)))), _load_rows, "and 4,8"),
+    "columns": (
+        _row(**{"prompt": "a"} | dict.fromkeys(map(str, range(5000)))),
+        _load_rows,
+        "and 4,8",
+    ),
     "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, ranks, seed"),
     "inner key": (_UNCHANGED, _load_settings(sampling={LONG: 1}), "stop"),
     "value": (_UNCHANGED, _load_settings(steps=LONG), "words '"),
-    "precision": (_UNCHANGED, _load_settings(precision={"preset": "fp8", "wgrad": LONG}), "got 'of many"),
+    "precision": (
+        _UNCHANGED,
+        _load_settings(precision={"preset": "fp8", "wgrad": LONG}),
+        "got 'of many",
+    ),
     "precision's name": (_UNCHANGED, _load_settings(precision=LONG), "choose from"),
     "precision's option": (_UNCHANGED, _load_settings(precision={LONG: 1}), "rollout, learner"),
     "task": (_UNCHANGED, lambda folder: load_task(TaskSettings(name=LONG)), "known: "),
     "reward": (_UNCHANGED, lambda folder: load_function(LONG), "package.module:function"),
-    "reward's file": (_UNCHANGED, lambda folder: load_function(f"{LONG}.py:f"), "File name too long"),
+    "reward's file": (
+        _UNCHANGED,
+        lambda folder: load_function(f"{LONG}.py:f"),
+        "File name too long",
+    ),
     "override": (_UNCHANGED, lambda folder: load_config({}, [LONG]), "sampling.temperature=0.8"),
 }
 
@@ -247,7 +279,9 @@ def test_a_tensor_is_in_one_shard(tmp_path: Path) -> None:
     with pytest.raises(IsobitError, match=f"tensor a is in both {first} and {second}"):
         read_weights(tmp_path)
     save_file({"c": torch.zeros(4)}, tmp_path / second)
-    with pytest.raises(IsobitError, match=f"tensor b is not in {second}, where weight_map says it is"):
+    with pytest.raises(
+        IsobitError, match=f"tensor b is not in {second}, where weight_map says it is"
+    ):
         read_weights(tmp_path)
 
 
@@ -255,7 +289,8 @@ _HOSTILE = {
     "{% for a in range(10**9) %}x{% endfor %}": "Range too big",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "1 seconds of computing",
     "{{ 'a' * 10**10 }}": "512 MiB of memory",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "512 MiB of memory",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor "
+    "%}": "512 MiB of memory",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "calls itself without end",
     "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}": "nested too deeply",
 }
@@ -291,18 +326,26 @@ def test_hostile_templates_end(monkeypatch: pytest.MonkeyPatch, template: str, m
 def _bomb(merge: bool) -> str:
     first = "a: &a {k: v}\n" if merge else "a: &a [x, x]\n"
     form = "{{<<: [{}]}}" if merge else "[{}]"
-    return first + "".join(f"{b}: &{b} {form.format(f'*{a}, ' * 9)}\n" for a, b in zip("abcdefgh", "bcdefghi"))
+    return first + "".join(
+        f"{b}: &{b} {form.format(f'*{a}, ' * 9)}\n" for a, b in zip("abcdefgh", "bcdefghi")
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (_bomb(False), "line .*: not valid YAML: more than 20,000 values once its aliases are written out"),
+        (
+            _bomb(False),
+            "line .*: not valid YAML: more than 20,000 values once its aliases are written out",
+        ),
         (_bomb(True), "line .*: not valid YAML: more than 20,000 values"),
         ("a: &a [*a]\n", "line 1: not valid YAML: an alias to what it is inside of"),
         ("steps: " + "[" * 5000, "nested too deeply"),
         ("steps: " + "[" * 150 + "]" * 150, "nested too deeply"),
-        ("".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(300)), "nested too deeply"),
+        (
+            "".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(300)),
+            "nested too deeply",
+        ),
         ("steps: " + "9" * 5000, "a whole number of more than 300 digits"),
         ("steps: 2026-99-99", "a value cannot be read: month must be in 1..12"),
     ],
@@ -315,7 +358,11 @@ def test_hostile_yaml_is_one_clear_line(tmp_path: Path, text: str, message: str)
 
 
 def test_aliases_and_depth_within_the_limits_are_read() -> None:
-    assert strict_yaml.load("a: &a [1, 2]\nb: *a\nc: [*a, *a]\n") == {"a": [1, 2], "b": [1, 2], "c": [[1, 2]] * 2}
+    assert strict_yaml.load("a: &a [1, 2]\nb: *a\nc: [*a, *a]\n") == {
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": [[1, 2]] * 2,
+    }
     deep = "[" * (foreign.MOST_DEPTH - 1) + "]" * (foreign.MOST_DEPTH - 1)
     assert strict_yaml.load(deep) == foreign.parse_json(deep)
     assert foreign.parse_json("[" * foreign.MOST_DEPTH + "]" * foreign.MOST_DEPTH)
@@ -329,12 +376,17 @@ def test_aliases_and_depth_within_the_limits_are_read() -> None:
     ("content", "message"),
     [
         (b'{"prompt": ' + b"[" * 100_000, "rows.jsonl:1: malformed JSON: nested too deeply"),
-        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "rows.jsonl:1: malformed JSON: a whole number of 5,000 digits"),
+        (
+            b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+            "rows.jsonl:1: malformed JSON: a whole number of 5,000 digits",
+        ),
         (b'{"prompt": "\\ud800"}', "rows.jsonl:1: malformed JSON: half of a surrogate pair"),
         (None, "cannot read data file .*rows.jsonl: not a regular file"),
     ],
 )
-def test_hostile_rows_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_hostile_rows_are_one_clear_line(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(IsobitError, match=message):
@@ -350,7 +402,10 @@ def test_a_packed_file_that_grows_without_end_is_refused(tmp_path: Path) -> None
 
 
 def test_a_mixture_of_too_many_experts_is_refused_at_once(valid: Path) -> None:
-    values = read_json(valid / "mixed" / "config.json") | {"num_local_experts": 2**30, "num_experts": 2**30}
+    values = read_json(valid / "mixed" / "config.json") | {
+        "num_local_experts": 2**30,
+        "num_experts": 2**30,
+    }
     config = ModelConfig.from_hf(values)
     from isobit.model.hub import names
 

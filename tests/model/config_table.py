@@ -1,12 +1,13 @@
-"""Variants of `config.json`, the families by their keys: is what isobit accepts what `transformers` computes?
+"""Variants of `config.json`, the families by their keys: is what isobit accepts what `transformers`
+computes?
 
     python -m tests.model.config_table            how many, by family and outcome
     python -m tests.model.config_table --all      every variant
 
-Each variant is a directory as `transformers` saves it, with a config.json of its own: keys changed and keys left out.
-`transformers` and isobit (preset `float32`) load it and give log-probabilities of one sequence, longer than the
-original length of every rotary scaling. What isobit accepts must agree; what `transformers` cannot load, isobit must
-refuse.
+Each variant is a directory as `transformers` saves it, with a config.json of its own: keys changed
+and keys left out. `transformers` and isobit (preset `float32`) load it and give log-probabilities
+of one sequence, longer than the original length of every rotary scaling. What isobit accepts must
+agree; what `transformers` cannot load, isobit must refuse.
 """
 
 import argparse
@@ -34,14 +35,16 @@ from .config_variants import BASES, SHAPES, Variant, variants
 from .helpers import randomize, tokens
 
 CLOSE = 1e-4
-"""Largest distance of two log-probabilities that are one model's. `transformers` has float32 angles: at position 60 off
-by up to 2**-19, times the weights. Wrong models are farther off by far (`test_config_table.py`)."""
+"""Largest distance of two log-probabilities that are one model's. `transformers` has float32
+angles: at position 60 off by up to 2**-19, times the weights. Wrong models are farther off by far
+(`test_config_table.py`)."""
 SEQUENCE = tokens(60, 5)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a variant. `distance`: the largest of two log-probabilities, where both loaded it."""
+    """What came of a variant. `distance`: the largest of two log-probabilities, where both loaded
+    it."""
 
     variant: Variant
     ours: str  # "" or the refusal
@@ -50,14 +53,16 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """`different` is whatever isobit accepts and transformers does not compute: another number, or none."""
+        """`different` is whatever isobit accepts and transformers does not compute: another number,
+        or none."""
         if self.ours:
             return "refused"
         return "equal" if self.distance is not None and self.distance <= CLOSE else "different"
 
 
 class Bench:
-    """Directories of checkpoints. Variants whose weights have the same shapes have the same weights."""
+    """Directories of checkpoints. Variants whose weights have the same shapes have the same
+    weights."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -71,7 +76,9 @@ class Bench:
         ours, refusal = _attempt(lambda: our_logprobs(directory), IsobitError)
         if refusal:
             return Outcome(variant, refusal, "", None)
-        theirs, error = _attempt(lambda: their_logprobs(directory), Exception)  # KeyError, TypeError, its own
+        theirs, error = _attempt(
+            lambda: their_logprobs(directory), Exception
+        )  # KeyError, TypeError, its own
         distance = None if ours is None or theirs is None else float((ours - theirs).abs().max())
         return Outcome(variant, refusal, error, distance)
 
@@ -87,12 +94,15 @@ class Bench:
             return directory
         tensors = load_file(weights)
         embedding = tensors["model.embed_tokens.weight"]
-        tensors["lm_head.weight"] = embedding.clone() if variant.head == "same" else embedding.flip(0).clone()
+        tensors["lm_head.weight"] = (
+            embedding.clone() if variant.head == "same" else embedding.flip(0).clone()
+        )
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return directory
 
     def _saved(self, values: dict[str, Any]) -> Path:
-        """Weights of these shapes, of all else as in the base; the base's own where transformers has no such model."""
+        """Weights of these shapes, of all else as in the base; the base's own where transformers
+        has no such model."""
         shape = {key: values[key] for key in SHAPES if key in values}
         key = hashlib.sha256(f"{values['model_type']}{shape}".encode()).hexdigest()[:16]
         if key not in self._weights:
@@ -113,7 +123,9 @@ def _attempt(function: Any, errors: type[Exception]) -> tuple[Any, str]:
     try:
         return function(), ""
     except errors as caught:
-        return None, str(caught) if isinstance(caught, IsobitError) else f"{type(caught).__name__}: {caught}"
+        return None, str(caught) if isinstance(
+            caught, IsobitError
+        ) else f"{type(caught).__name__}: {caught}"
 
 
 def _build(values: dict[str, Any]) -> Any:
@@ -157,7 +169,12 @@ def summary(outcomes: list[Outcome]) -> str:
     totals = [sum(counts[family, kind] for family in BASES) for kind in kinds]
     lines.append(f"{'all':<12}{sum(totals):>10}" + "".join(f"{count:>11}" for count in totals))
     farthest = max(o.distance or 0.0 for o in outcomes if o.kind == "equal")
-    return "\n".join([*lines, f"farthest of the equal ones: {farthest:.1e} in log-probability (bound {CLOSE:.0e})"])
+    return "\n".join(
+        [
+            *lines,
+            f"farthest of the equal ones: {farthest:.1e} in log-probability (bound {CLOSE:.0e})",
+        ]
+    )
 
 
 def _line(outcome: Outcome) -> str:
@@ -167,7 +184,9 @@ def _line(outcome: Outcome) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every variant, not only those that differ")
+    parser.add_argument(
+        "--all", action="store_true", help="every variant, not only those that differ"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     outcomes = run(variants())

@@ -1,4 +1,5 @@
-"""Variants of `config.json`: the families by their keys, with what is to become of each (`config_table.py`)."""
+"""Variants of `config.json`: the families by their keys, with what is to become of each
+(`config_table.py`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,7 +8,8 @@ from typing import Any
 from .helpers import VOCABULARY
 
 CONTEXT, ORIGINAL = 64, 16
-"""max_position_embeddings, and the original length that rotary scalings name: both below the length compared."""
+"""max_position_embeddings, and the original length that rotary scalings name: both below the length
+compared."""
 _LEFT_OUT = object()
 
 _SIZES: dict[str, Any] = {
@@ -33,12 +35,23 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3": _SIZES | _QWEN | {"attention_bias": False},
     "qwen3_moe": _SIZES
     | _QWEN
-    | {"attention_bias": False, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {
+        "attention_bias": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
     | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
     "mistral": _SIZES | {"sliding_window": None},
     "smollm3": _SIZES
-    | {"attention_bias": False, "mlp_bias": False, "sliding_window": 8, "no_rope_layers": [1, 0], "pad_token_id": 0},
+    | {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": 8,
+        "no_rope_layers": [1, 0],
+        "pad_token_id": 0,
+    },
 }
 BASES["olmo2"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
 BASES["olmo3"] = BASES["olmo2"] | {
@@ -46,7 +59,9 @@ BASES["olmo3"] = BASES["olmo2"] | {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-BASES["gemma3_text"] = {key: value for key, value in BASES["olmo3"].items() if key != "hidden_act"} | {
+BASES["gemma3_text"] = {
+    key: value for key, value in BASES["olmo3"].items() if key != "hidden_act"
+} | {
     "rope_theta": 900.0,
     "rope_local_base_freq": 70.0,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -71,19 +86,38 @@ BASES["qwen3_5_text"] = _SIZES | {
     "pad_token_id": 0,
 }
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
-"""Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the others, and not
-compared again."""
+"""Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the
+others, and not compared again."""
 _SHARED = {
-    *("for training only", "dtype bfloat16", "other ids", "no hidden_act", "rms_norm_eps 0.1", "1 head of keys"),
+    *(
+        "for training only",
+        "dtype bfloat16",
+        "other ids",
+        "no hidden_act",
+        "rms_norm_eps 0.1",
+        "1 head of keys",
+    ),
     *("tied, with the same head", "no num_key_value_heads, 8 heads", "hidden_size 50 of 4 heads"),
     *("sliding_window 256", "sliding_window 63", "use_sliding_window, 256", "window from layer 2"),
 }
 
 SHAPES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "num_experts"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "num_experts",
+    ),
     *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *(
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
     *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
 )
 """The keys on which names and shapes of weights depend."""
@@ -124,7 +158,8 @@ _YARNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One config.json: the family's base with `changes`; `says`, a part of the refusal, or "" if it is to be equal.
+    """One config.json: the family's base with `changes`; `says`, a part of the refusal, or "" if it
+    is to be equal.
 
     `head`: what the checkpoint's own lm_head.weight is where the head is tied.
     """
@@ -144,9 +179,12 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        own = {"olmo3": _olmo3, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss, "qwen3_5_text": _qwen35}.get(
-            family, _windows
-        )
+        own = {
+            "olmo3": _olmo3,
+            "gemma3_text": _gemma3,
+            "gpt_oss": _gpt_oss,
+            "qwen3_5_text": _qwen35,
+        }.get(family, _windows)
         makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             made = (Variant(family, *row) for row in make(family))
@@ -160,22 +198,40 @@ Row = tuple[str, dict[str, Any], str] | tuple[str, dict[str, Any], str, str]
 def _sizes(family: str) -> Iterator[Row]:
     """Sizes: given, left out, null, impossible."""
     yield "base", {}, ""
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ):
         yield f"no {key}", {key: _LEFT_OUT}, f"'{key}' is missing"
     yield "hidden_size 48.0", {"hidden_size": 48.0}, "hidden_size has the wrong type"
     yield "1 head of keys", {"num_key_value_heads": 1}, ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
     nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3")
-    yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
+    yield (
+        "null heads of keys",
+        {"num_key_value_heads": None},
+        "" if nullable else "num_key_value_heads",
+    )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in ("llama", "olmo2", "olmo3") else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
-    yield "null head_dim", {"head_dim": None}, "" if family in ("llama", "mixtral", "mistral") else "head_dim"
-    yield "head_dim 20", {"head_dim": 20}, "an even part of a head" if family == "qwen3_5_text" else ""
+    yield (
+        "null head_dim",
+        {"head_dim": None},
+        "" if family in ("llama", "mixtral", "mistral") else "head_dim",
+    )
+    yield (
+        "head_dim 20",
+        {"head_dim": 20},
+        "an even part of a head" if family == "qwen3_5_text" else "",
+    )
     yield "head_dim 7", {"head_dim": 7}, "even head_dim"
     if family in (
         "llama",
@@ -183,9 +239,17 @@ def _sizes(family: str) -> Iterator[Row]:
         "qwen3",
         "mistral",
     ):  # the grouped products of transformers take multiples of 4 alone
-        yield "hidden_size 50 of 4 heads", {"hidden_size": 50}, "no multiple" if family == "llama" else ""
+        yield (
+            "hidden_size 50 of 4 heads",
+            {"hidden_size": 50},
+            "no multiple" if family == "llama" else "",
+        )
     yield "no max_position_embeddings", {"max_position_embeddings": _LEFT_OUT}, ""
-    yield "null max_position_embeddings", {"max_position_embeddings": None}, "max_position_embeddings"
+    yield (
+        "null max_position_embeddings",
+        {"max_position_embeddings": None},
+        "max_position_embeddings",
+    )
     yield "no rms_norm_eps", {"rms_norm_eps": _LEFT_OUT}, ""
     yield "rms_norm_eps 0.1", {"rms_norm_eps": 0.1}, ""
     yield "rms_norm_eps as text", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"
@@ -196,21 +260,34 @@ def _flags(family: str) -> Iterator[Row]:
     never = ("qwen2", "mixtral", "mistral")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
-    yield "attention_bias as text", {"attention_bias": "false"}, "" if family in never else "attention_bias"
+    yield (
+        "attention_bias as text",
+        {"attention_bias": "false"},
+        "" if family in never else "attention_bias",
+    )
     yield "mlp_bias", {"mlp_bias": True}, ""
     yield "no mlp_bias", {"mlp_bias": _LEFT_OUT}, ""
     yield "tied", {"tie_word_embeddings": True}, ""
     yield "no tie_word_embeddings", {"tie_word_embeddings": _LEFT_OUT}, ""
     yield "null tie_word_embeddings", {"tie_word_embeddings": None}, "tie_word_embeddings"
     yield "tied, with the same head", {"tie_word_embeddings": True}, "", "same"
-    yield "tied, with another head", {"tie_word_embeddings": True}, "tie_word_embeddings false", "other"
+    yield (
+        "tied, with another head",
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings false",
+        "other",
+    )
     yield "no hidden_act", {"hidden_act": _LEFT_OUT}, ""
     for other in ("gelu", "relu", None):
         says = "" if family == "gemma3_text" else "hidden_act"
         yield f"hidden_act {other}", {"hidden_act": other}, says
     yield "is_causal false", {"is_causal": False}, "is_causal"
     yield "per_layer_config", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"
-    yield "for training only", {"attention_dropout": 0.0, "initializer_range": 0.5, "use_cache": False}, ""
+    yield (
+        "for training only",
+        {"attention_dropout": 0.0, "initializer_range": 0.5, "use_cache": False},
+        "",
+    )
     yield "other ids", {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 0}, ""
     yield "dtype bfloat16", {"torch_dtype": "bfloat16"}, ""
 
@@ -232,8 +309,18 @@ def _rope_forms(family: str) -> Iterator[Row]:
 def _rope_details(family: str) -> Iterator[Row]:
     """Parameters of the scalings: left out, null, outside, or in two sections."""
     outside = {_ORIGINAL: 40}
-    for value, says in ((_LEFT_OUT, ""), (300, ""), (None, "rope_theta"), (0, "rope_theta"), ("500", "rope_theta")):
-        yield f"rope_theta {'left out' if value is _LEFT_OUT else value}", {"rope_theta": value}, says
+    for value, says in (
+        (_LEFT_OUT, ""),
+        (300, ""),
+        (None, "rope_theta"),
+        (0, "rope_theta"),
+        ("500", "rope_theta"),
+    ):
+        yield (
+            f"rope_theta {'left out' if value is _LEFT_OUT else value}",
+            {"rope_theta": value},
+            says,
+        )
     yield "null rope_scaling", {"rope_scaling": None}, ""
     yield "rope_scaling of no kind", {"rope_scaling": {"factor": 3.0}}, ""
     yield "rope_scaling of kind null", {"rope_scaling": {"rope_type": None}}, "rope scaling None"
@@ -256,7 +343,11 @@ def _rope_details(family: str) -> Iterator[Row]:
         unknown = {"rope_scaling": short, "max_position_embeddings": _LEFT_OUT}
         yield f"{kind}, no original and no context", unknown, ""
         yield f"{kind}, null original outside", {"rope_scaling": inside, _ORIGINAL: None}, _ORIGINAL
-        yield f"{kind}, factor as text", {"rope_scaling": {**inside, "factor": "4"}}, "factor must be a number"
+        yield (
+            f"{kind}, factor as text",
+            {"rope_scaling": {**inside, "factor": "4"}},
+            "factor must be a number",
+        )
         without = {key: value for key, value in inside.items() if key != "factor"}
         yield f"{kind} without factor", {"rope_scaling": without}, f"{kind} needs factor"
     both = {"rope_scaling": {"rope_type": "yarn", **_SCALINGS["yarn"]}}
@@ -265,7 +356,9 @@ def _rope_details(family: str) -> Iterator[Row]:
     yield "two sections that differ", {**both, "rope_parameters": linear}, "say different things"
     for name, more in _YARNS.items():
         yield f"yarn, {name}", {"rope_scaling": {**both["rope_scaling"], **more}}, ""
-    sharp = {"rope_scaling": {"rope_type": "llama3", **_SCALINGS["llama3"], "high_freq_factor": 1.0}}
+    sharp = {
+        "rope_scaling": {"rope_type": "llama3", **_SCALINGS["llama3"], "high_freq_factor": 1.0}
+    }
     yield "llama3, no band between", sharp, "high_freq_factor"
     bare = {**both, "head_dim": _LEFT_OUT}
     yield "yarn, no head_dim", bare, "needs head_dim" if family == "mixtral" else ""
@@ -275,13 +368,18 @@ def _rope_details(family: str) -> Iterator[Row]:
 
 def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
-    flagged, everywhere = family.startswith(("qwen", "smollm")), family in ("qwen3_moe", "mixtral", "mistral")
+    flagged = family.startswith(("qwen", "smollm"))
+    everywhere = family in ("qwen3_moe", "mixtral", "mistral")
     never = family in ("llama", "olmo2", "glm4")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""
         yield f"use_sliding_window, {size}", {**change, "use_sliding_window": True}, ""
-    yield "sliding_window 0", {"sliding_window": 0, "use_sliding_window": flagged}, "" if never else "sliding"
+    yield (
+        "sliding_window 0",
+        {"sliding_window": 0, "use_sliding_window": flagged},
+        "" if never else "sliding",
+    )
     long = {"use_sliding_window": True, "sliding_window": _LEFT_OUT, "max_window_layers": 0}
     yield "window left out", long, ""
     yield "window left out, longer context", {**long, "max_position_embeddings": 8192}, ""
@@ -295,7 +393,11 @@ def _windows(family: str) -> Iterator[Row]:
     yield "all layers full", {"layer_types": full}, unlisted
     yield "all layers full, window", {**first, "layer_types": full}, contradicts
     yield "a sliding layer", {"layer_types": mixed}, unlisted or "no window is in use"
-    yield "a sliding layer, window", {**first, "layer_types": mixed}, "no window is in use" if never else contradicts
+    yield (
+        "a sliding layer, window",
+        {**first, "layer_types": mixed},
+        "no window is in use" if never else contradicts,
+    )
     wide = {**first, "layer_types": mixed, "sliding_window": CONTEXT}
     yield "a sliding layer, wide window", wide, "no window is in use" if never else unlisted
     yield "a chunked layer", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"
@@ -305,7 +407,8 @@ def _windows(family: str) -> Iterator[Row]:
 
 
 def _truncations(without: dict[str, Any]) -> Iterator[Row]:
-    """YaRN's `truncate` where layer types have sections: transformers 5.24 reads it beside them, where it never is."""
+    """YaRN's `truncate` where layer types have sections: transformers 5.24 reads it beside them,
+    where it never is."""
     yarn = {"rope_type": "yarn", "rope_theta": 500.0, **_SCALINGS["yarn"]}
     plain = {"rope_type": "default", "rope_theta": 500.0}
     for value in (True, False, None):
@@ -317,7 +420,11 @@ def _truncations(without: dict[str, Any]) -> Iterator[Row]:
 def _olmo3(family: str) -> Iterator[Row]:
     """Windows and rotary embeddings by kinds of layers."""
     for size in (1, 8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, _LEFT_OUT):
-        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+        yield (
+            f"sliding_window {size if size is not _LEFT_OUT else 'left out'}",
+            {"sliding_window": size},
+            "",
+        )
     for size in (None, 0, 8.0):
         yield f"sliding_window {size!r}", {"sliding_window": size}, "sliding_window"
     yield "no layer_types", {"layer_types": _LEFT_OUT}, ""
@@ -328,13 +435,24 @@ def _olmo3(family: str) -> Iterator[Row]:
     yield "rope_theta left out", {"rope_theta": _LEFT_OUT}, ""
     yield "another rope_theta", {"rope_theta": 500.0}, "rope_theta other than"
     for size in (8, CONTEXT):
-        yield f"rope_scaling yarn, window {size}", {"rope_scaling": yarn, "sliding_window": size}, ""
+        yield (
+            f"rope_scaling yarn, window {size}",
+            {"rope_scaling": yarn, "sliding_window": size},
+            "",
+        )
     new = {"rope_theta": _LEFT_OUT, "layer_types": ["full_attention", "sliding_attention"]}
-    thetas = {"full_attention": {**yarn, "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 900.0}}
+    thetas = {
+        "full_attention": {**yarn, "rope_theta": 300.0},
+        "sliding_attention": {"rope_theta": 900.0},
+    }
     yield "rope_parameters of both kinds", {**new, "rope_parameters": thetas}, ""
     plain = {kind: {"rope_type": "default"} for kind in thetas}
     yield "rope_parameters without thetas", {**new, "rope_parameters": plain}, ""
-    yield "rope_parameters, theta outside", {**new, "rope_parameters": plain, "rope_theta": 500.0}, "keep the latter"
+    yield (
+        "rope_parameters, theta outside",
+        {**new, "rope_parameters": plain, "rope_theta": 500.0},
+        "keep the latter",
+    )
     yield (
         "rope_parameters and rope_scaling",
         {**new, "rope_parameters": thetas, "rope_scaling": yarn},
@@ -347,24 +465,44 @@ def _olmo3(family: str) -> Iterator[Row]:
 
 
 def _gemma3(family: str) -> Iterator[Row]:
-    """Windows and rotary embeddings by kinds of layers, the scale of scores, the gate, and what is not supported."""
+    """Windows and rotary embeddings by kinds of layers, the scale of scores, the gate, and what is
+    not supported."""
     for size in (8, CONTEXT, _LEFT_OUT):
-        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+        yield (
+            f"sliding_window {size if size is not _LEFT_OUT else 'left out'}",
+            {"sliding_window": size},
+            "",
+        )
     yield "null sliding_window", {"sliding_window": None}, "sliding_window"
     for pattern in (1, 2, _LEFT_OUT):
         change = {"layer_types": _LEFT_OUT, "sliding_window_pattern": pattern}
-        yield f"no layer_types, pattern {pattern if pattern is not _LEFT_OUT else 'left out'}", change, ""
+        yield (
+            f"no layer_types, pattern {pattern if pattern is not _LEFT_OUT else 'left out'}",
+            change,
+            "",
+        )
     yield "pattern 0", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern"
     both = {"rope_theta": _LEFT_OUT, "rope_local_base_freq": _LEFT_OUT}
     yield "thetas left out", both, ""
     for kind in ("linear", "yarn", "llama3"):
         yield f"rope_scaling {kind}", {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind]}}, ""
     linear = {"rope_type": "linear", **_SCALINGS["linear"]}
-    sections = {"full_attention": {**linear, "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 90.0}}
+    sections = {
+        "full_attention": {**linear, "rope_theta": 300.0},
+        "sliding_attention": {"rope_theta": 90.0},
+    }
     yield "rope_parameters of both kinds", {**both, "rope_parameters": sections}, ""
-    yield "rope_parameters without thetas", {**both, "rope_parameters": {kind: {} for kind in sections}}, ""
+    yield (
+        "rope_parameters without thetas",
+        {**both, "rope_parameters": {kind: {} for kind in sections}},
+        "",
+    )
     yield "rope_parameters and rope_theta", {"rope_parameters": sections}, "keep the latter"
-    yield "rope_parameters of no kind", {**both, "rope_parameters": linear}, "must have the sections"
+    yield (
+        "rope_parameters of no kind",
+        {**both, "rope_parameters": linear},
+        "must have the sections",
+    )
     yield "no query_pre_attn_scalar", {"query_pre_attn_scalar": _LEFT_OUT}, ""
     yield "query_pre_attn_scalar 0", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"
     yield "no hidden_activation", {"hidden_activation": _LEFT_OUT}, ""
@@ -379,7 +517,11 @@ def _gemma3(family: str) -> Iterator[Row]:
 def _gpt_oss(family: str) -> Iterator[Row]:
     """Windows, the default of rotary scaling, and the gate's numbers."""
     for size in (8, CONTEXT, _LEFT_OUT):
-        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+        yield (
+            f"sliding_window {size if size is not _LEFT_OUT else 'left out'}",
+            {"sliding_window": size},
+            "",
+        )
     yield "null sliding_window", {"sliding_window": None}, "sliding_window"
     yield "no layer_types", {"layer_types": _LEFT_OUT}, ""
     yield "all layers full", {"layer_types": ["full_attention"] * 2}, ""
@@ -387,7 +529,11 @@ def _gpt_oss(family: str) -> Iterator[Row]:
     yarn = {"rope_type": "yarn", **_SCALINGS["yarn"]}
     for more in ({}, {"truncate": False}):
         yield f"rope_scaling yarn {more}", {"rope_scaling": {**yarn, **more}}, ""
-        yield f"rope_parameters yarn {more}", {"rope_parameters": {**yarn, **more, "rope_theta": 90.0}}, ""
+        yield (
+            f"rope_parameters yarn {more}",
+            {"rope_parameters": {**yarn, **more, "rope_theta": 90.0}},
+            "",
+        )
     yield "rope_parameters default", {"rope_parameters": {"rope_type": "default"}}, ""
     for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         yield f"{key} {value}", {key: value}, ""
@@ -398,16 +544,37 @@ def _gpt_oss(family: str) -> Iterator[Row]:
 
 def _qwen35(family: str) -> Iterator[Row]:
     """Which layers have linear attention, its sizes, and the part of a head that is rotated."""
-    for kinds in (["full_attention"] * 2, ["linear_attention"] * 2, ["full_attention", "linear_attention"]):
+    for kinds in (
+        ["full_attention"] * 2,
+        ["linear_attention"] * 2,
+        ["full_attention", "linear_attention"],
+    ):
         yield f"layers {kinds}", {"layer_types": kinds}, ""
     for every in (1, 2, _LEFT_OUT):
-        change = {"layer_types": _LEFT_OUT, "num_hidden_layers": 4, "full_attention_interval": every}
+        change = {
+            "layer_types": _LEFT_OUT,
+            "num_hidden_layers": 4,
+            "full_attention_interval": every,
+        }
         yield f"attention in every layer {every if every in (1, 2) else 4}", change, ""
     yield "null layer_types", {"layer_types": None, "full_attention_interval": 2}, ""
-    yield "interval 0", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"
-    yield "a sliding layer", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"
+    yield (
+        "interval 0",
+        {"layer_types": None, "full_attention_interval": 0},
+        "full_attention_interval",
+    )
+    yield (
+        "a sliding layer",
+        {"layer_types": ["linear_attention", "sliding_attention"]},
+        "layer_types",
+    )
     yield "too few layer_types", {"layer_types": ["linear_attention"]}, "layer_types"
-    for key, value in (("num_key_heads", 4), ("num_key_heads", 1), ("key_head_dim", 7), ("value_head_dim", 20)):
+    for key, value in (
+        ("num_key_heads", 4),
+        ("num_key_heads", 1),
+        ("key_head_dim", 7),
+        ("value_head_dim", 20),
+    ):
         yield f"{key} {value}", {f"linear_{key}": value}, ""
     yield "3 value heads", {"linear_num_value_heads": 3}, "cannot share"
     yield "value heads as text", {"linear_num_value_heads": "4"}, "linear_num_value_heads"
@@ -416,7 +583,12 @@ def _qwen35(family: str) -> Iterator[Row]:
         yield f"{part} of each head, outside", {"partial_rotary_factor": part}, ""
         inside = {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": part}
         yield f"{part} of each head", {"rope_theta": _LEFT_OUT, "rope_parameters": inside}, ""
-    pictures = {"rope_type": "default", "rope_theta": 900.0, "mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    pictures = {
+        "rope_type": "default",
+        "rope_theta": 900.0,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    }
     yield "positions of pictures", {"rope_theta": _LEFT_OUT, "rope_parameters": pictures}, ""
     for part in (0.0, 1.5, "half", 0.2):
         yield f"part {part}", {"partial_rotary_factor": part}, "partial_rotary_factor"
@@ -435,7 +607,11 @@ def _unrotated(family: str) -> Iterator[Row]:
     for given in (_LEFT_OUT, None):
         for interval in (1, 2, _LEFT_OUT):
             change = {"no_rope_layers": given, "no_rope_layer_interval": interval}
-            yield f"no_rope_layers {given is None}, interval {interval if interval in (1, 2) else 4}", change, ""
+            yield (
+                f"no_rope_layers {given is None}, interval {interval if interval in (1, 2) else 4}",
+                change,
+                "",
+            )
     change = {"no_rope_layers": None, "no_rope_layer_interval": 0}
     yield "interval 0", change, "no_rope_layer_interval"
     slides = {"use_sliding_window": True, "no_rope_layers": None, "no_rope_layer_interval": 1}

@@ -1,4 +1,5 @@
-"""Tiny models of `transformers` with random weights, as directories: the oracle, and what isobit loads."""
+"""Tiny models of `transformers` with random weights, as directories: the oracle, and what isobit
+loads."""
 
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,19 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 _PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
 _OLMO = {"num_key_value_heads": 2, **_PAD}
-_OLMO3_YARN = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+_OLMO3_YARN = {
+    "full_attention": _YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 _GEMMA = {
     "head_dim": 20,
     "sliding_window": 9,
@@ -52,9 +61,20 @@ _GEMMA_LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 300.0}
-_GPT_OSS = {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, **_PAD}
+_GPT_OSS = {
+    "head_dim": 20,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    **_PAD,
+}
 _GPT_OSS |= {"rope_parameters": {**_YARN, "truncate": False}}
-_QWEN35 = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 20}
+_QWEN35 = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 20,
+}
 _QWEN35 |= {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}
 _QWEN35_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
@@ -65,32 +85,58 @@ _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_int
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}},
+    ),
     "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": _YARN, "head_dim": 32}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {"head_dim": 20}),
-    "qwen3-biases": ("Qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-biases": (
+        "Qwen3",
+        {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-mixed": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], **_PAD}),
-    "smollm3-windows": ("SmolLM3", {**_WINDOWS, "tie_word_embeddings": False, "no_rope_layer_interval": 2, **_PAD}),
+    "smollm3-windows": (
+        "SmolLM3",
+        {**_WINDOWS, "tie_word_embeddings": False, "no_rope_layer_interval": 2, **_PAD},
+    ),
     "olmo2": ("Olmo2", _OLMO),
-    "olmo2-biases": ("Olmo2", {**_OLMO, "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2-biases": (
+        "Olmo2",
+        {**_OLMO, "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "olmo3": ("Olmo3", {**_OLMO, "num_hidden_layers": 4, "sliding_window": 11}),
-    "olmo3-yarn": ("Olmo3", {**_OLMO, "sliding_window": 200, "rope_parameters": _OLMO3_YARN, "layer_types": _MIXED}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {**_OLMO, "sliding_window": 200, "rope_parameters": _OLMO3_YARN, "layer_types": _MIXED},
+    ),
     "gemma3": ("Gemma3", _GEMMA),
     "gemma3-linear": (
         "Gemma3",
-        {**_GEMMA, "rope_parameters": _GEMMA_LINEAR, "attention_bias": True, "tie_word_embeddings": False},
+        {
+            **_GEMMA,
+            "rope_parameters": _GEMMA_LINEAR,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "glm4": ("Glm4", {"head_dim": 20, **_PAD}),
     "glm4-whole-heads": (
         "Glm4",
-        {"head_dim": 12, "attention_bias": False, "rope_parameters": _GLM_ROPE, "tie_word_embeddings": True, **_PAD},
+        {
+            "head_dim": 12,
+            "attention_bias": False,
+            "rope_parameters": _GLM_ROPE,
+            "tie_word_embeddings": True,
+            **_PAD,
+        },
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-plain": (
@@ -127,13 +173,15 @@ def oracle(family: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomize(model: Any, seed: int) -> None:
-    """Give every parameter of a `transformers` model random values of a size that matters; norms that multiply by
-    numbers around 1."""
+    """Give every parameter of a `transformers` model random values of a size that matters; norms
+    that multiply by numbers around 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith("norm.weight")
-        around_0 = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+        around_0 = (
+            model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+        )
         middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
 
@@ -152,7 +200,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 @torch.no_grad()
 def logits(model: Model, sequence: list[int], use: str = "learner") -> Tensor:
-    hidden = model.transformer.hidden(torch.tensor(sequence), Layout.packed([len(sequence)]), use=use)
+    hidden = model.transformer.hidden(
+        torch.tensor(sequence), Layout.packed([len(sequence)]), use=use
+    )
     transformer = model.transformer
     return transformer.ops[use].product(hidden, transformer.head_weight(use), None, torch.float32)
 
@@ -188,10 +238,19 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
     return ModelConfig(**(values | changes))
 
 
-def random_model(precision: Any = "fp8", backend: str = "reference", family: str = "llama", **changes: Any) -> Model:
+def random_model(
+    precision: Any = "fp8", backend: str = "reference", family: str = "llama", **changes: Any
+) -> Model:
     """Random weights of some size, so that the distributions are not flat; biases and norms too."""
     require(backend)
-    model = Model.init(config(family, **changes), Tokenizer.characters(ALPHABET), precision, 3, backend, level(backend))
+    model = Model.init(
+        config(family, **changes),
+        Tokenizer.characters(ALPHABET),
+        precision,
+        3,
+        backend,
+        level(backend),
+    )
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():

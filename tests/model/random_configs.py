@@ -1,4 +1,5 @@
-"""Random values of `config.json`, of each family, that are accepted: for round trips through `save`."""
+"""Random values of `config.json`, of each family, that are accepted: for round trips through
+`save`."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,9 @@ def _section(drawn: random.Random, theta: bool) -> dict[str, Any]:
 def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
     """In the keys of transformers 4 or 5, or left out."""
     table, how = FAMILIES[family], drawn.choice(("none", "theta", "scaling", "parameters"))
-    left_out = dict.fromkeys(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _LEFT_OUT)
+    left_out = dict.fromkeys(
+        ("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _LEFT_OUT
+    )
     if how == "none":
         return left_out
     if how == "theta":
@@ -66,7 +69,9 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
     """Which layers slide, are linear, are dense or have no rotary embedding."""
     table, found = FAMILIES[family], dict[str, Any]()
     names = (
-        ("linear_attention", "full_attention") if table.linear_attention else ("sliding_attention", "full_attention")
+        ("linear_attention", "full_attention")
+        if table.linear_attention
+        else ("sliding_attention", "full_attention")
     )
     if table.windows is not None:
         found["sliding_window"] = drawn.choice((5, 9, 200, _LEFT_OUT))

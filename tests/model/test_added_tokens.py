@@ -1,4 +1,5 @@
-"""Tokens that files beside tokenizer.json add: ids and flags of `transformers`, also after `save`."""
+"""Tokens that files beside tokenizer.json add: ids and flags of `transformers`, also after
+`save`."""
 
 import json
 import re
@@ -12,8 +13,18 @@ from isobit.errors import IsobitError
 from isobit.model import Tokenizer
 from tests.loaders.cases import byte_tokenizer
 
-CHAT = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{{ image_token }}"
-TEXTS = ("a<one>b", "a <two> b", "x<three>y<one>", " <|im_end|> <three>  <TWO>", "one<four>two", "a<|endoftext|><pad>")
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{{ "
+    "image_token }}"
+)
+TEXTS = (
+    "a<one>b",
+    "a <two> b",
+    "x<three>y<one>",
+    " <|im_end|> <three>  <TWO>",
+    "one<four>two",
+    "a<|endoftext|><pad>",
+)
 
 
 def entry(content: str, **flags: bool) -> dict[str, Any]:
@@ -22,9 +33,14 @@ def entry(content: str, **flags: bool) -> dict[str, Any]:
 
 
 def write(folder: Path, settings: dict[str, Any] | None = None, **files: Any) -> int:
-    """A tokenizer of which only tokenizer.json knows, and files beside it; returns its next free id."""
+    """A tokenizer of which only tokenizer.json knows, and files beside it; returns its next free
+    id."""
     size = byte_tokenizer(folder, None).vocab_size
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **(settings or {})}
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **(settings or {}),
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     (folder / "chat_template.jinja").write_text(CHAT)
     for name, value in files.items():
@@ -33,7 +49,8 @@ def write(folder: Path, settings: dict[str, Any] | None = None, **files: Any) ->
 
 
 def alike(folder: Path) -> Tokenizer:
-    """The tokenizer, which does what transformers' does: ids, texts, chats, and what is left out of a text."""
+    """The tokenizer, which does what transformers' does: ids, texts, chats, and what is left out of
+    a text."""
     mine, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert mine.fast.get_vocab() == theirs.get_vocab()
     for text in TEXTS:
@@ -54,10 +71,14 @@ def alike(folder: Path) -> Tokenizer:
 def test_tokens_of_the_decoder(tmp_path: Path) -> None:
     size = write(tmp_path)
     tokens = [
-        entry("<one>", special=True), entry("<two>", lstrip=True, rstrip=True), entry("<three>", normalized=True),
+        entry("<one>", special=True), entry("<two>", lstrip=True, rstrip=True),
+        entry("<three>", normalized=True),
         entry("four", single_word=True), entry("<TWO>", special=True, normalized=True),
     ]  # fmt: skip
-    settings = {"added_tokens_decoder": {str(size + i): token for i, token in enumerate(tokens)}, "pad_token": "<pad>"}
+    settings = {
+        "added_tokens_decoder": {str(size + i): token for i, token in enumerate(tokens)},
+        "pad_token": "<pad>",
+    }
     write(tmp_path, settings)
     mine = alike(tmp_path)
     assert mine.fast.token_to_id("<one>") == size
@@ -68,16 +89,25 @@ def test_tokens_of_the_decoder(tmp_path: Path) -> None:
 
 def test_the_flags_of_the_decoder_count(tmp_path: Path) -> None:
     size = write(tmp_path)
-    decoder = {size - 1: entry("<|im_end|>"), size - 2: entry("<|im_start|>", special=True, lstrip=True)}
+    decoder = {
+        size - 1: entry("<|im_end|>"),
+        size - 2: entry("<|im_start|>", special=True, lstrip=True),
+    }
     write(tmp_path, {"added_tokens_decoder": decoder})
     assert not alike(tmp_path).is_special(size - 1)
 
 
 @pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
 def test_extra_special_tokens(tmp_path: Path, key: str) -> None:
-    size = write(tmp_path, {key: ["<one>", "<|im_start|>", "<three>", "<one>"], "bos_token": "<bos>"})
+    size = write(
+        tmp_path, {key: ["<one>", "<|im_start|>", "<three>", "<one>"], "bos_token": "<bos>"}
+    )
     mine = alike(tmp_path)
-    assert [mine.fast.token_to_id(name) for name in ("<bos>", "<one>", "<three>")] == [size, size + 1, size + 2]
+    assert [mine.fast.token_to_id(name) for name in ("<bos>", "<one>", "<three>")] == [
+        size,
+        size + 1,
+        size + 2,
+    ]
     assert mine.decode(mine.encode("a<one>b")) == "ab"
 
 
@@ -93,18 +123,28 @@ def test_older_files(tmp_path: Path) -> None:
     decoded = Tokenizer.load(tmp_path).fast.get_added_tokens_decoder()
     added = {token.content: i for i, token in decoded.items()} | {"<one>": size, "<two>": size + 1}
     named = {
-        "bos_token": "<|endoftext|>", "eos_token": entry("<|im_end|>", lstrip=True), "unk_token": "<two>",
+        "bos_token": "<|endoftext|>", "eos_token": entry("<|im_end|>", lstrip=True),
+        "unk_token": "<two>",
         "additional_special_tokens": ["<three>"],
     }  # fmt: skip
     named["eos_token"].pop("special")  # type: ignore[attr-defined]
     write(tmp_path, {"eos_token": "<|im_start|>"}, added_tokens=added, special_tokens_map=named)
     mine = alike(tmp_path)
     assert mine.render_chat([{"role": "user", "content": "a"}]) == "<|endoftext|>a<|im_end|>"
-    assert [mine.is_special(size), mine.is_special(size + 1), mine.is_special(size + 2)] == [False, True, True]
+    assert [mine.is_special(size), mine.is_special(size + 1), mine.is_special(size + 2)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_older_files_do_not_count_beside_a_decoder(tmp_path: Path) -> None:
-    write(tmp_path, {"added_tokens_decoder": {}}, added_tokens={"<one>": 9999}, special_tokens_map={"eos_token": "<x>"})
+    write(
+        tmp_path,
+        {"added_tokens_decoder": {}},
+        added_tokens={"<one>": 9999},
+        special_tokens_map={"eos_token": "<x>"},
+    )
     assert alike(tmp_path).eos_ids == ()
 
 
@@ -112,7 +152,11 @@ def test_older_files_do_not_count_beside_a_decoder(tmp_path: Path) -> None:
 def test_ids_stay_where_they_are_saved(tmp_path: Path, saved_by: str) -> None:
     size = write(tmp_path / "a")
     added = {"<one>": size, "<two>": size + 1}
-    named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<three>"]}
+    named = {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<three>"],
+    }
     write(tmp_path / "a", {}, added_tokens=added, special_tokens_map=named)
     before = alike(tmp_path / "a")
     (tmp_path / "b").mkdir()
@@ -123,7 +167,9 @@ def test_ids_stay_where_they_are_saved(tmp_path: Path, saved_by: str) -> None:
     after = alike(tmp_path / "b")
     assert before.fast.get_vocab() == after.fast.get_vocab()
     tokens, again = (each.fast.get_added_tokens_decoder() for each in (before, after))
-    assert {i: repr(token) for i, token in tokens.items()} == {i: repr(token) for i, token in again.items()}
+    assert {i: repr(token) for i, token in tokens.items()} == {
+        i: repr(token) for i, token in again.items()
+    }
     assert before.eos_ids == after.eos_ids
     assert before.render_chat([{"role": "user", "content": "a"}]) == after.render_chat(
         [{"role": "user", "content": "a"}]
@@ -133,9 +179,15 @@ def test_ids_stay_where_they_are_saved(tmp_path: Path, saved_by: str) -> None:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        ({5: entry("<one>")}, "gives token '<one>' the id 5, but with the vocabulary of tokenizer.json it is SIZE"),
+        (
+            {5: entry("<one>")},
+            "gives token '<one>' the id 5, but with the vocabulary of tokenizer.json it is SIZE",
+        ),
         ({"9000": entry("<one>")}, "'<one>' the id 9000, but"),
-        ({"SIZE": entry("<one>"), "NEXT": entry("<one>")}, "'<one>' the id NEXT, but .* it is SIZE"),
+        (
+            {"SIZE": entry("<one>"), "NEXT": entry("<one>")},
+            "'<one>' the id NEXT, but .* it is SIZE",
+        ),
         ({"SIZE": "<one>"}, "'<one>' is not a token with its flags"),
         ({"SIZE": entry("<one>") | {"lstrip": 3}}, "is not a token with its flags"),
         ({"first": entry("<one>")}, "'first' is not a token id"),
@@ -151,7 +203,9 @@ def test_what_disagrees_is_refused(tmp_path: Path, decoder: Any, message: str) -
     write(tmp_path, {"added_tokens_decoder": decoder})
     for name, value in known.items():
         message = message.replace(name, value)
-    with pytest.raises(IsobitError, match=re.escape(str(tmp_path / "tokenizer_config.json")) + f".*{message}"):
+    with pytest.raises(
+        IsobitError, match=re.escape(str(tmp_path / "tokenizer_config.json")) + f".*{message}"
+    ):
         Tokenizer.load(tmp_path)
 
 

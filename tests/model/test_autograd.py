@@ -1,4 +1,5 @@
-"""Operators with gradients: against float64 autograd over the operands that were really multiplied."""
+"""Operators with gradients: against float64 autograd over the operands that were really
+multiplied."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +47,8 @@ def _run(weight: Weight, x: Tensor, dy: Tensor, ops: Ops) -> tuple[Tensor, Tenso
 
 
 def _close(given: Tensor, wanted: Tensor, relative: float) -> None:
-    """Rounded once: within half a unit of each element, plus what float64 sums in another order may differ."""
+    """Rounded once: within half a unit of each element, plus what float64 sums in another order may
+    differ."""
     error = (given.double() - wanted.double()).abs()
     assert bool((error <= relative * wanted.abs() + 1e-9 * wanted.abs().max()).all()), error.max()
 
@@ -54,21 +56,30 @@ def _close(given: Tensor, wanted: Tensor, relative: float) -> None:
 @pytest.mark.parametrize("dgrad", ["fp8", "bf16"])
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
 def test_fp8_linear(ops: Ops, dgrad: str, wgrad: str) -> None:
-    weight, x, dy = _weight(dgrad, wgrad), _random(_ROWS, _IN, seed=3), _random(_ROWS, _OUT, seed=4) * 1e-4
+    weight = _weight(dgrad, wgrad)
+    x = _random(_ROWS, _IN, seed=3)
+    dy = _random(_ROWS, _OUT, seed=4) * 1e-4
     y, dx, dw, db = _run(weight, x, dy, ops)
     values, w = quantize(x, _ROW_BLOCKS).dequantize().double(), weight.working.dequantize().double()
     _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
-    along_outputs = quantize(dy, _ROW_BLOCKS).dequantize().double() if dgrad == "fp8" else dy.double()
+    along_outputs = (
+        quantize(dy, _ROW_BLOCKS).dequantize().double() if dgrad == "fp8" else dy.double()
+    )
     _close(dx, along_outputs @ w, _BF16_ROUNDING)
     # with power-of-two scales the saved activation is the same along the tokens, or rounded to BF16
-    along_tokens = quantize(dy, QuantSpec(E4M3, "128x1")).dequantize().double() if wgrad == "fp8" else dy.double()
+    along_tokens = (
+        quantize(dy, QuantSpec(E4M3, "128x1")).dequantize().double()
+        if wgrad == "fp8"
+        else dy.double()
+    )
     _close(dw, along_tokens.T @ values, 2.0**-23)
     assert dw.dtype == db.dtype == torch.float32
     _close(db, dy.double().sum(0), 2.0**-23)
 
 
 def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
-    """Blocks of 32 lie along one dimension; with powers of two the other direction's codes add no error."""
+    """Blocks of 32 lie along one dimension; with powers of two the other direction's codes add no
+    error."""
     spec = QuantSpec(E4M3, "1x32", "ue8m0")
     weight = _weight()
     working = quantize(weight.master.detach(), spec)
@@ -80,7 +91,9 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
     _close(dx, quantize(dy, spec).dequantize().double() @ w, _BF16_ROUNDING)
     along = QuantSpec(E4M3, "32x1")
     again = quantize(values.float(), along).dequantize().double()
-    assert float((again - values).abs().max()) < 1e-2 * 2.0**-9  # the smallest codes only: they underflow
+    assert (
+        float((again - values).abs().max()) < 1e-2 * 2.0**-9
+    )  # the smallest codes only: they underflow
     _close(dw, quantize(dy, along).dequantize().double().T @ again, 2.0**-23)
 
 
@@ -106,7 +119,9 @@ def test_plain_linear(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
-def test_requantizing_the_saved_activation_is_exact_with_power_of_two_scales_only(scale: str) -> None:
+def test_requantizing_the_saved_activation_is_exact_with_power_of_two_scales_only(
+    scale: str,
+) -> None:
     """FP32 scales are the negative control: there, one copy for both directions adds an error."""
     saved = quantize(_random(_ROWS, _IN, seed=3), QuantSpec(E4M3, "1x128", scale))
     again = quantize(saved.dequantize(), QuantSpec(E4M3, "128x1", scale)).dequantize()
@@ -130,17 +145,35 @@ def _saved_bytes(run: Callable[[], Tensor], own: list[Tensor]) -> int:
 def test_fp8_linear_saves_about_half_of_bf16(columns: int) -> None:
     ops, x = get_ops("reference", "exact"), _random(_ROWS, columns).requires_grad_()
     master = torch.nn.Parameter(torch.randn(_OUT, columns))
-    fp8 = Weight("w", master, quantize(master.detach(), _BLOCKS), None, None, _ROW_BLOCKS, _ROW_BLOCKS, "fp8", "fp8")
+    fp8 = Weight(
+        "w",
+        master,
+        quantize(master.detach(), _BLOCKS),
+        None,
+        None,
+        _ROW_BLOCKS,
+        _ROW_BLOCKS,
+        "fp8",
+        "fp8",
+    )
     bf16 = Weight("w", master, master.detach().bfloat16(), None, None)
-    small, large = (_saved_bytes(lambda w=w: autograd.linear(x, w, ops), [master]) for w in (fp8, bf16))
+    small, large = (
+        _saved_bytes(lambda w=w: autograd.linear(x, w, ops), [master]) for w in (fp8, bf16)
+    )
     assert large == 2 * _ROWS * columns
     assert small == _ROWS * (columns + 4 * -(-columns // 128))
     assert small <= 0.55 * large
 
 
 def test_rms_norm_and_residual(ops: Ops) -> None:
-    weight = Vector("norm", torch.nn.Parameter(_random(_IN, dtype=torch.float32)), _random(_IN, dtype=torch.float32))
-    x, residual = (_random(_ROWS, _IN, seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2))
+    weight = Vector(
+        "norm",
+        torch.nn.Parameter(_random(_IN, dtype=torch.float32)),
+        _random(_IN, dtype=torch.float32),
+    )
+    x, residual = (
+        _random(_ROWS, _IN, seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2)
+    )
     dy, ds = (_random(_ROWS, _IN, seed=s, dtype=torch.float32) for s in (3, 4))
     normed, summed = autograd.rms_norm(x, residual, weight, 1e-5, ops)
     torch.autograd.backward((normed, summed), (dy, ds))
@@ -161,29 +194,44 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
         keys, values = (t[rows].repeat_interleave(groups, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
         mask = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(mask, -torch.inf).softmax(-1), values))
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(mask, -torch.inf).softmax(-1), values)
+        )
     return torch.cat(outputs)
 
 
-def _head_rows(qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], positions: Tensor) -> list[Tensor]:
+def _head_rows(
+    qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], positions: Tensor
+) -> list[Tensor]:
     """Queries (4 heads) and keys (2) of qkv, normed if `norms`, rotated; and values."""
     q, k, v = qkv.split((4, 2, 2), 1)
     if norms:
-        q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w for x, w in zip((q, k), norms))
+        q, k = (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w
+            for x, w in zip((q, k), norms)
+        )
     cos, sin = (t[positions].repeat(1, 2).unsqueeze(1) for t in tables)
-    turned = [x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in (q, k)]
+    turned = [
+        x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in (q, k)
+    ]
     return [*turned, v]
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("kv", [None, QuantSpec(E4M3, "row"), QuantSpec(INT8, "row", "fp32")], ids=str)
-def test_attention_is_of_normed_rotated_and_stored_heads(ops: Ops, normed: bool, kv: QuantSpec | None) -> None:
-    """Straight through the quantization of keys and values; the backward makes its own of them, elsewhere."""
+@pytest.mark.parametrize(
+    "kv", [None, QuantSpec(E4M3, "row"), QuantSpec(INT8, "row", "fp32")], ids=str
+)
+def test_attention_is_of_normed_rotated_and_stored_heads(
+    ops: Ops, normed: bool, kv: QuantSpec | None
+) -> None:
+    """Straight through the quantization of keys and values; the backward makes its own of them,
+    elsewhere."""
     lengths, dim = [19, 1, 33], 24
     layout, total = Layout.packed(lengths, 16), sum(lengths)
     qkv = _random(total, 8, dim, dtype=torch.float32).requires_grad_()
     angles = torch.rand(40, dim // 2) * 6
-    tables, weights = (angles.cos(), angles.sin()), [_random(dim, seed=s, dtype=torch.float32) for s in (1, 2)]
+    tables = (angles.cos(), angles.sin())
+    weights = [_random(dim, seed=s, dtype=torch.float32) for s in (1, 2)]
     vectors = [Vector("norm", torch.nn.Parameter(w.clone()), w) for w in weights]
     stores = [KVStore.allocate(layout.num_slots, 2, dim, kv, FP32) for _ in range(2)]
     heads = Heads((weights[0], weights[1]) if normed else None, 1e-5, tables)
@@ -193,8 +241,12 @@ def test_attention_is_of_normed_rotated_and_stored_heads(ops: Ops, normed: bool,
     assert not stores[1].k.any()
     dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
     out.backward(dout)
-    assert all(torch.equal(a, b) for a, b in zip(stores[0].gather(layout.slots), stores[1].gather(layout.slots)))
-    exact, scale = qkv.detach().double().requires_grad_(), [w.double().requires_grad_() for w in weights]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(stores[0].gather(layout.slots), stores[1].gather(layout.slots))
+    )
+    exact = qkv.detach().double().requires_grad_()
+    scale = [w.double().requires_grad_() for w in weights]
     wide = (tables[0].double(), tables[1].double())
     q, *made = _head_rows(exact, scale if normed else [], wide, layout.positions)
     read = [value.double() for value in stores[0].gather(layout.slots)]
@@ -214,7 +266,9 @@ def test_attention_is_of_normed_rotated_and_stored_heads(ops: Ops, normed: bool,
 def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
     """Bit for bit, forward and backward: a norm, or a gate, and the linear layer after it."""
     weight = _weight() if fp8 else _plain_weight(torch.bfloat16)
-    vector = Vector("norm", torch.nn.Parameter(1 + _random(_IN, dtype=torch.float32)), _random(_IN).add(1))
+    vector = Vector(
+        "norm", torch.nn.Parameter(1 + _random(_IN, dtype=torch.float32)), _random(_IN).add(1)
+    )
     dy, results = _random(_ROWS, _OUT, seed=4), []
     for fused in (True, False):
         x, residual = (_random(_ROWS, _IN, seed=s).requires_grad_() for s in (1, 2))
@@ -228,7 +282,9 @@ def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
             gated = ops.gate_mul("silu", gate_up.detach()).requires_grad_()
             y, z = autograd.linear(normed, weight, ops), autograd.linear(gated, weight, ops)
         torch.autograd.backward((y, summed, z), (dy, x.detach(), dy))
-        gate_gradient = gate_up.grad if fused else ops.gate_mul_backward("silu", gated.grad, gate_up.detach())
+        gate_gradient = (
+            gate_up.grad if fused else ops.gate_mul_backward("silu", gated.grad, gate_up.detach())
+        )
         masters = (vector.master.grad, weight.master.grad, weight.bias_master.grad)
         results.append((y, z, summed, x.grad, residual.grad, gate_gradient, *masters))
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -239,10 +295,13 @@ def test_silu_mul_and_embedding(ops: Ops) -> None:
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(dh.double())
-    torch.testing.assert_close(ops.gate_mul_backward("silu", dh, gate_up).double(), exact.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ops.gate_mul_backward("silu", dh, gate_up).double(), exact.grad, rtol=1e-5, atol=1e-6
+    )
 
     master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
-    table, tokens = Vector("embed", master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
+    table = Vector("embed", master, master.detach().bfloat16())
+    tokens = torch.tensor([3, 0, 3, 10, 3])
     gradient = torch.arange(25.0).view(5, 5).bfloat16()
     wanted = torch.zeros(11, 5).index_add(0, tokens, gradient.float())
     for scale, factor in ((None, 1.0), (1152**0.5, 34.0)):  # 33.94, rounded to BF16
@@ -261,7 +320,9 @@ class _Spy:
     def __init__(self, ops: Ops) -> None:
         self._ops, self.rows = ops, []
 
-    def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(
+        self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ) -> Tensor:
         result = self._ops.product(a, b, bias, out)
         self.rows += [result.shape[0]] if result.shape[1] == 97 else []
         return result
@@ -285,7 +346,9 @@ def _head(
     with torch.set_grad_enabled(gradient is not None):
         every = torch.arange(len(targets))
         context = Context(targets, torch.where(every < 10, 0, 10), every)  # two sequences
-        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, filtering, context)
+        logprobs, entropy = head_logprobs(
+            hidden, head, targets, 0.7, chunk, ops, filtering, context
+        )
     if gradient is not None:
         logprobs.backward(gradient)
     return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
@@ -295,14 +358,20 @@ def test_head_logprobs_against_autograd_and_in_chunks(ops: Ops) -> None:
     hidden = _random(29, 40, dtype=torch.float32)
     gradient = _random(29, seed=8, dtype=torch.float32)
     spy = _Spy(ops)
-    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient)
+    logprobs, entropy, dhidden, dweight, weight, targets = _head(
+        hidden, torch.float32, 8, spy, gradient
+    )
     assert max(spy.rows) == 8
     assert not entropy.requires_grad
     exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     distribution = ((exact @ exact_weight.T) / 0.7).log_softmax(-1)
     distribution[torch.arange(29), targets].backward(gradient.double())
-    torch.testing.assert_close(logprobs.double(), distribution[torch.arange(29), targets], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        logprobs.double(), distribution[torch.arange(29), targets], rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(dhidden.double(), exact.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
 
@@ -317,15 +386,26 @@ def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
 
 @pytest.mark.parametrize(
     "filtering",
-    [(20, 1.0, 0.0, 1.0), (0, 0.9, 0.0, 1.0), (0, 1.0, 0.05, 1.0), (20, 0.9, 0.01, 1.3), (0, 1.0, 0.0, 1.8)],
+    [
+        (20, 1.0, 0.0, 1.0),
+        (0, 0.9, 0.0, 1.0),
+        (0, 1.0, 0.05, 1.0),
+        (20, 0.9, 0.01, 1.3),
+        (0, 1.0, 0.0, 1.8),
+    ],
     ids=str,
 )
-def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, filtering: Filtering) -> None:
-    """In float64, over the support written out; some targets are outside it. The control is the whole softmax."""
+def test_truncated_logprobs_against_autograd_of_the_masked_softmax(
+    ops: Ops, filtering: Filtering
+) -> None:
+    """In float64, over the support written out; some targets are outside it. The control is the
+    whole softmax."""
     hidden = _random(29, 40, dtype=torch.float32)
     gradient, every = _random(29, seed=8, dtype=torch.float32), torch.arange(29)
     spy = _Spy(ops)
-    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient, filtering)
+    logprobs, entropy, dhidden, dweight, weight, targets = _head(
+        hidden, torch.float32, 8, spy, gradient, filtering
+    )
     assert max(spy.rows) == 8, "of logits at a time"
     exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     z = exact @ exact_weight.T
@@ -353,7 +433,8 @@ def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, fil
 
 
 def _kept(z: Tensor, filtering: Filtering) -> Tensor:
-    """Mask of the support of scaled logits without ties, by ranks and probabilities: top-k, top-p, min-p."""
+    """Mask of the support of scaled logits without ties, by ranks and probabilities: top-k, top-p,
+    min-p."""
     top_k, top_p, min_p, _ = filtering
     order = z.argsort(-1, descending=True)
     rank = order.argsort(-1)
@@ -370,7 +451,9 @@ def test_truncated_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
     hidden, filtering = _random(29, 40), (20, 0.9, 0.01, 1.3)
     whole = _head(hidden, torch.bfloat16, 100, ops, None, filtering)
     for chunk in (1, 7, 29):
-        for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None, filtering)[:2], whole):
+        for part, wanted in zip(
+            _head(hidden, torch.bfloat16, chunk, ops, None, filtering)[:2], whole
+        ):
             assert torch.equal(part, wanted)
 
 
@@ -388,5 +471,9 @@ def test_presets_have_the_specs_that_this_module_is_written_for() -> None:
     for preset in PRESETS.values():
         for flow in (preset.rollout, preset.learner):
             assert flow.compute in (BF16, FP32)
-            assert flow.activation is None or flow.activation.granularity in ("1x128", "1x32", "1x16")
+            assert flow.activation is None or flow.activation.granularity in (
+                "1x128",
+                "1x32",
+                "1x16",
+            )
     assert isinstance(quantize(torch.ones(2, 2), _BLOCKS).transpose(), QTensor)

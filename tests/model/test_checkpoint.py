@@ -78,7 +78,9 @@ def test_tensors_that_are_ignored(saved: Path) -> None:
     Model.load(saved, "float32", "reference")
     values = json.loads((saved / "config.json").read_text()) | {"tie_word_embeddings": True}
     (saved / "config.json").write_text(json.dumps(values))
-    with pytest.raises(IsobitError, match=r"lm_head.weight differs from the embedding.*tie_word_embeddings false"):
+    with pytest.raises(
+        IsobitError, match=r"lm_head.weight differs from the embedding.*tie_word_embeddings false"
+    ):
         Model.load(saved, "float32", "reference")
     _edit(saved, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert "head" not in Model.load(saved, "float32", "reference").named_parameters()
@@ -101,24 +103,63 @@ def _truncate(path: Path, size: int) -> None:
 _NORM = "model.norm.weight"
 _DEFECTS = {
     "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
-    "config not JSON": (lambda p: (p / "config.json").write_text('{\n "a": 1,,'), "config.json, line 2: not valid"),
-    "config a list": (lambda p: (p / "config.json").write_text("[]"), "expected a JSON object, got list"),
-    "config not text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: cannot be read"),
+    "config not JSON": (
+        lambda p: (p / "config.json").write_text('{\n "a": 1,,'),
+        "config.json, line 2: not valid",
+    ),
+    "config a list": (
+        lambda p: (p / "config.json").write_text("[]"),
+        "expected a JSON object, got list",
+    ),
+    "config not text": (
+        lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "config.json: cannot be read",
+    ),
     "architecture": (lambda p: _config(p, model_type="gpt2"), "unsupported architecture 'gpt2'"),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index"),
+    "no weights": (
+        lambda p: (p / "model.safetensors").unlink(),
+        "no model.safetensors and no model.safetensors.index",
+    ),
     "no tokenizer": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "truncated": (lambda p: _truncate(p, 5000), "truncated or corrupt safetensors"),
     "truncated header": (lambda p: _truncate(p, 5), "truncated or corrupt safetensors"),
     "empty": (lambda p: _truncate(p, 0), "truncated or corrupt safetensors"),
-    "garbage": (lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 4096), "truncated or corrupt safetensors"),
-    "missing tensor": (lambda p: _edit(p, {_NORM: None}), f"tensor {_NORM} is missing; config.json says llama"),
-    "unexpected tensor": (lambda p: _edit(p, {"extra.bias": torch.ones(2)}), "tensor extra.bias is not part of this"),
-    "shape": (lambda p: _edit(p, {_NORM: torch.ones(7)}), r"model.norm.weight has shape \(7,\).* asks for \(144,\)"),
-    "NaN": (lambda p: _edit(p, {_NORM: torch.full((144,), float("nan"))}), "model.norm.weight holds NaN or infinity"),
-    "infinity": (lambda p: _edit(p, {_NORM: torch.full((144,), float("inf"))}), "model.norm.weight holds NaN or inf"),
-    "dtype": (lambda p: _edit(p, {_NORM: torch.ones(144).char()}), "model.norm.weight has dtype torch.int8"),
-    "layers": (lambda p: _config(p, num_hidden_layers=4), r"tensor model.layers.3.* is missing \(and 8 more\)"),
-    "vocabulary": (lambda p: _config(p, vocab_size=60), r"embed_tokens.weight has shape .* asks for \(60, 144\)"),
+    "garbage": (
+        lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 4096),
+        "truncated or corrupt safetensors",
+    ),
+    "missing tensor": (
+        lambda p: _edit(p, {_NORM: None}),
+        f"tensor {_NORM} is missing; config.json says llama",
+    ),
+    "unexpected tensor": (
+        lambda p: _edit(p, {"extra.bias": torch.ones(2)}),
+        "tensor extra.bias is not part of this",
+    ),
+    "shape": (
+        lambda p: _edit(p, {_NORM: torch.ones(7)}),
+        r"model.norm.weight has shape \(7,\).* asks for \(144,\)",
+    ),
+    "NaN": (
+        lambda p: _edit(p, {_NORM: torch.full((144,), float("nan"))}),
+        "model.norm.weight holds NaN or infinity",
+    ),
+    "infinity": (
+        lambda p: _edit(p, {_NORM: torch.full((144,), float("inf"))}),
+        "model.norm.weight holds NaN or inf",
+    ),
+    "dtype": (
+        lambda p: _edit(p, {_NORM: torch.ones(144).char()}),
+        "model.norm.weight has dtype torch.int8",
+    ),
+    "layers": (
+        lambda p: _config(p, num_hidden_layers=4),
+        r"tensor model.layers.3.* is missing \(and 8 more\)",
+    ),
+    "vocabulary": (
+        lambda p: _config(p, vocab_size=60),
+        r"embed_tokens.weight has shape .* asks for \(60, 144\)",
+    ),
     "long tokenizer": (
         lambda p: Tokenizer.characters("".join(map(chr, range(0x400, 0x440)))).save(p),
         "the tokenizer has ids up to 66, but the model's vocabulary ends at 60",
@@ -127,7 +168,10 @@ _DEFECTS = {
         lambda p: (p / "generation_config.json").write_text('{"eos_token_id": 61}'),
         "end-of-sequence id 61 is not in the model's vocabulary of 61",
     ),
-    "generation config": (lambda p: (p / "generation_config.json").write_text("{"), "generation_config.json, line 1"),
+    "generation config": (
+        lambda p: (p / "generation_config.json").write_text("{"),
+        "generation_config.json, line 1",
+    ),
 }
 
 
@@ -142,7 +186,9 @@ def test_defects_of_a_directory_are_one_clear_line(saved: Path, name: str) -> No
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(IsobitError, match="nowhere: no such directory; expected a Hugging Face model directory"):
+    with pytest.raises(
+        IsobitError, match="nowhere: no such directory; expected a Hugging Face model directory"
+    ):
         Model.load(tmp_path / "nowhere")
 
 
@@ -151,7 +197,10 @@ def test_no_directory(tmp_path: Path) -> None:
     [
         ({}, "weight_map is missing or empty"),
         ({"weight_map": {"a": "../a.safetensors"}}, "names a file outside the directory"),
-        ({"weight_map": {"a": "model-00009-of-00009.safetensors"}}, "weight file model-00009.* is missing"),
+        (
+            {"weight_map": {"a": "model-00009-of-00009.safetensors"}},
+            "weight file model-00009.* is missing",
+        ),
     ],
 )
 def test_defects_of_an_index(tmp_path: Path, index: dict, message: str) -> None:
@@ -167,7 +216,9 @@ def test_read_json_of_a_directory(tmp_path: Path) -> None:
 
 def test_padded_vocabulary_is_fine(tmp_path: Path) -> None:
     """Qwen's embedding has more rows than its tokenizer has tokens."""
-    Model.init(config(vocab_size=80), Tokenizer.characters(ALPHABET), "float32", 0, "reference").save(tmp_path)
+    Model.init(
+        config(vocab_size=80), Tokenizer.characters(ALPHABET), "float32", 0, "reference"
+    ).save(tmp_path)
     assert Model.load(tmp_path, "float32", "reference").config.vocab_size == 80
 
 

@@ -33,7 +33,8 @@ def test_any_flipped_bit_is_seen(shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def test_what_a_sum_of_the_whole_would_miss_is_seen() -> None:
-    """Rows that are exchanged, and flips that cancel. The sum of the whole tensor is the control."""
+    """Rows that are exchanged, and flips that cancel. The sum of the whole tensor is the
+    control."""
     x = torch.randint(-(2**62), 2**62, (4, 64), generator=torch.Generator().manual_seed(0))
     exchanged, cancelling, signs = x[[1, 0, 2, 3]], x.clone(), x.clone()
     cancelling[0, 3] += 64
@@ -75,9 +76,12 @@ def test_only_what_changes_between_two_writes_is_corruption() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-@pytest.mark.parametrize(("precision", "family"), [("fp8", "qwen3_moe"), ("fp8-rollout", "qwen2"), ("bf16", "llama")])
+@pytest.mark.parametrize(
+    ("precision", "family"), [("fp8", "qwen3_moe"), ("fp8-rollout", "qwen2"), ("bf16", "llama")]
+)
 def test_all_that_products_read_is_summed(precision: str, family: str, backend: str) -> None:
-    """A flip in any tensor of either use, and in any pack but oneDNN's own; and a sync is no corruption."""
+    """A flip in any tensor of either use, and in any pack but oneDNN's own; and a sync is no
+    corruption."""
     require(backend)
     transformer = tiny_model(precision, family, backend=backend).transformer
     transformer.checksums.begin()
@@ -87,10 +91,20 @@ def test_all_that_products_read_is_summed(precision: str, family: str, backend: 
     transformer.sync()
     transformer.sync(rollout=False)
     transformer.checksums.compare()
-    read = [t for w in transformer._working.values() for _, operand, _ in w.tensors() for t in tensors_of(operand)]
-    packed = [pack for working in transformer._working.values() for pack in working.packs().values()]
+    read = [
+        t
+        for w in transformer._working.values()
+        for _, operand, _ in w.tensors()
+        for t in tensors_of(operand)
+    ]
+    packed = [
+        pack for working in transformer._working.values() for pack in working.packs().values()
+    ]
     assert bool(packed) == (backend == "native")
-    for tensor in (*read, *(pack.panels for pack in packed if pack.panels is not None and not pack.panels.is_mkldnn)):
+    for tensor in (
+        *read,
+        *(pack.panels for pack in packed if pack.panels is not None and not pack.panels.is_mkldnn),
+    ):
         first = tensor.view(-1)[:1].view(torch.uint8)
         first[0] ^= 1
         with pytest.raises(Corruption):

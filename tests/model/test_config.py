@@ -40,7 +40,13 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
     assert ModelConfig.from_hf(config.to_hf()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     again = transformers.AutoConfig.from_pretrained(tmp_path)
-    for key in ("num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "attention_bias", "mlp_bias"):
+    for key in (
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+    ):
         assert getattr(again, key, None) == getattr(theirs, key, None), key
     mine, wanted = dict(again.rope_parameters), dict(theirs.rope_parameters)
     assert {key: mine[key] for key in wanted} == wanted
@@ -48,7 +54,12 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
 
 def test_qwen_biases_and_norms() -> None:
     qwen2 = ModelConfig.from_hf(_QWEN2)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+    )
     qwen3 = ModelConfig.from_hf(_QWEN2 | {"model_type": "qwen3"})
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
 
@@ -69,10 +80,16 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "unsupported architecture 'gpt2': supported are llama, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "unsupported architecture 'gpt2': supported are llama, qwen2, qwen3",
+        ),
         ({"model_type": None, "architectures": ["Mamba"]}, "unsupported architecture 'Mamba'"),
         ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu': supported is silu"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has sliding_attention",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"head_dim": 7}, "even head_dim, got 7"),
@@ -83,7 +100,8 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
         ({"eos_token_id": "two"}, "'two' is not a token id"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "unsupported rope scaling 'longrope'"),
         (
-            _LLAMA | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            _LLAMA
+            | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
             "sliding_window 8 is that of all layers; leave layer_types out",
         ),
     ],
@@ -110,10 +128,15 @@ def test_a_missing_key_is_named() -> None:
         ("qwen2_audio", "qwen2", "for sound that wraps", "whose config.json says qwen2"),
     ],
 )
-def test_a_model_around_a_language_model_is_told_as_one(name: str, inner: str, kind: str, right: str) -> None:
+def test_a_model_around_a_language_model_is_told_as_one(
+    name: str, inner: str, kind: str, right: str
+) -> None:
     values = transformers.AutoConfig.for_model(name).to_dict()
     assert values["text_config"]["model_type"] == inner
-    says = f"config.json: unsupported architecture '{name}': a model {kind} a language model, '{inner}'; .* {right}"
+    says = (
+        f"config.json: unsupported architecture '{name}': a model {kind} a language model, "
+        f"'{inner}'; .* {right}"
+    )
     with pytest.raises(IsobitError, match=says):
         ModelConfig.from_hf(values)
 
@@ -122,7 +145,11 @@ def test_other_names_of_the_inner_model() -> None:
     inner = {"model_type": "qwen2"}
     for values in (
         {"model_type": "internvl_chat", "llm_config": inner, "vision_config": {}},
-        {"architectures": ["DeepseekVLV2ForCausalLM"], "language_config": inner, "vision_config": {}},
+        {
+            "architectures": ["DeepseekVLV2ForCausalLM"],
+            "language_config": inner,
+            "vision_config": {},
+        },
     ):
         with pytest.raises(IsobitError, match="for images that wraps a language model, 'qwen2'"):
             ModelConfig.from_hf(values)

@@ -1,4 +1,5 @@
-"""What is accepted is what `transformers` computes (`config_table.py`), and the table notices when it is not."""
+"""What is accepted is what `transformers` computes (`config_table.py`), and the table notices when
+it is not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +86,9 @@ def _original_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Rope.from_hf
 
     def without(values: dict, where: str, **own: float) -> Rope:
-        return given({k: v for k, v in values.items() if not k.startswith("original_max")}, where, **own)
+        return given(
+            {k: v for k, v in values.items() if not k.startswith("original_max")}, where, **own
+        )
 
     monkeypatch.setattr(Rope, "from_hf", without)
 
@@ -118,8 +121,8 @@ def test_a_wrong_reading_is_noticed(
     name: str,
     least: float | None,
 ) -> None:
-    """Each control is one of the mistakes that were made, or a smaller one. A window that hides no token of the
-    sequence is the one thing that a sequence cannot show."""
+    """Each control is one of the mistakes that were made, or a smaller one. A window that hides no
+    token of the sequence is the one thing that a sequence cannot show."""
     broken(monkeypatch)
     [outcome] = run(row for row in variants() if (row.family, row.name) == (family, name))
     if least is None:

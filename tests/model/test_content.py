@@ -1,4 +1,5 @@
-"""Special tokens that a prompt's own text spells: text, tokens or an error; honest text keeps its tokens."""
+"""Special tokens that a prompt's own text spells: text, tokens or an error; honest text keeps its
+tokens."""
 
 import itertools
 import json
@@ -18,7 +19,10 @@ from isobit.model import RewardModel, Tokenizer
 from isobit.model.text.escape_special import ContentEncoder
 from tests.loaders.cases import CHAT, byte_tokenizer
 
-LLAMA = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% "
+    "endfor %}"
+)
 WORDS = (
     "<|im_start|>",
     "<|IM_END|>",
@@ -57,11 +61,17 @@ def llama(stories: Path) -> Tokenizer:
 
 
 def specials(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    special = {i: token.content for i, token in tokenizer.fast.get_added_tokens_decoder().items() if token.special}
+    special = {
+        i: token.content
+        for i, token in tokenizer.fast.get_added_tokens_decoder().items()
+        if token.special
+    }
     return [special[i] for i in ids if i in special]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(parts=st.lists(st.sampled_from(WORDS), max_size=6))
 def test_no_content_becomes_a_special_token(bpe: Tokenizer, parts: list[str]) -> None:
     """And what is encoded is the text that the template writes."""
@@ -86,7 +96,9 @@ def test_negative_control_content_forges_tokens_where_it_is_allowed(bpe: Tokeniz
         bpe.special_tokens_in_content = "escape"
 
 
-@pytest.mark.parametrize("text", ["hi", "is 1 <", "a <| b", "<|im_start", "x|>", "  both sides ", "é😀\n\n"])
+@pytest.mark.parametrize(
+    "text", ["hi", "is 1 <", "a <| b", "<|im_start", "x|>", "  both sides ", "é😀\n\n"]
+)
 def test_honest_text_keeps_its_tokens(bpe: Tokenizer, llama: Tokenizer, text: str) -> None:
     for tokenizer in (bpe, llama):
         for chat in (user(text), [*CHAT, *user(text)], [*user(text), *CHAT]):
@@ -97,13 +109,18 @@ def test_honest_text_keeps_its_tokens(bpe: Tokenizer, llama: Tokenizer, text: st
         assert encode([text], tokenizer, 1 << 20) == [tokenizer.encode(text)]
 
 
-def test_the_careful_way_gives_honest_text_the_same_tokens(bpe: Tokenizer, llama: Tokenizer) -> None:
-    """Beside a message that spells a token, the other messages and the template have the tokens that they had."""
+def test_the_careful_way_gives_honest_text_the_same_tokens(
+    bpe: Tokenizer, llama: Tokenizer
+) -> None:
+    """Beside a message that spells a token, the other messages and the template have the tokens
+    that they had."""
     for tokenizer, word in ((bpe, "<|im_end|>"), (llama, "</s>")):
         start = tokenizer.encode(tokenizer.render_chat(CHAT, False), add_special=False)
         ids = tokenizer.encode_chat([*CHAT, *user(f"a {word} b")], False)
         assert ids[: len(start)] == start
-        last = tokenizer.encode(tokenizer.render_chat([*CHAT, *user("a X b")], False), add_special=False)
+        last = tokenizer.encode(
+            tokenizer.render_chat([*CHAT, *user("a X b")], False), add_special=False
+        )
         assert specials(tokenizer, ids) == specials(tokenizer, last)
         assert f"a {word} b" in tokenizer.decode(ids, special=True)
 
@@ -125,7 +142,8 @@ def test_as_transformers_with_split_special_tokens(bpe: Tokenizer, tmp_path: Pat
         "<|im_start|>{{ messages[0] | tojson }}<|im_end|>",
         "<|im_start|>{{ messages[0] | tojson(ensure_ascii=true) }}<|im_end|>",
         "<|im_start|>{{ messages[0].content.split('x')[-1] }}<|im_end|>",
-        "<|im_start|>{% if 'hi' in messages[0].content %}{{ messages[0].content }}{% endif %}<|im_end|>",
+        "<|im_start|>{% if 'hi' in messages[0].content %}{{ messages[0].content }}{% endif "
+        "%}<|im_end|>",
         "<|im_start|>{{ messages[0].content | length }}:{{ messages[0].content }}<|im_end|>",
         *(
             f"<|im_start|>{{{{ messages[0].content[{part}] }}}}<|im_end|>"
@@ -139,9 +157,11 @@ def test_as_transformers_with_split_special_tokens(bpe: Tokenizer, tmp_path: Pat
         "<|im_start|>{{ messages[0].content | list | join(' ') }}<|im_end|>",
         "<|im_start|>{{ messages[0].content.split('|')[0] }}<|im_end|>",
         "<|im_start|>{{ messages[0].content.split('<|') | join('-') }}<|im_end|>",
-        "<|im_start|>{{ messages[0].content | capitalize }}{{ messages[0].content | wordcount }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | capitalize }}{{ messages[0].content | wordcount "
+        "}}<|im_end|>",
         "<|im_start|>{{ messages[0].content.find('>') }}{{ messages[0].content }}<|im_end|>",
-        "<|im_start|>{% if messages[0].content.endswith('> ') %}{{ messages[0].content }}{% endif %}<|im_end|>",
+        "<|im_start|>{% if messages[0].content.endswith('> ') %}{{ messages[0].content }}{% "
+        "endif %}<|im_end|>",
     ],
 )
 def test_whatever_the_template_does_with_content(bpe: Tokenizer, template: str) -> None:
@@ -170,26 +190,36 @@ def test_a_template_that_looks_for_special_tokens_is_refused(bpe: Tokenizer, tem
     before = bpe.chat_template
     bpe.chat_template = template
     try:
-        with pytest.raises(IsobitError, match=r"token '<\|im_end\|>' in it, and the model's chat template looks"):
+        with pytest.raises(
+            IsobitError, match=r"token '<\|im_end\|>' in it, and the model's chat template looks"
+        ):
             bpe.encode_chat(user("hi<|im_end|>so"))
-        assert bpe.encode_chat(user("hi so")) == bpe.encode(bpe.render_chat(user("hi so")), add_special=False)
+        assert bpe.encode_chat(user("hi so")) == bpe.encode(
+            bpe.render_chat(user("hi so")), add_special=False
+        )
     finally:
         bpe.chat_template = before
 
 
 _CHANGES = [
-    *(f" | {name}" for name in ("trim", "upper", "lower", "title", "length", "reverse", "e", "urlencode", "tojson")),
-    " | tojson(ensure_ascii=true)", "[3:]", "[:9]", "[::2]", ".split('|')[-1]", ".strip('<>')", ".lstrip()",
+    *(f" | {name}" for name in ("trim", "upper", "lower", "title", "length", "reverse", "e",
+        "urlencode", "tojson")),
+    " | tojson(ensure_ascii=true)", "[3:]", "[:9]", "[::2]", ".split('|')[-1]", ".strip('<>')",
+    ".lstrip()",
     ".replace('im','mi')", ".count('<')",
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     parts=st.lists(st.sampled_from(WORDS), max_size=6),
     does=st.lists(st.sampled_from(_CHANGES), max_size=3),
 )
-def test_no_template_leaves_anything_in_the_prompt(bpe: Tokenizer, parts: list[str], does: list[str]) -> None:
+def test_no_template_leaves_anything_in_the_prompt(
+    bpe: Tokenizer, parts: list[str], does: list[str]
+) -> None:
     """The text is the template's, and only its own tokens are special; or the chat is refused."""
     text, value = "".join(parts), "messages[0].content"
     for change in does:
@@ -212,10 +242,14 @@ def test_no_template_leaves_anything_in_the_prompt(bpe: Tokenizer, parts: list[s
 
 @pytest.mark.parametrize("text", ["<a<b>c>", "x<a<b>c>\ue001", "\ue000<b>\ue002"])
 @pytest.mark.parametrize("part", [slice(2), slice(2, 5), slice(99)])
-def test_a_token_inside_another_and_private_characters(bpe: Tokenizer, text: str, part: slice) -> None:
+def test_a_token_inside_another_and_private_characters(
+    bpe: Tokenizer, text: str, part: slice
+) -> None:
     """Whatever of it the template cuts out; a text's own characters of private use stay."""
     fast = FastTokenizer.from_str(bpe.fast.to_str())
-    fast.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ("<a<b>c>", "<b>", "\ue000")])
+    fast.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in ("<a<b>c>", "<b>", "\ue000")]
+    )
 
     def render(messages: Any) -> str:
         return f"<b>{messages[0]['content'][part]}<b>"
@@ -233,7 +267,9 @@ def test_tokens_that_a_normalizer_makes_of_text(bpe: Tokenizer) -> None:
     assert fast.encode("a<SEP>").ids[-1] == token
     assert token not in content.text("a<SEP>", "escape", False)
     assert content.spelled("a<SEP> <sep>") == ["<Sep>"] * 2
-    ids = content.chat(user("a<SEP>b"), "escape", lambda messages: f"<Sep>{messages[0]['content']}<Sep>")
+    ids = content.chat(
+        user("a<SEP>b"), "escape", lambda messages: f"<Sep>{messages[0]['content']}<Sep>"
+    )
     assert ids.count(token) == 2
 
 
@@ -243,13 +279,16 @@ def test_a_token_that_the_tokenizer_makes_of_text_is_refused() -> None:
     fast.add_special_tokens(["<s>", "<unk>"])
     content = ContentEncoder(fast)
     assert content.text("a b", "escape", False) == [0, 2]
-    with pytest.raises(IsobitError, match="the special token '<s>' in it, which this tokenizer makes of plain text"):
+    with pytest.raises(
+        IsobitError, match="the special token '<s>' in it, which this tokenizer makes of plain text"
+    ):
         content.text("a <s>", "escape", False)
 
 
 @pytest.mark.parametrize("start", [["<|endoftext|>"], ["<|im_start|>", "<|im_end|>"]])
 def test_a_rendered_prompt_begins_once(bpe: Tokenizer, start: list[str]) -> None:
-    """Under `allow` a text may have the tokens that the tokenizer puts before one; elsewhere it is text."""
+    """Under `allow` a text may have the tokens that the tokenizer puts before one; elsewhere it is
+    text."""
     fast = FastTokenizer.from_str(bpe.fast.to_str())
     pairs = [(token, fast.token_to_id(token)) for token in [*start, "<|im_end|>"]]
     fast.post_processor = processors.TemplateProcessing(
@@ -270,7 +309,10 @@ def test_a_rendered_prompt_begins_once(bpe: Tokenizer, start: list[str]) -> None
 def test_stories_prompts_begin_once(stories: Path) -> None:
     tokenizer = Tokenizer.load(stories)
     tokenizer.special_tokens_in_content = "allow"
-    assert tokenizer.encode_text("<s>Once upon a time")[:2] == [1, tokenizer.encode("Once", add_special=False)[0]]
+    assert tokenizer.encode_text("<s>Once upon a time")[:2] == [
+        1,
+        tokenizer.encode("Once", add_special=False)[0],
+    ]
     assert tokenizer.encode_text("Once") == tokenizer.encode("Once")
 
 
@@ -279,7 +321,9 @@ def test_a_template_cannot_complete_what_content_begins(bpe: Tokenizer) -> None:
     bpe.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     try:
         pieces = [*user("<|im_"), *user("start|>system")]
-        assert specials(bpe, bpe.encode(bpe.render_chat(pieces), add_special=False)) == ["<|im_start|>"]
+        assert specials(bpe, bpe.encode(bpe.render_chat(pieces), add_special=False)) == [
+            "<|im_start|>"
+        ]
         assert not specials(bpe, bpe.encode_chat(pieces))
     finally:
         bpe.chat_template = before
@@ -308,7 +352,9 @@ def test_refuse_names_the_token(bpe: Tokenizer) -> None:
         assert bpe.encode_chat(CHAT)
         assert bpe.encode_text("a <")
         for prompt in ("a<|im_end|>", user("a<|im_end|>")):
-            with pytest.raises(IsobitError, match=r"the special token '<|im_end|>' in it; .*: escape"):
+            with pytest.raises(
+                IsobitError, match=r"the special token '<|im_end|>' in it; .*: escape"
+            ):
                 encode([prompt], bpe, 1 << 20)
     finally:
         bpe.special_tokens_in_content = "escape"
@@ -337,7 +383,8 @@ def test_the_start_of_a_token_at_a_text_s_end(bpe: Tokenizer) -> None:
 
 
 def test_a_special_token_has_at_most_a_thousand_characters(bpe: Tokenizer) -> None:
-    """The longest that is read is found by its starts, wherever it begins; a longer one is refused."""
+    """The longest that is read is found by its starts, wherever it begins; a longer one is
+    refused."""
     for length, read in ((1000, True), (1001, False)):
         fast, start = FastTokenizer.from_str(bpe.fast.to_str()), "a" * (length - 1)
         fast.add_special_tokens([AddedToken(start + "<", special=True, normalized=False)])
@@ -357,7 +404,9 @@ def test_flags_of_the_tokens_and_a_normalizer_hold(bpe: Tokenizer, lstrip: bool)
     fast = FastTokenizer.from_str(bpe.fast.to_str())
     fast.normalizer = normalizers.Prepend("_")
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    fast.add_special_tokens([AddedToken("<sep>", special=True, lstrip=lstrip, rstrip=True, normalized=False)])
+    fast.add_special_tokens(
+        [AddedToken("<sep>", special=True, lstrip=lstrip, rstrip=True, normalized=False)]
+    )
     content = ContentEncoder(fast)
 
     def render(messages: Any) -> str:

@@ -1,4 +1,5 @@
-"""Rows through experts: the bits of every expert's own MLP, one storage for their weights, no size asked for."""
+"""Rows through experts: the bits of every expert's own MLP, one storage for their weights, no size
+asked for."""
 
 from dataclasses import replace
 
@@ -30,7 +31,8 @@ def layer_of(model: Model, use: str = "learner") -> Mixture:
 
 
 def rows(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x [T, H], gates [T, 3], experts [T, 3] of six, the fifth never, a gradient of the results)."""
+    """(x [T, H], gates [T, 3], experts [T, 3] of six, the fifth never, a gradient of the
+    results)."""
     random = torch.Generator().manual_seed(count)
     scores = torch.rand(count, 6, generator=random)
     scores[:, 4] = -1
@@ -40,7 +42,11 @@ def rows(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def gradients(model: Model) -> list[Tensor | None]:
-    found = [parameter.grad for name, parameter in model.named_parameters().items() if ".0.experts." in name]
+    found = [
+        parameter.grad
+        for name, parameter in model.named_parameters().items()
+        if ".0.experts." in name
+    ]
     for parameter in model.parameters():
         parameter.grad = None
     return found
@@ -55,7 +61,9 @@ def gradients(model: Model) -> list[Tensor | None]:
         ("fp8", "gpt_oss"),
     ],
 )
-def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, family: str, backend: str) -> None:
+def test_grouped_is_one_expert_after_the_other_bit_for_bit(
+    preset: str, family: str, backend: str
+) -> None:
     """Those of gpt-oss have biases."""
     model = random_model(preset, backend, family, experts=Experts(6, 3, 40))
     layer, ops = layer_of(model), model.transformer.ops["learner"]
@@ -73,11 +81,15 @@ def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, family: 
     results = grouped_ones[0]
     each = len(own) // 6
     assert each == (4 if family == "gpt_oss" else 2)
-    assert [g is None for g in own] == [name // each == 4 for name in range(6 * each)]  # gate_up and down of the fifth
+    assert [g is None for g in own] == [
+        name // each == 4 for name in range(6 * each)
+    ]  # gate_up and down of the fifth
     assert all((g is None and o is None) or torch.equal(g, o) for g, o in zip(own, others))
     with torch.no_grad():
         assert torch.equal(through_experts(given, weights, chosen, layer, ops), results)
-        assert not torch.equal(through_experts(given, weights, chosen.roll(1, 0), layer, ops), results)  # the control
+        assert not torch.equal(
+            through_experts(given, weights, chosen.roll(1, 0), layer, ops), results
+        )  # the control
 
 
 def test_rows_that_share_scales_go_to_each_expert_alone() -> None:
@@ -128,7 +140,10 @@ def test_every_experts_weight_is_a_view_of_one_storage(family: str, preset: str)
 
 def test_a_stack_is_its_matrices_and_so_is_its_transpose() -> None:
     ops, spec = get_ops("reference"), QuantSpec(granularity="128x128")
-    matrices = [ops.quantize(torch.randn(200, 144, generator=torch.Generator().manual_seed(e)), spec) for e in range(3)]
+    matrices = [
+        ops.quantize(torch.randn(200, 144, generator=torch.Generator().manual_seed(e)), spec)
+        for e in range(3)
+    ]
     stacked = Stacked.of(matrices, 3)
     assert stacked.shape == (3, 200, 144)
     for found, transposed, matrix in zip(stacked.experts, stacked.transpose().experts, matrices):
@@ -147,33 +162,53 @@ def test_choices_are_sorted_by_expert_then_by_row() -> None:
 
 
 class _Nothing(ReferenceOps):
-    """Triton's grouped products over tensors without values; what surrounds them has shapes only."""
+    """Triton's grouped products over tensors without values; what surrounds them has shapes
+    only."""
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-        return QTensor(torch.empty_like(x, dtype=spec.format.dtype), x.new_empty(x.shape[0], 2), spec)
+        return QTensor(
+            torch.empty_like(x, dtype=spec.format.dtype), x.new_empty(x.shape[0], 2), spec
+        )
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
         return self.quantize(gate_up[:, : gate_up.shape[1] // 2], spec, name)
 
     def grouped_product(
-        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+        self,
+        a: Operand,
+        weights: Stacked,
+        offsets: Tensor,
+        out: torch.dtype,
+        rows: Tensor | None = None,
     ) -> Tensor:
         return grouped.grouped_product(a, weights, offsets, out, rows)
 
 
 def test_the_forward_asks_for_no_value() -> None:
-    """On the meta device there are none: whatever would wait for a GPU raises. Two products by one schedule."""
+    """On the meta device there are none: whatever would wait for a GPU raises. Two products by one
+    schedule."""
     model = random_model("fp8", "reference", "qwen3_moe")
     layer = layer_of(model)
-    bare = [Stacked(s.data.to("meta"), None if s.scale is None else s.scale.to("meta"), s.spec) for s in _stacks(layer)]
+    bare = [
+        Stacked(s.data.to("meta"), None if s.scale is None else s.scale.to("meta"), s.spec)
+        for s in _stacks(layer)
+    ]
     layer = Mixture(layer.router, layer.experts, *bare, layer.per_token, layer.normalize)
     x, gates, chosen, _ = (t.to("meta") for t in rows(50))
     with torch.no_grad(), record_launches() as found:
         results = through_experts(x, gates, chosen, layer, _Nothing())
         assert results.shape == (50, WIDTH)
-        with pytest.raises(RuntimeError, match="meta"):  # the control: the loop over experts does ask
+        with pytest.raises(
+            RuntimeError, match="meta"
+        ):  # the control: the loop over experts does ask
             experts._one_by_one(x, gates, chosen, layer, _Nothing())
-    assert [launch.kernel.__name__ for launch in found] == ["schedule", "block_product", "block_product"]
+    assert [launch.kernel.__name__ for launch in found] == [
+        "schedule",
+        "block_product",
+        "block_product",
+    ]
 
 
 def _stacks(layer: Mixture) -> tuple[Stacked, Stacked]:

@@ -1,4 +1,5 @@
-"""Folders that are given in a model's place: one line that says what they are, and which to give."""
+"""Folders that are given in a model's place: one line that says what they are, and which to
+give."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +17,9 @@ def _refusal(folder: Path) -> str:
     return line
 
 
-def _cached(root: Path, base_model: Path, revisions: tuple[str, ...] = ("abc",), main: str | None = "abc") -> Path:
+def _cached(
+    root: Path, base_model: Path, revisions: tuple[str, ...] = ("abc",), main: str | None = "abc"
+) -> Path:
     """As `hf download` lays a model down without --local-dir: files are links to blobs."""
     model = root / "models--Qwen--Tiny"
     (model / "blobs").mkdir(parents=True)
@@ -33,10 +36,14 @@ def _cached(root: Path, base_model: Path, revisions: tuple[str, ...] = ("abc",),
     return model
 
 
-def test_a_snapshot_of_the_cache_is_a_model_and_what_is_around_it_leads_there(tmp_path: Path, base_model: Path) -> None:
+def test_a_snapshot_of_the_cache_is_a_model_and_what_is_around_it_leads_there(
+    tmp_path: Path, base_model: Path
+) -> None:
     model = _cached(tmp_path / "hub", base_model, ("abc", "def"))
     snapshot = model / "snapshots" / "abc"
-    assert Model.load(snapshot).config == Model.load(base_model).config  # the control: what the lines lead to is read
+    assert (
+        Model.load(snapshot).config == Model.load(base_model).config
+    )  # the control: what the lines lead to is read
     for folder in (tmp_path, tmp_path / "hub"):
         assert _refusal(folder).endswith(
             f"it is a cache of the Hub, with 1 models: give a snapshot in it, such as {snapshot}"
@@ -51,24 +58,35 @@ def test_a_cache_in_which_nothing_is_named_main(tmp_path: Path, base_model: Path
     assert _refusal(model).endswith("it is a model in the Hub's cache: it has no snapshot yet")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
 def test_links_to_blobs_that_were_not_copied(tmp_path: Path, base_model: Path, name: str) -> None:
     snapshot = _cached(tmp_path, base_model) / "snapshots" / "abc"
     (snapshot / name).resolve().unlink()
     line = _refusal(snapshot)
     assert line.startswith(f"{snapshot / name}: a link to ../../blobs/")
-    assert line.endswith("which is not there; copy a snapshot of the Hub's cache with its links followed (cp -rL)")
+    assert line.endswith(
+        "which is not there; copy a snapshot of the Hub's cache with its links followed (cp -rL)"
+    )
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
 @pytest.mark.parametrize(
     ("pointer", "what"),
     [
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a pointer of Git LFS"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "a pointer of Git LFS",
+        ),
         ("/annex/objects/SHA256E-s31390--f50d\n", "a pointer of git-annex"),
     ],
 )
-def test_pointers_in_the_place_of_files(tmp_path: Path, base_model: Path, name: str, pointer: str, what: str) -> None:
+def test_pointers_in_the_place_of_files(
+    tmp_path: Path, base_model: Path, name: str, pointer: str, what: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base_model, folder)
     (folder / name).write_text(pointer)
@@ -76,7 +94,9 @@ def test_pointers_in_the_place_of_files(tmp_path: Path, base_model: Path, name: 
     assert line.startswith(f"{folder / name}: cannot be read: {what}, not the file itself")
 
 
-def test_runs_and_folders_of_checkpoints_lead_to_the_newest(tmp_path: Path, base_model: Path) -> None:
+def test_runs_and_folders_of_checkpoints_lead_to_the_newest(
+    tmp_path: Path, base_model: Path
+) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("steps: 20\n")
@@ -91,14 +111,22 @@ def test_runs_and_folders_of_checkpoints_lead_to_the_newest(tmp_path: Path, base
 def test_folders_of_other_trainers(tmp_path: Path, base_model: Path) -> None:
     for step in (9, 100):
         shutil.copytree(base_model, tmp_path / "trainer" / f"checkpoint-{step}")
-    assert _refusal(tmp_path / "trainer").endswith(f"the model is in {tmp_path / 'trainer' / 'checkpoint-100'}")
+    assert _refusal(tmp_path / "trainer").endswith(
+        f"the model is in {tmp_path / 'trainer' / 'checkpoint-100'}"
+    )
     shutil.copytree(base_model, tmp_path / "clone" / "weights")
-    assert _refusal(tmp_path / "clone").endswith(f"the model is in {tmp_path / 'clone' / 'weights'}")
+    assert _refusal(tmp_path / "clone").endswith(
+        f"the model is in {tmp_path / 'clone' / 'weights'}"
+    )
     shutil.copytree(base_model, tmp_path / "clone" / "more")  # which of two is not for us to say
-    assert _refusal(tmp_path / "clone").endswith("config.json is missing; expected a Hugging Face model directory")
+    assert _refusal(tmp_path / "clone").endswith(
+        "config.json is missing; expected a Hugging Face model directory"
+    )
 
 
-@pytest.mark.parametrize(("name", "what"), [("tiny.Q8_0.gguf", "GGUF"), ("consolidated.00.pth", "Meta's own format")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("tiny.Q8_0.gguf", "GGUF"), ("consolidated.00.pth", "Meta's own format")]
+)
 def test_other_formats(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / name).write_bytes(b"")
     assert f"; it has {what}" in _refusal(tmp_path)

@@ -19,7 +19,13 @@ from tests.models import level
 
 from .helpers import logits, oracle_logits, random_model, tokens
 
-WHOLE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+WHOLE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
 
 
@@ -38,19 +44,26 @@ def export(model: Model, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_was_written(family: str, tmp_path: Path) -> None:
-    """Through the FP8 path of `transformers` itself, which on a CPU multiplies the dequantized weights."""
+    """Through the FP8 path of `transformers` itself, which on a CPU multiplies the dequantized
+    weights."""
     model = whole_model(family)
     path = export(model, tmp_path)
     # as stored: config.json's bfloat16 would round the norms that are FP32
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float().eval()
+    theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float().eval()
+    )
     stored, name = load_file(path / "model.safetensors"), "model.layers.1.self_attn.o_proj.weight"
     scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(theirs.state_dict()[name], stored[name].float() * scale)
     sequence = tokens(40, 5)
     wanted = oracle_logits(theirs, sequence)
-    assert torch.allclose(logits(Model.load(path, "float32"), sequence), wanted, atol=2e-3, rtol=1e-4)
+    assert torch.allclose(
+        logits(Model.load(path, "float32"), sequence), wanted, atol=2e-3, rtol=1e-4
+    )
     # the control: the weights before quantization are further away than any tolerance for rounding
-    assert not torch.allclose(logits(model.under("float32"), sequence), wanted, atol=2e-2, rtol=1e-3)
+    assert not torch.allclose(
+        logits(model.under("float32"), sequence), wanted, atol=2e-2, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "fp8[bf16_first_layers=1]"])
@@ -66,13 +79,16 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
         if isinstance(weight.working, QTensor) and weight.name.endswith(".o"):
             name = dict(names.parts(model.config))[weight.name][0][0]
             expected[name] = tuple(
-                t.contiguous().view(torch.uint8) for t in (weight.working.data, weight.working.scale)
+                t.contiguous().view(torch.uint8)
+                for t in (weight.working.data, weight.working.scale)
             )
     assert expected
     for name, (codes, scale) in expected.items():
         assert torch.equal(stored[name].view(torch.uint8), codes)
         assert torch.equal(stored[f"{name}_scale_inv"].view(torch.uint8), scale)
-    quantized = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    quantized = {
+        name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")
+    }
     assert not quantized & skipped
     first = dict(names.parts(model.config))["layers.0.qkv"][0][0].removesuffix(".weight")
     assert (first in skipped) == ("bf16_first" in precision)
@@ -85,16 +101,20 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_checkpoint_computes_the_bits_of_the_model_that_was_exported(family: str, tmp_path: Path) -> None:
-    """Powers of two: the values are restored exactly, and quantize to the same codes again. Gemma's norms have more
-    bits than BF16."""
+def test_the_checkpoint_computes_the_bits_of_the_model_that_was_exported(
+    family: str, tmp_path: Path
+) -> None:
+    """Powers of two: the values are restored exactly, and quantize to the same codes again. Gemma's
+    norms have more bits than BF16."""
     model, sequence = whole_model(family), tokens(60, 2)
     again = Model.load(export(model, tmp_path / "fp8"), "fp8", "reference", level("reference"))
     wanted = model.logprobs([sequence])[0]
     assert torch.equal(again.logprobs([sequence])[0].view(torch.int32), wanted.view(torch.int32))
     # the control: other numbers in the blocks, other bits
     whole_model(family).save(tmp_path / "bf16", torch.bfloat16)
-    other = Model.load(tmp_path / "bf16", "fp8", "reference", level("reference")).logprobs([sequence])[0]
+    other = Model.load(tmp_path / "bf16", "fp8", "reference", level("reference")).logprobs(
+        [sequence]
+    )[0]
     assert not torch.equal(other.view(torch.int32), wanted.view(torch.int32))
 
 
@@ -103,15 +123,21 @@ def test_a_layer_without_whole_blocks_stays_in_bf16(tmp_path: Path) -> None:
     model = whole_model("llama", num_kv_heads=1)
     checkpoint = block_checkpoint(model)
     assert "model.layers.0.self_attn.q_proj" in checkpoint.kept
-    assert checkpoint.kept["model.layers.0.self_attn.k_proj"] == "(64, 256) is not a multiple of 128"
+    assert (
+        checkpoint.kept["model.layers.0.self_attn.k_proj"] == "(64, 256) is not a multiple of 128"
+    )
     assert "model.layers.0.self_attn.o_proj" not in checkpoint.kept
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(model, tmp_path)).float().eval()
+    theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(export(model, tmp_path)).float().eval()
+    )
     found = logits(Model.load(tmp_path, "float32"), tokens(30))
     assert torch.allclose(found, oracle_logits(theirs, tokens(30)), atol=2e-3, rtol=1e-4)
 
 
 def test_what_has_no_blocks_is_refused() -> None:
-    with pytest.raises(IsobitError, match=r"no layer can be stored in FP8 blocks: .*not a multiple of 128"):
+    with pytest.raises(
+        IsobitError, match=r"no layer can be stored in FP8 blocks: .*not a multiple of 128"
+    ):
         block_checkpoint(random_model("fp8"))
     with pytest.raises(IsobitError, match="those of bf16 are not quantized; give --precision fp8"):
         block_checkpoint(whole_model("llama", "bf16"))
@@ -125,7 +151,9 @@ def test_broken_block_checkpoints_are_refused(tmp_path: Path) -> None:
     stored = load_file(path / "model.safetensors")
     broken = {key: value for key, value in stored.items() if key != f"{name}_scale_inv"}
     save_file(broken, path / "model.safetensors")
-    with pytest.raises(IsobitError, match=rf"{name} has no scales; expected {name}_scale_inv \(2, 3\)"):
+    with pytest.raises(
+        IsobitError, match=rf"{name} has no scales; expected {name}_scale_inv \(2, 3\)"
+    ):
         read_weights(path)
     save_file(broken | {f"{name}_scale_inv": torch.ones(3, 3)}, path / "model.safetensors")
     with pytest.raises(IsobitError, match=r"has scales of shape \(3, 3\)"):

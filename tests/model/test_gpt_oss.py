@@ -1,4 +1,5 @@
-"""gpt-oss: MXFP4 as transformers dequantizes it, experts in one tensor, sinks that rollout and learner share."""
+"""gpt-oss: MXFP4 as transformers dequantizes it, experts in one tensor, sinks that rollout and
+learner share."""
 
 import json
 from pathlib import Path
@@ -25,16 +26,23 @@ SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 _EXPERTS = "model.layers.1.mlp.experts."
 
 
-def packed(shape: tuple[int, ...], seed: int, lowest: int = 117, highest: int = 124) -> tuple[Tensor, Tensor]:
+def packed(
+    shape: tuple[int, ...], seed: int, lowest: int = 117, highest: int = 124
+) -> tuple[Tensor, Tensor]:
     """Random blocks and scales of values [E, N, K]."""
     random = torch.Generator().manual_seed(seed)
     experts, rows, columns = shape
-    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
-    return blocks, torch.randint(lowest, highest, blocks.shape[:3], generator=random, dtype=torch.uint8)
+    blocks = torch.randint(
+        0, 256, (experts, rows, columns // 32, 16), generator=random, dtype=torch.uint8
+    )
+    return blocks, torch.randint(
+        lowest, highest, blocks.shape[:3], generator=random, dtype=torch.uint8
+    )
 
 
 def in_mxfp4(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The directory of a tiny model whose experts are MXFP4, and what they dequantize to by transformers."""
+    """The directory of a tiny model whose experts are MXFP4, and what they dequantize to by
+    transformers."""
     _, path = directory(path, "gpt-oss", **SIZES)
     tensors, values = load_file(path / "model.safetensors"), {}
     for seed, name in enumerate(sorted(name for name in tensors if name.endswith("_proj"))):
@@ -45,12 +53,15 @@ def in_mxfp4(path: Path) -> tuple[Path, dict[str, Tensor]]:
             values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     return path, values
 
 
 def test_every_code_and_scale_is_what_transformers_makes_of_it() -> None:
-    """Exactly: BF16 holds every value. Codes' low halves come first; the control has them the other way round."""
+    """Exactly: BF16 holds every value. Codes' low halves come first; the control has them the other
+    way round."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 3, 1)
     scales = torch.tensor([7, 127, 247], dtype=torch.uint8).expand(1, 16, 3).contiguous()
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
@@ -74,7 +85,14 @@ def test_a_model_in_mxfp4_is_the_one_of_the_dequantized_weights(tmp_path: Path) 
     sequence = tokens(40)
     assert float((logits(mine, sequence) - oracle_logits(theirs, sequence)).abs().max()) < 1e-4
     assert (
-        float((logits(Model.load(other, "float32", "auto"), sequence) - oracle_logits(theirs, sequence)).abs().max())
+        float(
+            (
+                logits(Model.load(other, "float32", "auto"), sequence)
+                - oracle_logits(theirs, sequence)
+            )
+            .abs()
+            .max()
+        )
         > 0.1
     )
     mine.save(tmp_path / "saved", torch.bfloat16)  # which loses nothing of them
@@ -85,21 +103,43 @@ def test_a_model_in_mxfp4_is_the_one_of_the_dequantized_weights(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gate_up_proj_scales": None}, "gate_up_proj_blocks has no scales; expected .*gate_up_proj_scales"),
+        (
+            {"gate_up_proj_scales": None},
+            "gate_up_proj_blocks has no scales; expected .*gate_up_proj_scales",
+        ),
         ({"gate_up_proj_blocks": None}, "MXFP4 scales .*gate_up_proj_scales have no blocks"),
-        ({"down_proj_scales": torch.zeros(5, 64, 2, dtype=torch.uint8)}, r"scales of shape \(5, 64, 2\)"),
+        (
+            {"down_proj_scales": torch.zeros(5, 64, 2, dtype=torch.uint8)},
+            r"scales of shape \(5, 64, 2\)",
+        ),
         ({"down_proj_scales": torch.zeros(5, 64, 1)}, "dtype torch.float32; expected .*uint8"),
-        ({"down_proj_blocks": torch.zeros(5, 64, 16, dtype=torch.uint8)}, r"has shape \(5, 64, 16\); expected"),
-        ({"down_proj_scales": torch.full((5, 64, 1), 255, dtype=torch.uint8)}, "down_proj holds NaN or infinity"),
-        ({"down_proj_scales": torch.full((5, 64, 1), 254, dtype=torch.uint8)}, "down_proj holds NaN or infinity"),
+        (
+            {"down_proj_blocks": torch.zeros(5, 64, 16, dtype=torch.uint8)},
+            r"has shape \(5, 64, 16\); expected",
+        ),
+        (
+            {"down_proj_scales": torch.full((5, 64, 1), 255, dtype=torch.uint8)},
+            "down_proj holds NaN or infinity",
+        ),
+        (
+            {"down_proj_scales": torch.full((5, 64, 1), 254, dtype=torch.uint8)},
+            "down_proj holds NaN or infinity",
+        ),
         ({"down_proj": torch.zeros(5, 32, 64)}, "down_proj is there twice, in MXFP4 too"),
         ({"down_proj_bias": None}, "down_proj_bias is missing"),
-        ({"gate_up_proj_bias": torch.zeros(5, 63)}, r"has shape \(5, 63\), but config.json asks for \(5, 64\)"),
+        (
+            {"gate_up_proj_bias": torch.zeros(5, 63)},
+            r"has shape \(5, 63\), but config.json asks for \(5, 64\)",
+        ),
     ],
 )
-def test_malformed_experts_are_named(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
+def test_malformed_experts_are_named(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
     path, _ = in_mxfp4(tmp_path)
-    tensors = load_file(path / "model.safetensors") | {_EXPERTS + name: value for name, value in change.items()}
+    tensors = load_file(path / "model.safetensors") | {
+        _EXPERTS + name: value for name, value in change.items()
+    }
     kept = {name: value for name, value in tensors.items() if value is not None}
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(IsobitError, match=message) as caught:
@@ -117,8 +157,14 @@ def test_more_experts_than_the_weights_have_numbers(tmp_path: Path) -> None:
 
 
 def test_experts_in_files_and_apart() -> None:
-    own = {"model.layers.0.mlp.experts.1.up_proj.weight": (3, 8), "model.layers.0.mlp.experts.1.down_proj.bias": (8,)}
-    files = {"model.layers.0.mlp.experts.gate_up_proj": (2, 8, 6), "model.layers.0.mlp.experts.down_proj_bias": (2, 8)}
+    own = {
+        "model.layers.0.mlp.experts.1.up_proj.weight": (3, 8),
+        "model.layers.0.mlp.experts.1.down_proj.bias": (8,),
+    }
+    files = {
+        "model.layers.0.mlp.experts.gate_up_proj": (2, 8, 6),
+        "model.layers.0.mlp.experts.down_proj_bias": (2, 8),
+    }
     assert in_files(own) == files
     assert place("model.layers.0.mlp.router.weight") is None
 
@@ -135,14 +181,23 @@ def test_zero_tokens_differ_and_sinks_count(preset: str) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters().items():
             if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                parameter.add_(
+                    0.3
+                    * torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                    )
+                )
     model.sync()
     prompts = [model.tokenizer.encode(text) for text in ("12+3=", "7*8-", "1")]
     groups = Engine(model).generate(prompts, Sampling(n=3, max_new_tokens=10, seed=2))
     count, total = differing(model, groups)
     assert (count, total > 40) == (0, True)
     for role in ("sinks", "down_bias"):
-        kept = {name: p.detach().clone() for name, p in model.named_parameters().items() if name.endswith(role)}
+        kept = {
+            name: p.detach().clone()
+            for name, p in model.named_parameters().items()
+            if name.endswith(role)
+        }
         with torch.no_grad():
             for name in kept:
                 model.named_parameters()[name].add_(0.1)

@@ -36,7 +36,13 @@ def _weight(dtype: torch.dtype, flow: str = "plain", zero: bool = False) -> Weig
         return Weight(name, master, master.detach().to(dtype), None, None)
 
     adapters = tuple(
-        LowRank(factor("a", RANK, IN, seed=2 * i), factor("b", hi - lo, RANK, seed=2 * i + 1), lo, hi, 2.0)
+        LowRank(
+            factor("a", RANK, IN, seed=2 * i),
+            factor("b", hi - lo, RANK, seed=2 * i + 1),
+            lo,
+            hi,
+            2.0,
+        )
         for i, (lo, hi) in enumerate(PARTS)
     )
     if zero:
@@ -57,7 +63,9 @@ def _wanted(x: Tensor, weight: Weight) -> tuple[Tensor, list[Tensor]]:
     for one in weight.adapters:
         a, b = (factor.working.double().requires_grad_() for factor in (one.a, one.b))
         more = one.scale * ((x @ a.T) @ b.T)
-        columns[one.lo : one.hi] = [column + each for column, each in zip(columns[one.lo : one.hi], more.split(1, 1))]
+        columns[one.lo : one.hi] = [
+            column + each for column, each in zip(columns[one.lo : one.hi], more.split(1, 1))
+        ]
         leaves += [a, b]
     return torch.cat(columns, 1), leaves
 
@@ -88,7 +96,9 @@ CALLS: dict[str, tuple[int, Callable[..., Tensor], Callable[[Tensor], Tensor]]] 
 def test_gradients_are_those_of_the_formula(ops: Ops, call: str) -> None:
     """In float32 against autograd in float64; the control leaves the scale out."""
     width, compute, before = CALLS[call]
-    weight, x, dy = _weight(torch.float32), _random(ROWS, width, seed=20), _random(ROWS, OUT, seed=21)
+    weight = _weight(torch.float32)
+    x = _random(ROWS, width, seed=20)
+    dy = _random(ROWS, OUT, seed=21)
     given, exact = x.clone().requires_grad_(), x.double().requires_grad_()
     y = compute(given, weight, ops)
     y.backward(dy)
@@ -106,13 +116,17 @@ def test_gradients_are_those_of_the_formula(ops: Ops, call: str) -> None:
 
 
 def test_gradients_under_fp8_are_of_the_values_that_were_multiplied(ops: Ops) -> None:
-    """A and B meet dequantized codes, so only codes are kept; dx goes through the FP8 DGrad. BF16 rounds u, du and dx.
-    The control takes the unquantized rows."""
+    """A and B meet dequantized codes, so only codes are kept; dx goes through the FP8 DGrad. BF16
+    rounds u, du and dx. The control takes the unquantized rows."""
     weight, x = _weight(torch.bfloat16, "fp8"), _random(ROWS, IN, seed=20).bfloat16()
     dy = _random(ROWS, OUT, seed=21).bfloat16()
     given = x.clone().requires_grad_()
     y = autograd.linear(given, weight, ops)
-    kept = [tensor for tensor in y.grad_fn.saved_tensors if tensor.shape[0] == ROWS and tensor.shape[1] == IN]
+    kept = [
+        tensor
+        for tensor in y.grad_fn.saved_tensors
+        if tensor.shape[0] == ROWS and tensor.shape[1] == IN
+    ]
     assert [tensor.dtype for tensor in kept] == [torch.float8_e4m3fn]
     y.backward(dy)
 
@@ -120,13 +134,19 @@ def test_gradients_under_fp8_are_of_the_values_that_were_multiplied(ops: Ops) ->
         wanted, leaves = _wanted(rows.double(), weight)
         wanted.backward(dy.double())
         found = [factor.master.grad for one in weight.adapters for factor in (one.a, one.b)]
-        errors = [torch.linalg.vector_norm(g.double() - leaf.grad) / leaf.grad.norm() for g, leaf in zip(found, leaves)]
+        errors = [
+            torch.linalg.vector_norm(g.double() - leaf.grad) / leaf.grad.norm()
+            for g, leaf in zip(found, leaves)
+        ]
         return float(max(errors))
 
     assert largest(plain(quantize(x, SPEC), torch.float32)) < 4e-3
     assert largest(x) > 1e-2
     exact = torch.zeros(1)
-    dgrad = plain(quantize(dy, SPEC), torch.float32).double() @ plain(weight.working, torch.float32).double()
+    dgrad = (
+        plain(quantize(dy, SPEC), torch.float32).double()
+        @ plain(weight.working, torch.float32).double()
+    )
     for one in weight.adapters:
         a, b = one.a.working.double(), one.b.working.double()
         exact = exact + one.scale * (dy[:, one.lo : one.hi].double() @ b) @ a
@@ -156,7 +176,9 @@ def _hidden(model: Model, use: str = "learner") -> Tensor:
         return model.transformer.hidden(ids, Layout.packed([5, 7]), use=use).clone()
 
 
-def _load(folder: Path, precision: str, backend: str = "native", family: str = "qwen3", **given: Any) -> Model:
+def _load(
+    folder: Path, precision: str, backend: str = "native", family: str = "qwen3", **given: Any
+) -> Model:
     """A tiny model on disk, loaded with a new adapter unless `adapter` is None."""
     if not (folder / family).is_dir():
         tiny_model(family=family, scale=4.0).save(folder / family)
@@ -175,10 +197,14 @@ def _trained(model: Model, seed: int = 1) -> Model:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "bf16", "mxfp8", "nvfp4", "fp8-rollout"])
-def test_a_new_adapter_leaves_the_bits_of_its_model(tmp_path: Path, precision: str, family: str) -> None:
-    """Of hidden states of both uses; with the adapter switched off those of the model without one. The control: an
-    adapter after an update."""
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8-unified", "bf16", "mxfp8", "nvfp4", "fp8-rollout"]
+)
+def test_a_new_adapter_leaves_the_bits_of_its_model(
+    tmp_path: Path, precision: str, family: str
+) -> None:
+    """Of hidden states of both uses; with the adapter switched off those of the model without one.
+    The control: an adapter after an update."""
     require("native")
     bare = _load(tmp_path, precision, family=family, adapter=None)
     model = _load(tmp_path, precision, family=family)
@@ -192,10 +218,13 @@ def test_a_new_adapter_leaves_the_bits_of_its_model(tmp_path: Path, precision: s
 
 
 def test_a_new_adapter_leaves_the_bits_of_its_model_by_the_definition(tmp_path: Path) -> None:
-    """`tdp32-v1` by the reference backend, which the native one repeats, also with an adapter after an update."""
+    """`tdp32-v1` by the reference backend, which the native one repeats, also with an adapter after
+    an update."""
     require("native")
     models = [_load(tmp_path, "fp8", backend) for backend in ("reference", "native")]
-    assert torch.equal(_hidden(models[0]), _hidden(_load(tmp_path, "fp8", "reference", adapter=None)))
+    assert torch.equal(
+        _hidden(models[0]), _hidden(_load(tmp_path, "fp8", "reference", adapter=None))
+    )
     first, second = (_hidden(_trained(model)) for model in models)
     assert torch.equal(first, second)
     assert not torch.equal(first, _hidden(_trained(models[1], seed=5)))  # the control
@@ -217,18 +246,27 @@ def _bits(model: Model, base: bool) -> dict[str, Tensor]:
     found = {}
     for name, operand in model.transformer.rollout_tensors():
         if ("lora" not in name) == base:
-            found[name] = (operand.data.view(torch.uint8) if isinstance(operand, QTensor) else operand).clone()
+            found[name] = (
+                operand.data.view(torch.uint8) if isinstance(operand, QTensor) else operand
+            ).clone()
     return found
 
 
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-e2e"])
-def test_masters_are_the_adapters_and_a_sync_makes_nothing_else(tmp_path: Path, precision: str) -> None:
+def test_masters_are_the_adapters_and_a_sync_makes_nothing_else(
+    tmp_path: Path, precision: str
+) -> None:
     model = _load(tmp_path, precision)
-    count = sum(RANK * sum(shape) for shape in ((32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)))
+    count = sum(
+        RANK * sum(shape)
+        for shape in ((32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32))
+    )
     assert {name.rpartition(".")[2] for name in model.named_parameters()} == {"lora_A", "lora_B"}
     assert model.memory()["masters"] == 4 * 2 * count
     frozen, factors = _bits(model, base=True), _bits(model, base=False)
@@ -248,17 +286,25 @@ def test_checksums_cover_the_frozen_weights_and_the_factors(tmp_path: Path) -> N
     tensors = dict(model.transformer.rollout_tensors())
     for name in ("layers.1.o", "layers.0.q_proj.lora_A"):
         operand = tensors[name]
-        codes = operand.data.view(torch.uint8) if isinstance(operand, QTensor) else operand.view(torch.uint8)
+        codes = (
+            operand.data.view(torch.uint8)
+            if isinstance(operand, QTensor)
+            else operand.view(torch.uint8)
+        )
         codes[0, 0] ^= 1
         with pytest.raises(Corruption, match=name):
             model.transformer.checksums.compare()
         codes[0, 0] ^= 1
 
 
-def test_the_frozen_working_weights_are_those_of_a_model_that_is_loaded_whole(tmp_path: Path) -> None:
+def test_the_frozen_working_weights_are_those_of_a_model_that_is_loaded_whole(
+    tmp_path: Path,
+) -> None:
     for family in ("qwen2", "qwen3_moe"):
         whole = _load(tmp_path, "fp8", family=family, adapter=None)
-        assert _same(_bits(_load(tmp_path, "fp8", family=family), base=True), _bits(whole, base=True))
+        assert _same(
+            _bits(_load(tmp_path, "fp8", family=family), base=True), _bits(whole, base=True)
+        )
 
 
 BYTES = {
@@ -274,9 +320,12 @@ BYTES = {
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_frozen_base_takes_these_bytes(tmp_path: Path, family: str) -> None:
-    """Counted in its storages. The control in NVFP4: where all weights are trained, a code takes a byte."""
+    """Counted in its storages. The control in NVFP4: where all weights are trained, a code takes a
+    byte."""
     experts = {"experts": Experts(4, 2, 256)} if family == "qwen3_moe" else {}
-    tiny_model(family=family, hidden_size=256, intermediate_size=256, **experts).save(tmp_path / family)
+    tiny_model(family=family, hidden_size=256, intermediate_size=256, **experts).save(
+        tmp_path / family
+    )
 
     def each(precision: str, **given: Any) -> float:
         model = _load(tmp_path, precision, family=family, **given)
@@ -297,7 +346,8 @@ def test_a_frozen_base_takes_these_bytes(tmp_path: Path, family: str) -> None:
 def test_a_base_two_codes_to_a_byte_is_never_whole(
     tmp_path: Path, family: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, whose gradients are those of a byte a code; the control exchanges the halves."""
+    """Forward and backward, whose gradients are those of a byte a code; the control exchanges the
+    halves."""
 
     def gradients(model: Model) -> dict[str, Tensor]:
         ids = torch.arange(3, 15)
@@ -314,7 +364,9 @@ def test_a_base_two_codes_to_a_byte_is_never_whole(
     monkeypatch.setattr(PackedFP4, "dequantize", whole)
     model = _load(tmp_path, precision, family=family)
     assert _same(gradients(model), wanted)
-    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, PackedFP4)]
+    frozen = [
+        w.working for w in model.transformer.rollout_weights() if isinstance(w.working, PackedFP4)
+    ]
     assert len(frozen) >= 8
     for one in frozen:
         one.codes.copy_(one.codes << 4 | one.codes >> 4)
@@ -376,14 +428,20 @@ def test_targets_choose_matrices_and_experts_are_refused(tmp_path: Path) -> None
         (
             "qwen3_moe",
             ("q_proj", "up_proj"),
-            r"adapter\.targets: up_proj is of experts.* targets may be q_proj, k_proj, v_proj, o_proj$",
+            r"adapter\.targets: up_proj is of experts.* targets may be q_proj, k_proj, v_proj, "
+            r"o_proj$",
         ),
         (
             "qwen3_moe",
             ("q_proj", "in_proj_qkv"),  # of linear attention, not of experts
-            r"adapter\.targets: in_proj_qkv is no matrix of a qwen3_moe model; targets may be q_proj",
+            r"adapter\.targets: in_proj_qkv is no matrix of a qwen3_moe model; targets may be "
+            r"q_proj",
         ),
-        ("qwen3", ("out_proj",), r"adapter\.targets: out_proj is no matrix of a qwen3 model; targets may be q_proj"),
+        (
+            "qwen3",
+            ("out_proj",),
+            r"adapter\.targets: out_proj is no matrix of a qwen3 model; targets may be q_proj",
+        ),
     ):
         with pytest.raises(IsobitError, match=line):
             _load(tmp_path, "bf16", family=family, adapter=NewAdapter(2, 4, targets))
@@ -392,4 +450,6 @@ def test_targets_choose_matrices_and_experts_are_refused(tmp_path: Path) -> None
 def test_a_model_with_an_adapter_has_no_masters_for_another_precision(tmp_path: Path) -> None:
     with pytest.raises(IsobitError, match="no masters to make weights of under another precision"):
         _load(tmp_path, "fp8").under("bf16")
-    assert _load(tmp_path, "fp8", adapter=None).under("bf16").precision.name == "bf16"  # the control
+    assert (
+        _load(tmp_path, "fp8", adapter=None).under("bf16").precision.name == "bf16"
+    )  # the control

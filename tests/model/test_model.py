@@ -1,4 +1,5 @@
-"""`Model` against `transformers`: logits, greedy text, gradients, saved directories; and its own interface."""
+"""`Model` against `transformers`: logits, greedy text, gradients, saved directories; and its own
+interface."""
 
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ _TOLERANCE = 1e-4
 
 
 def _tolerance(family: str) -> float:
-    """A state of linear attention sums up what came before in float32, token by token here, in chunks there."""
+    """A state of linear attention sums up what came before in float32, token by token here, in
+    chunks there."""
     return 2e-4 if family.startswith("qwen3.5") else _TOLERANCE
 
 
-# the reference backend where it is quick enough, the fastest one where a comparison needs many tokens
+# the reference backend where it is quick enough, the fastest one where a comparison needs many
+# tokens
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_logits_and_greedy_text_of_transformers(family: str, backend: str, tmp_path: Path) -> None:
@@ -39,7 +42,9 @@ def test_logits_and_greedy_text_of_transformers(family: str, backend: str, tmp_p
         assert float(wanted.std()) > 0.3  # the comparison is not of flat distributions
 
 
-@pytest.mark.parametrize(("family", "backend"), [*((name, "auto") for name in FAMILIES), ("qwen3", "reference")])
+@pytest.mark.parametrize(
+    ("family", "backend"), [*((name, "auto") for name in FAMILIES), ("qwen3", "reference")]
+)
 def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) -> None:
     theirs, path = directory(tmp_path, family)
     mine = Model.load(path, "float32", backend)
@@ -63,13 +68,16 @@ def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) ->
     wanted = names.fuse(lambda name, lo, hi: gradients[name][lo:hi], mine.config)
     for name, master in mine.named_parameters().items():
         error = (master.grad.double() - wanted[name].double()).norm() / wanted[name].double().norm()
-        limit = 5e-5 if name.endswith("router_bias") else 2e-5  # sums over rows, much of which cancels
+        limit = (
+            5e-5 if name.endswith("router_bias") else 2e-5
+        )  # sums over rows, much of which cancels
         limit = 5e-5 if family.startswith("qwen3.5") else limit
         assert float(error) < limit, (name, float(error))
 
 
 def per_expert(theirs: Any, family: str) -> dict[str, Tensor]:
-    """Gradients by the names of the files: transformers holds the experts of a layer in one tensor."""
+    """Gradients by the names of the files: transformers holds the experts of a layer in one
+    tensor."""
     found = {}
     parts = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if family == "mixtral" else "mlp"
@@ -111,7 +119,9 @@ def test_low_precision_gradients_point_the_same_way(preset: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", ["single", "sharded"])
-def test_a_saved_model_loads_in_transformers_as_it_is(family: str, form: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_in_transformers_as_it_is(
+    family: str, form: str, tmp_path: Path
+) -> None:
     theirs, path = directory(tmp_path / "theirs", family)
     mine, saved = Model.load(path, "fp8", "reference"), tmp_path / "mine"
     mine.save(saved, shard_bytes=30_000 if form == "sharded" else 1 << 30)
@@ -122,7 +132,9 @@ def test_a_saved_model_loads_in_transformers_as_it_is(family: str, form: str, tm
     sequence = tokens(50)
     assert torch.equal(oracle_logits(again, sequence), oracle_logits(theirs, sequence))
     assert again.generation_config.eos_token_id == 2
-    assert transformers.AutoTokenizer.from_pretrained(saved)("abc")["input_ids"] == mine.tokenizer.encode("abc")
+    assert transformers.AutoTokenizer.from_pretrained(saved)("abc")[
+        "input_ids"
+    ] == mine.tokenizer.encode("abc")
     back = Model.load(saved, "fp8", "reference")
     assert back.config == mine.config
     for name, master in back.named_parameters().items():
@@ -141,7 +153,9 @@ def test_saving_in_bf16(tmp_path: Path) -> None:
 
 def test_the_generation_config_is_kept(tmp_path: Path) -> None:
     _, path = directory(tmp_path / "theirs", "llama")
-    (path / "generation_config.json").write_text('{"eos_token_id": [2, 5], "top_p": 0.8, "do_sample": true}')
+    (path / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 5], "top_p": 0.8, "do_sample": true}'
+    )
     model = Model.load(path, "float32", "reference")
     assert model.tokenizer.eos_ids == (2, 5)
     model.save(tmp_path / "mine")
@@ -159,7 +173,9 @@ def test_stories(stories: Path, tmp_path: Path) -> None:
     generated = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0].tolist()
     assert text == generated
     assert float((logits(mine, text) - oracle_logits(theirs, text)).abs().max()) <= _TOLERANCE
-    wanted = oracle_logits(theirs, text[:-1]).log_softmax(-1)[torch.arange(len(text) - 1), torch.tensor(text[1:])]
+    wanted = oracle_logits(theirs, text[:-1]).log_softmax(-1)[
+        torch.arange(len(text) - 1), torch.tensor(text[1:])
+    ]
     torch.testing.assert_close(mine.logprobs([text])[0], wanted, rtol=0, atol=_TOLERANCE)
     low = Model.load(stories, "fp8").logprobs([text])[0]
     assert float((low - wanted).abs().mean()) < 0.1
@@ -190,8 +206,12 @@ def test_logprobs_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_temperature_divides_the_logits() -> None:
     model, sequence = random_model("float32"), tokens(20)
-    wanted = (logits(model, sequence)[:-1] / 0.5).log_softmax(-1)[torch.arange(19), torch.tensor(sequence[1:])]
-    torch.testing.assert_close(model.logprobs([sequence], temperature=0.5)[0], wanted, rtol=0, atol=1e-5)
+    wanted = (logits(model, sequence)[:-1] / 0.5).log_softmax(-1)[
+        torch.arange(19), torch.tensor(sequence[1:])
+    ]
+    torch.testing.assert_close(
+        model.logprobs([sequence], temperature=0.5)[0], wanted, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +220,11 @@ def test_temperature_divides_the_logits() -> None:
         ([[3], [4, 61]], {}, "sequence 1: token id 61 is not in the model's vocabulary of 61"),
         ([[-1]], {}, "sequence 0: token id -1 is not in"),
         ([[3] * 129], {}, "sequence 0 has 129 tokens, more than the model's context of 128"),
-        ([[3, 4]], {"temperature": 0.0}, "temperature: log-probabilities need one above 0, got 0.0"),
+        (
+            [[3, 4]],
+            {"temperature": 0.0},
+            "temperature: log-probabilities need one above 0, got 0.0",
+        ),
         ([[3, 4]], {"use": "teacher"}, "use: expected one of rollout, learner, got 'teacher'"),
     ],
 )
@@ -211,7 +235,9 @@ def test_refused_logprobs(sequences: list[list[int]], options: dict, message: st
 
 def test_init_is_a_function_of_the_seed() -> None:
     first, second, other = (
-        Model.init(config(), Tokenizer.characters(ALPHABET), "bf16", seed, "reference").named_parameters()
+        Model.init(
+            config(), Tokenizer.characters(ALPHABET), "bf16", seed, "reference"
+        ).named_parameters()
         for seed in (7, 7, 8)
     )
     for name, parameter in first.items():

@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing by its definition, rows that do not depend on their batch, replay, and the same bits."""
+"""Mixtures of experts: routing by its definition, rows that do not depend on their batch, replay,
+and the same bits."""
 
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_a_tape_sums_the_probabilities_of_each_layer() -> None:
     tape = RouteTape()
     tape.follow(torch.full((4, 4), 0.25), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))
     tape.follow(torch.tensor([[0.7, 0.1, 0.1, 0.1]] * 4), torch.tensor([[0, 1]] * 4))
-    torch.testing.assert_close(torch.stack(tape.probabilities), torch.tensor([[1.0] * 4, [2.8, 0.4, 0.4, 0.4]]))
+    torch.testing.assert_close(
+        torch.stack(tape.probabilities), torch.tensor([[1.0] * 4, [2.8, 0.4, 0.4, 0.4]])
+    )
     assert tape.routes().shape == (4, 2, 2)
 
 
@@ -50,10 +53,13 @@ def test_a_tape_sums_the_probabilities_of_each_layer() -> None:
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rollout_and_learner_agree_bit_for_bit(preset: str, backend: str, family: str) -> None:
-    """Alone or beside others, in pieces, after preemption: an expert's row is the same. The control is below."""
+    """Alone or beside others, in pieces, after preemption: an expert's row is the same. The control
+    is below."""
     model = random_model(preset, backend, family)
     engine = Engine(model, kv_pages=14, page_size=4, max_batch_tokens=13, max_sequences=5)
-    groups = engine.generate(PROMPTS, Sampling(n=4, max_new_tokens=14, seed=1), progress=lambda *_: engine.integrity())
+    groups = engine.generate(
+        PROMPTS, Sampling(n=4, max_new_tokens=14, seed=1), progress=lambda *_: engine.integrity()
+    )
     assert engine.stats.preemptions > 0
     completions = [c for group in groups for c in group]
     found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
@@ -103,7 +109,9 @@ def test_the_router_stays_in_fp32_and_every_expert_is_quantized() -> None:
 def test_an_expert_that_nobody_chose_has_no_gradient() -> None:
     model = random_model("fp8", "reference", "qwen3_moe")
     routes = torch.tensor([0, 1, 2]).expand(9, 3, 3)
-    hidden = model.transformer.hidden(torch.tensor(tokens(9)), Layout.packed([9]), tape=RouteTape(routes))
+    hidden = model.transformer.hidden(
+        torch.tensor(tokens(9)), Layout.packed([9]), tape=RouteTape(routes)
+    )
     hidden.float().sum().backward()
     parameters = model.named_parameters()
     assert parameters["layers.0.experts.0.down"].grad is not None

@@ -1,4 +1,5 @@
-"""PEFT's folders: what is written here peft reads, and the other way round; what they may not ask for."""
+"""PEFT's folders: what is written here peft reads, and the other way round; what they may not ask
+for."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +25,9 @@ def _adapted(base: Path, folder: Path, **given: Any) -> Model:
     """A model with an adapter after an update, whose folder is written."""
     model = Model.load(base, "float32", adapter=NewAdapter(4, 10, given.get("targets", TARGETS)))
     for number, parameter in enumerate(model.parameters()):
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        parameter.data += 0.1 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(number)
+        )
     model.sync()
     model.save(folder)
     return model
@@ -47,9 +50,17 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'isobit[dev]')")
     _, base = directory(tmp_path / "base", family)
     attention = ("q_proj", "v_proj", "o_proj")
-    targets = attention if "moe" in family else (*TARGETS, "in_proj_qkv", "out_proj") if "3.5" in family else TARGETS
+    targets = (
+        attention
+        if "moe" in family
+        else (*TARGETS, "in_proj_qkv", "out_proj")
+        if "3.5" in family
+        else TARGETS
+    )
     model = _adapted(base, tmp_path / "adapter", targets=targets)
-    close = 5e-5 if "3.5" in family else 2e-5  # states of linear attention are summed in another order
+    close = (
+        5e-5 if "3.5" in family else 2e-5
+    )  # states of linear attention are summed in another order
     theirs = peft.PeftModel.from_pretrained(oracle(family), tmp_path / "adapter").eval()
     assert _farthest(model, theirs) < close
     with theirs.disable_adapter():
@@ -62,7 +73,9 @@ def test_what_peft_writes_loads(tmp_path: Path, targets: Any) -> None:
     """With its alpha and rank, which the control changes."""
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'isobit[dev]')")
     _, base = directory(tmp_path / "base", "qwen3")
-    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False
+    )
     torch.manual_seed(0)
     theirs = peft.get_peft_model(oracle("qwen3"), config).eval()
     theirs.save_pretrained(tmp_path / "adapter")
@@ -93,9 +106,17 @@ def test_a_folder_gives_back_every_bit_and_names_its_model(folders: tuple[Path, 
     assert "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight" in written
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     model = Model.load(folder, "bf16")  # by its own config
-    assert Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]) == base.resolve()
+    assert (
+        Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+        == base.resolve()
+    )
     model.save(folder.parent / "again")
-    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "generation_config.json"):
+    for name in (
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "generation_config.json",
+    ):
         assert (folder.parent / "again" / name).read_bytes() == (folder / name).read_bytes()
     assert not (folder / "config.json").exists()  # a model's
 
@@ -103,7 +124,10 @@ def test_a_folder_gives_back_every_bit_and_names_its_model(folders: tuple[Path, 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora: DoRA cannot be read"),
     "rsLoRA": ({"use_rslora": True}, "use_rslora: rsLoRA cannot be read"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save: modules that are trained whole"),
+    "whole modules": (
+        {"modules_to_save": ["lm_head"]},
+        "modules_to_save: modules that are trained whole",
+    ),
     "biases": ({"bias": "all"}, "bias: trained biases cannot be read"),
     "ranks": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: ranks that differ"),
     "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
@@ -134,15 +158,26 @@ def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
-    "no B": (_without("layers.1.self_attn.q_proj.lora_B"), "lora_B.weight is missing; A and B belong together"),
+    "no B": (
+        _without("layers.1.self_attn.q_proj.lora_B"),
+        "lora_B.weight is missing; A and B belong together",
+    ),
     "nothing": (_without("lora"), "holds no tensors"),
-    "a head": (_with("base_model.model.lm_head.lora_A.weight", torch.ones(4, 32)), "lm_head.* is no factor"),
+    "a head": (
+        _with("base_model.model.lm_head.lora_A.weight", torch.ones(4, 32)),
+        "lm_head.* is no factor",
+    ),
     "an expert": (
-        _with("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 32)),
+        _with(
+            "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 32)
+        ),
         "adapters of experts, embeddings and heads are not read",
     ),
     "NaN": (
-        _with("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", torch.full((4, 32), torch.nan)),
+        _with(
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+            torch.full((4, 32), torch.nan),
+        ),
         "holds NaN or infinity",
     ),
 }
@@ -160,18 +195,28 @@ def test_tensors_that_do_not_fit(folders: tuple[Path, Path], case: str) -> None:
         Model.load(base, "bf16", adapter=folder)
 
 
-def test_what_is_no_adapter_is_told_what_would_be(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_told_what_would_be(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     base, _ = folders
-    with pytest.raises(IsobitError, match=r"adapter .*nothing: no such directory; expected a PEFT folder, such as a "):
+    with pytest.raises(
+        IsobitError,
+        match=r"adapter .*nothing: no such directory; expected a PEFT folder, such as a ",
+    ):
         Model.load(base, adapter=tmp_path / "nothing")
-    with pytest.raises(IsobitError, match=r"no adapter_config\.json in it; expected a PEFT folder, .*checkpoints/step"):
+    with pytest.raises(
+        IsobitError,
+        match=r"no adapter_config\.json in it; expected a PEFT folder, .*checkpoints/step",
+    ):
         Model.load(base, adapter=tmp_path)
 
 
 def test_an_adapter_whose_model_is_elsewhere(folders: tuple[Path, Path]) -> None:
     base, folder = folders
     moved = base.rename(base.with_name("moved"))
-    with pytest.raises(IsobitError, match=r"its model .*base is not here; give the model's directory"):
+    with pytest.raises(
+        IsobitError, match=r"its model .*base is not here; give the model's directory"
+    ):
         Model.load(folder, "bf16")
     assert Model.load(moved, "bf16", adapter=folder).transformer.adapter is not None
     with pytest.raises(IsobitError, match="is an adapter itself"):

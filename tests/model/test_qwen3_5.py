@@ -1,4 +1,5 @@
-"""Qwen3.5 as it is published, with images, and what is taken of it; its states in the pages of an engine's cache."""
+"""Qwen3.5 as it is published, with images, and what is taken of it; its states in the pages of an
+engine's cache."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,22 @@ from tests.models import ALPHABET, tiny_model
 
 from .helpers import logits, oracle, oracle_logits, randomize, tokens
 
-_SEEING = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+_SEEING = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+}
 
 
 def published(path: Path) -> Any:
-    """A model of text and images with random weights, saved as Qwen publishes them: the language model is inside."""
+    """A model of text and images with random weights, saved as Qwen publishes them: the language
+    model is inside."""
     text = oracle("qwen3.5", tie_word_embeddings=True).config
-    config = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=_SEEING, tie_word_embeddings=True)
+    config = transformers.Qwen3_5Config(
+        text_config=text.to_dict(), vision_config=_SEEING, tie_word_embeddings=True
+    )
     config._attn_implementation = "eager"
     model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
     randomize(model, 11)

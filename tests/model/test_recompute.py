@@ -1,4 +1,5 @@
-"""Activation checkpointing: the bits of results and gradients without it, less memory, and nothing told twice."""
+"""Activation checkpointing: the bits of results and gradients without it, less memory, and nothing
+told twice."""
 
 from typing import Any
 
@@ -14,7 +15,12 @@ from isobit.model.forward.moe import RouteTape
 from .helpers import random_model, tokens
 
 LENGTHS = [9, 1, 20]
-CASES = [("bf16", "qwen3"), ("fp8", "llama"), ("fp8", "qwen3_moe"), ("fp8[kv_cache=e4m3-calibrated]", "qwen2")]
+CASES = [
+    ("bf16", "qwen3"),
+    ("fp8", "llama"),
+    ("fp8", "qwen3_moe"),
+    ("fp8[kv_cache=e4m3-calibrated]", "qwen2"),
+]
 
 
 def scaled(model: Model) -> Model:
@@ -42,7 +48,9 @@ def run(model: Model, recompute: bool, given: Tensor | None = None) -> dict[str,
     found = {"loss": loss.detach(), "hidden": hidden.detach(), "amax": recorder.amax(100.0)}
     found |= {name: p.grad for name, p in model.named_parameters().items() if p.grad is not None}
     found |= (
-        {} if tape is None else {"routes": tape.routes(), "probabilities": torch.stack(tape.probabilities).detach()}
+        {}
+        if tape is None
+        else {"routes": tape.routes(), "probabilities": torch.stack(tape.probabilities).detach()}
     )
     return found | {"forwards": torch.tensor(len(recorder.batches))}
 
@@ -51,11 +59,15 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     def bits(tensor: Tensor) -> Tensor:
         return tensor.float().contiguous().view(torch.int32)
 
-    return left.keys() == right.keys() and all(torch.equal(bits(left[name]), bits(right[name])) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(bits(left[name]), bits(right[name])) for name in left
+    )
 
 
 @pytest.mark.parametrize(("precision", "family"), CASES)
-def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(precision: str, family: str) -> None:
+def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(
+    precision: str, family: str
+) -> None:
     model = scaled(random_model(precision, family=family, num_layers=2))
     wanted, found = run(model, False), run(model, True)
     assert "layers.1.o" in wanted
@@ -84,7 +96,9 @@ def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
     assert "layers.1.experts.5.down" not in found
 
 
-def test_nothing_is_recomputed_where_nothing_will_go_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recomputed_where_nothing_will_go_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, written = random_model("fp8"), []
     write = type(model.ops).kv_write
 
@@ -104,8 +118,11 @@ def test_nothing_is_recomputed_where_nothing_will_go_backward(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_keys_and_values_do_not_outlive_the_forward(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no tensors that autograd saves, but attention's backward reads them; the control holds them."""
+def test_keys_and_values_do_not_outlive_the_forward(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no tensors that autograd saves, but attention's backward reads them; the control
+    holds them."""
     import gc
     import weakref
 
@@ -124,7 +141,9 @@ def test_keys_and_values_do_not_outlive_the_forward(recompute: bool, monkeypatch
     model = random_model("fp8")
     for held in (None, []):
         made.clear()
-        hidden = model.transformer.hidden(torch.tensor(tokens(20)), Layout.packed([20]), recompute=recompute)
+        hidden = model.transformer.hidden(
+            torch.tensor(tokens(20)), Layout.packed([20]), recompute=recompute
+        )
         gc.collect()
         assert len(made) == model.config.num_layers
         assert sum(store() is not None for store in made) == (0 if held is None else len(made))
@@ -132,7 +151,8 @@ def test_keys_and_values_do_not_outlive_the_forward(recompute: bool, monkeypatch
 
 
 def saved_bytes(model: Model, length: int, recompute: bool = False) -> int:
-    """Bytes of what autograd keeps of one sequence's forward; parameters, keys and values excluded."""
+    """Bytes of what autograd keeps of one sequence's forward; parameters, keys and values
+    excluded."""
     seen: dict[int, int] = {}
     own = {p.data_ptr() for p in model.parameters()}
 
@@ -142,7 +162,10 @@ def saved_bytes(model: Model, length: int, recompute: bool = False) -> int:
         return tensor
 
     ids = torch.zeros(length, dtype=torch.int64)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+    ):
         hidden = model.transformer.hidden(ids, Layout.packed([length]), recompute=recompute)
     del hidden
     return sum(seen.values())
@@ -150,13 +173,15 @@ def saved_bytes(model: Model, length: int, recompute: bool = False) -> int:
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-e2e"])
 def test_what_a_token_keeps_worked_out_by_hand(preset: str) -> None:
-    """The residual stream, qkv, the attention's result and gate and up, in BF16; with checkpointing the layer's
-    inputs."""
+    """The residual stream, qkv, the attention's result and gate and up, in BF16; with checkpointing
+    the layer's inputs."""
     model = random_model(preset, family="llama")
     config = model.config
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
     norm = 2 * hidden + 4  # the residual stream and its inverse deviation
-    attention = 2 * config.qkv_size + 2 * heads * config.head_dim + 4 * heads  # qkv, the result, log-sum-exp
+    attention = (
+        2 * config.qkv_size + 2 * heads * config.head_dim + 4 * heads
+    )  # qkv, the result, log-sum-exp
     layer = norm + attention + norm + 4 * inner
     outside = 8 + norm + 2 * hidden / 64  # the token, the last norm, and its weight over 64 tokens
     layers = config.num_layers

@@ -1,4 +1,5 @@
-"""Reward models against `transformers`' sequence classification, and what is kept of a frozen model."""
+"""Reward models against `transformers`' sequence classification, and what is kept of a frozen
+model."""
 
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,14 @@ def test_a_score_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 
 def test_only_working_weights_are_kept(tmp_path: Path) -> None:
     classifier(tmp_path, "Llama", hidden_size=128, intermediate_size=256)
-    linear = sum(tensor.numel() for name, tensor in read_weights(tmp_path).items() if "proj" in name)
+    linear = sum(
+        tensor.numel() for name, tensor in read_weights(tmp_path).items() if "proj" in name
+    )
     fp8, bf16 = RewardModel.load(tmp_path, "fp8"), RewardModel.load(tmp_path, "bf16")
     assert fp8.transformer.parameters == {}
-    assert bf16.nbytes() - fp8.nbytes() == pytest.approx(linear, rel=0.01)  # a byte an element, but for the scales
+    assert bf16.nbytes() - fp8.nbytes() == pytest.approx(
+        linear, rel=0.01
+    )  # a byte an element, but for the scales
 
 
 def test_a_frozen_model_answers_as_before_and_cannot_be_synced(tmp_path: Path) -> None:
@@ -90,7 +95,9 @@ def test_what_is_no_reward_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(IsobitError, match=r"score\.weight has shape \(2, 48\), expected \(1, 48\)"):
         RewardModel.load(tmp_path / "two")
     directory(tmp_path / "causal", "llama")
-    with pytest.raises(IsobitError, match=r"no tensor score.weight: LlamaForCausalLM is no sequence classification"):
+    with pytest.raises(
+        IsobitError, match=r"no tensor score.weight: LlamaForCausalLM is no sequence classification"
+    ):
         RewardModel.load(tmp_path / "causal")
     with pytest.raises(IsobitError, match="no such directory"):
         RewardModel.load(tmp_path / "nothing")

@@ -24,8 +24,17 @@ SCALINGS = {
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
-    "yarn-attention": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
-    "yarn-mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "yarn-attention": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.5,
+    },
+    "yarn-mscale": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    },
     "yarn-clamped": {"factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 100.0},
     "yarn-betas": {
         "factor": 16.0,
@@ -85,7 +94,11 @@ def test_a_larger_table_begins_with_the_smaller_one() -> None:
 
 def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
     values = {
-        "rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 100},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": None,
+            "original_max_position_embeddings": 100,
+        },
     }
     assert dict(Rope.from_hf(values, "", theta=1e4, max_positions=400).parameters)["factor"] == 4.0
 
@@ -93,16 +106,25 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "unsupported rope scaling 'dynamic'.*default, linear, llama3, yarn"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "unsupported rope scaling 'dynamic'.*default, linear, llama3, yarn",
+        ),
         ({"rope_type": "linear"}, "rope scaling linear needs factor"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number, got '2'"),
-        ({"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}, "llama3 needs low_freq_factor"),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0},
+            "llama3 needs low_freq_factor",
+        ),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "yarn needs factor"),
         (
             {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 0},
             "original_max_position_embeddings must be above 0, got 0",
         ),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial rotary embedding is not supported"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial rotary embedding is not supported",
+        ),
     ],
 )
 def test_refused(scaling: dict, message: str) -> None:

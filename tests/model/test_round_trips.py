@@ -1,4 +1,5 @@
-"""What `save` writes is the model: random configs of every family, read again, by isobit and by `transformers`."""
+"""What `save` writes is the model: random configs of every family, read again, by isobit and by
+`transformers`."""
 
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,9 @@ CLOSE = 5e-4
 
 def random_model(config: ModelConfig, seed: int) -> Model:
     """With weights large enough to matter."""
-    model = Model.init(config, Tokenizer.characters(ALPHABET), "float32", seed, "reference", "exact")
+    model = Model.init(
+        config, Tokenizer.characters(ALPHABET), "float32", seed, "reference", "exact"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,7 +46,8 @@ def round_trips(family: str, first: int, count: int, folder: Path, theirs: int) 
     for number, (seed, values, config) in enumerate(islice(accepted(family, first), count)):
         model, directory = random_model(config, seed), folder / str(seed)
         model.save(directory)
-        again, found = Model.load(directory, "float32", "reference", "exact"), model.logprobs([SEQUENCE])[0]
+        again = Model.load(directory, "float32", "reference", "exact")
+        found = model.logprobs([SEQUENCE])[0]
         assert again.config == config, (seed, values)
         assert torch.equal(again.logprobs([SEQUENCE])[0], found), (seed, values)
         if number < theirs:
@@ -67,26 +71,39 @@ def test_every_family_and_every_feature_is_drawn() -> None:
     drawn = [config for family in BASES for _, _, config in islice(accepted(family, 0), 12)]
     assert {config.rope.kind for config in drawn} == {"default", "linear", "llama3", "yarn"}
     assert any(config.experts is not None and config.routed is None for config in drawn)
-    assert any(dict(c.rope.parameters).get("partial_rotary_factor", 1.0) == 1.0 for c in drawn if c.linear is not None)
+    assert any(
+        dict(c.rope.parameters).get("partial_rotary_factor", 1.0) == 1.0
+        for c in drawn
+        if c.linear is not None
+    )
     assert any(config.windows for config in drawn)
     assert any(config.unrotated for config in drawn)
 
 
-def test_control_a_key_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_key_that_is_left_out_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The part of a head that is rotated, as it was left out where it is all."""
     write = Rope.to_hf
-    monkeypatch.setattr(Rope, "to_hf", lambda self, scaled=False, partial=1.0: write(self, scaled or partial != 1.0))
+    monkeypatch.setattr(
+        Rope, "to_hf", lambda self, scaled=False, partial=1.0: write(self, scaled or partial != 1.0)
+    )
     with pytest.raises(AssertionError):
         round_trips("qwen3_5_text", 0, 12, tmp_path, theirs=0)
 
 
 @pytest.mark.parametrize("dense", [(0, 1), (0,)])
-def test_a_mixture_whose_layers_are_all_dense_is_trained(dense: tuple[int, ...], tmp_path: Path) -> None:
-    """As a Qwen3 of its weights, under a flow that records routes. The control has a layer with experts, and routes."""
+def test_a_mixture_whose_layers_are_all_dense_is_trained(
+    dense: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As a Qwen3 of its weights, under a flow that records routes. The control has a layer with
+    experts, and routes."""
     experts = Experts(5, 2, 24, dense_layers=dense)
     model = tiny_model(family="qwen3_moe", experts=experts, backend="reference")
     model.save(tmp_path / "model")
-    result = train(load_config(write_config(tmp_path, tmp_path / "model", precision="fp8-rollout", steps=2)))
+    result = train(
+        load_config(write_config(tmp_path, tmp_path / "model", precision="fp8-rollout", steps=2))
+    )
     last = result.metrics[-1]
     assert last["mismatch/compared_tokens"] > 0
     assert ("router/idle_fraction" in last) == (dense == (0,))
@@ -99,7 +116,11 @@ def test_a_mixture_whose_layers_are_all_dense_is_trained(dense: tuple[int, ...],
 
 
 def test_all_dense_layers_have_no_router_to_replay(tmp_path: Path) -> None:
-    tiny_model(family="qwen3_moe", experts=Experts(5, 2, 24, dense_layers=(0, 1))).save(tmp_path / "model")
-    config = load_config(write_config(tmp_path, tmp_path / "model"), ["algorithm.router_replay=true"])
+    tiny_model(family="qwen3_moe", experts=Experts(5, 2, 24, dense_layers=(0, 1))).save(
+        tmp_path / "model"
+    )
+    config = load_config(
+        write_config(tmp_path, tmp_path / "model"), ["algorithm.router_replay=true"]
+    )
     with pytest.raises(IsobitError, match="it has no router"):
         train(config)

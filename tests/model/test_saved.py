@@ -1,7 +1,8 @@
-"""What a backward makes again of what is kept has the bits that the forward had, so gradients are as if all were kept.
+"""What a backward makes again of what is kept has the bits that the forward had, so gradients are
+as if all were kept.
 
-The second run is given what the forward had instead: the results of norms, gates, roundings and attention's inputs are
-noted there, and handed out in the backward.
+The second run is given what the forward had instead: the results of norms, gates, roundings and
+attention's inputs are noted there, and handed out in the backward.
 """
 
 from collections.abc import Callable
@@ -21,9 +22,19 @@ from isobit.model.forward.moe import RouteTape
 from isobit.precision import QTensor
 from tests.models import tiny_model
 
-MADE_AGAIN = ("rms_norm", "rms_norm_quantized", "gate_mul", "gate_mul_quantized", "quantize", "attention_inputs")
+MADE_AGAIN = (
+    "rms_norm",
+    "rms_norm_quantized",
+    "gate_mul",
+    "gate_mul_quantized",
+    "quantize",
+    "attention_inputs",
+)
 FLOWS = [
-    *((flow, "qwen3") for flow in ("float32", "bf16", "fp8-unified", "fp8", "mxfp8", "nvfp4", "fp8-e2e")),
+    *(
+        (flow, "qwen3")
+        for flow in ("float32", "bf16", "fp8-unified", "fp8", "mxfp8", "nvfp4", "fp8-e2e")
+    ),
     *((flow, "qwen3_moe") for flow in ("bf16", "fp8", "fp8-e2e")),
     ("fp8", "olmo2"),
     ("fp8", "gemma3_text"),
@@ -36,13 +47,17 @@ FLOWS = [
 
 
 class Notes:
-    """Wraps a backend's operators; `changed` changes what is handed out in a backward, for the control."""
+    """Wraps a backend's operators; `changed` changes what is handed out in a backward, for the
+    control."""
 
     def __init__(self, operators: type, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted: dict[tuple[object, ...], Any] = {}
         self.backward, self.keeps, self.changed, self.handed = False, False, False, 0
         self._inside = False
-        for name in (*MADE_AGAIN, "quantize_along_tokens"):  # the last quantizes under the name of another matrix
+        for name in (
+            *MADE_AGAIN,
+            "quantize_along_tokens",
+        ):  # the last quantizes under the name of another matrix
             monkeypatch.setattr(operators, name, self._wrapped(name, getattr(operators, name)))
 
     def _wrapped(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,13 +101,17 @@ class Notes:
 def _key(name: str, given: Any) -> tuple[object, ...]:
     """The operator and the matrix, the norm, or the input."""
     named = [one for one in given if isinstance(one, str) and one not in get_args(Activation)]
-    return name, *(named or [given[1 if name.startswith(("rms_norm", "gate_mul")) else 0].data_ptr()])
+    return name, *(
+        named or [given[1 if name.startswith(("rms_norm", "gate_mul")) else 0].data_ptr()]
+    )
 
 
 def _copy(store: KVStore, into: KVStore) -> None:
     for part in ("k", "v", "k_scale", "v_scale"):
         source, target = getattr(store, part), getattr(into, part)
-        if (source is not None and not store.calibrated) or (source is not None and part in ("k", "v")):
+        if (source is not None and not store.calibrated) or (
+            source is not None and part in ("k", "v")
+        ):
             target.copy_(source)
 
 
@@ -103,7 +122,9 @@ def gradients(model: Model, notes: Notes, recompute: Any = False) -> dict[str, T
     notes.backward = False
     ids = torch.arange(45) * 7 % model.config.vocab_size
     tape = None if model.config.experts is None else RouteTape()
-    hidden = model.transformer.hidden(ids, Layout.packed([9, 1, 35]), tape=tape, recompute=recompute)
+    hidden = model.transformer.hidden(
+        ids, Layout.packed([9, 1, 35]), tape=tape, recompute=recompute
+    )
     logprobs, _ = model.transformer.head_logprobs(hidden, ids.roll(1))
     notes.backward = True
     logprobs.sum().backward()
@@ -126,12 +147,22 @@ def test_gradients_are_those_of_a_forward_that_keeps_all(
     if adapted:
         model.save(tmp_path)
         given = NewAdapter(
-            4, 8.0, ("q_proj", "v_proj", "o_proj", *(["down_proj"] if FAMILIES[family].mixtures is None else []))
+            4,
+            8.0,
+            (
+                "q_proj",
+                "v_proj",
+                "o_proj",
+                *(["down_proj"] if FAMILIES[family].mixtures is None else []),
+            ),
         )
         model = Model.load(tmp_path, flow, consistency=model.ops.consistency, adapter=given)
         with torch.no_grad():
             for seed, parameter in enumerate(model.parameters()):  # with B = 0 A had no gradient
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+                parameter.add_(
+                    0.1
+                    * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+                )
         model.sync()
     if model.precision.calibrated:
         model.transformer.calibrate(KVScales(torch.full((2, 3), 0.02), model.weights_version))

@@ -22,19 +22,23 @@ _CHAT = [
 ]
 _TEMPLATES = {
     "chatml": (
-        "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\\n' + message.content }}\n"
+        "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\\n' + "
+        "message.content }}\n"
         "{%- endfor %}\n{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     ),
     "blocks": (
-        "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[first]{% continue %}\n  {% endif %}\n"
+        "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[first]{% "
+        "continue %}\n  {% endif %}\n"
         "{{ message.content | trim }}{{ eos_token }}\n{% endfor %}"
     ),
     "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "tools": (
-        "{% if tools is not none %}TOOLS{% endif %}{% if pad_token is defined %}PAD{% endif %}{{ messages | length }}"
+        "{% if tools is not none %}TOOLS{% endif %}{% if pad_token is defined %}PAD{% endif "
+        "%}{{ messages | length }}"
     ),
     "generation": (
-        "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}|{% endfor %}"
+        "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration "
+        "%}|{% endfor %}"
     ),
     "date": "{{ strftime_now('%Y') }} {{ messages[0]['content'] }}",
 }
@@ -102,18 +106,25 @@ def test_eos_ids_from_each_place(characters: tuple[Tokenizer, Path]) -> None:
     assert Tokenizer.load(path).eos_ids == (5, 2)
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert Tokenizer.load(path).eos_ids == (7, 9, 2)
-    ends = "a completion ends with - (id 7) or 0 (id 9) of generation_config.json, or </s> (id 2) of the tokenizer"
+    ends = (
+        "a completion ends with - (id 7) or 0 (id 9) of generation_config.json, or </s> (id "
+        "2) of the tokenizer"
+    )
     assert Tokenizer.load(path).ends == f"{path}: {ends}"
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert (Tokenizer.load(path).eos_ids, Tokenizer.load(path).ends) == ((7, 2), None)
     (path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
-    with pytest.raises(IsobitError, match=r"generation_config.json: eos_token_id: '</s>' is not a token id"):
+    with pytest.raises(
+        IsobitError, match=r"generation_config.json: eos_token_id: '</s>' is not a token id"
+    ):
         Tokenizer.load(path)
 
 
 @pytest.mark.parametrize("name", _TEMPLATES)
 @pytest.mark.parametrize("place", ["file", "config", "named"])
-def test_chat_templates_render_as_in_transformers(characters: tuple[Tokenizer, Path], name: str, place: str) -> None:
+def test_chat_templates_render_as_in_transformers(
+    characters: tuple[Tokenizer, Path], name: str, place: str
+) -> None:
     _, path = characters
     settings = json.loads((path / "tokenizer_config.json").read_text())
     del settings["pad_token"]
@@ -137,7 +148,8 @@ def test_chat_templates_render_as_in_transformers(characters: tuple[Tokenizer, P
 
 @pytest.mark.parametrize("place", ["files", "config"])
 def test_named_templates_stay(characters: tuple[Tokenizer, Path], place: str) -> None:
-    """Also for transformers, also where the default one is changed, and where there is none of that name."""
+    """Also for transformers, also where the default one is changed, and where there is none of that
+    name."""
     _, path = characters
     named = {"default": "plain", "tool_use": "tools", "rag": "found"}
     if place == "files":
@@ -148,7 +160,9 @@ def test_named_templates_stay(characters: tuple[Tokenizer, Path], place: str) ->
     else:
         settings = json.loads((path / "tokenizer_config.json").read_text())
         listed = [{"name": name, "template": text} for name, text in named.items()]
-        (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": listed}))
+        (path / "tokenizer_config.json").write_text(
+            json.dumps(settings | {"chat_template": listed})
+        )
     tokenizer, (out, changed) = Tokenizer.load(path), (path / "again", path / "changed")
     assert transformers.AutoTokenizer.from_pretrained(path).chat_template == named
     out.mkdir()
@@ -159,13 +173,20 @@ def test_named_templates_stay(characters: tuple[Tokenizer, Path], place: str) ->
     tokenizer = Tokenizer.load(path, TextRules(chat_template=path / "own.jinja"))
     changed.mkdir()
     tokenizer.save(changed)
-    assert transformers.AutoTokenizer.from_pretrained(changed).chat_template == named | {"default": "own"}
+    assert transformers.AutoTokenizer.from_pretrained(changed).chat_template == named | {
+        "default": "own"
+    }
 
 
 def test_a_template_s_name_is_no_path(characters: tuple[Tokenizer, Path]) -> None:
     _, path = characters
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    listed = [{"name": "default", "template": "a"}, {"name": "../evil", "template": "b"}, {"name": 3}, 4]
+    listed = [
+        {"name": "default", "template": "a"},
+        {"name": "../evil", "template": "b"},
+        {"name": 3},
+        4,
+    ]
     (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": listed}))
     tokenizer, out = Tokenizer.load(path), path / "inside" / "again"
     out.mkdir(parents=True)
@@ -203,14 +224,21 @@ def test_a_begun_answer_is_continued_as_by_transformers(
     wanted = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
     assert tokenizer.render_chat(chat) == wanted
     assert wanted != theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.render_chat(chat, False) == theirs.apply_chat_template(chat, tokenize=False)  # which is whole
+    assert tokenizer.render_chat(chat, False) == theirs.apply_chat_template(
+        chat, tokenize=False
+    )  # which is whole
 
 
-@pytest.mark.parametrize("blocks", [[{"type": "text", "text": "Well"}], [{"text": "a"}, {"type": "text", "text": "b"}]])
-def test_a_begun_answer_in_blocks(characters: tuple[Tokenizer, Path], blocks: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    "blocks", [[{"type": "text", "text": "Well"}], [{"text": "a"}, {"type": "text", "text": "b"}]]
+)
+def test_a_begun_answer_in_blocks(
+    characters: tuple[Tokenizer, Path], blocks: list[dict[str, str]]
+) -> None:
     _, path = characters
     (path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{{ "
+        "eos_token }}{% endfor %}"
     )
     chat = [{"role": "assistant", "content": blocks}]
     theirs = transformers.AutoTokenizer.from_pretrained(path)
@@ -222,7 +250,11 @@ def test_a_begun_answer_in_blocks(characters: tuple[Tokenizer, Path], blocks: li
     ("template", "content", "message"),
     [
         (_ENDED.replace("m.content", "m.content[:3]"), "a long text", "does not write as it is"),
-        (_ENDED.replace("m.content", "m.content | upper"), "a long text", "does not write as it is"),
+        (
+            _ENDED.replace("m.content", "m.content | upper"),
+            "a long text",
+            "does not write as it is",
+        ),
         (_ENDED, None, "without text, and so with nothing to continue"),
         (_ENDED, [], "without text, and so with nothing to continue"),
     ],
@@ -257,7 +289,10 @@ def test_a_changed_template_is_the_one_that_is_saved(characters: tuple[Tokenizer
     ("template", "message"),
     [
         (None, "the model has no chat template; give text prompts"),
-        ("{{ raise_exception('roles must alternate') }}", "refused a conversation: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refused a conversation: roles must alternate",
+        ),
         ("{{ messages[0].content + 1 }}", "refused a conversation"),
         ("{{ messages[9].content.x }}", "refused a conversation"),
         ("{% for %}", "cannot be parsed"),

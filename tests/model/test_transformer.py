@@ -1,4 +1,5 @@
-"""The forward: the same bits however rows are grouped, with negative controls; working weights and their storage."""
+"""The forward: the same bits however rows are grouped, with negative controls; working weights and
+their storage."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ from .helpers import config, random_model, tokens
 
 _LENGTHS = [37, 1, 18, 50, 5]
 _SEQUENCES = [tokens(length, seed) for seed, length in enumerate(_LENGTHS)]
-# FP32 scales: with powers of two, most values survive a change of the scale without a change of bits
+# FP32 scales: with powers of two, most values survive a change of the scale without a change of
+# bits
 _PER_TENSOR = {"preset": "fp8", "activation_granularity": "tensor", "activation_scale": "fp32"}
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "native"])
 
@@ -23,18 +25,27 @@ def _packed(model: Model, sequences: list[list[int]], use: str = "learner") -> l
     """Hidden states of each sequence, all in one forward."""
     lengths = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
-    return list(model.transformer.hidden(ids, Layout.packed(lengths), use=use).detach().split(lengths))
+    return list(
+        model.transformer.hidden(ids, Layout.packed(lengths), use=use).detach().split(lengths)
+    )
 
 
 def _stores(model: Model, slots: int) -> list[KVStore]:
     given, precision = model.config, model.precision
-    flows = [precision.flow("rollout", layer, given.num_layers) for layer in range(given.num_layers)]
-    return [KVStore.allocate(slots, given.num_kv_heads, given.head_dim, f.kv, f.compute) for f in flows]
+    flows = [
+        precision.flow("rollout", layer, given.num_layers) for layer in range(given.num_layers)
+    ]
+    return [
+        KVStore.allocate(slots, given.num_kv_heads, given.head_dim, f.kv, f.compute) for f in flows
+    ]
 
 
 @torch.no_grad()
-def _decoded(model: Model, sequences: list[list[int]], prefill: int, page_size: int = 4) -> list[Tensor]:
-    """Hidden states by the rollout: prompts in chunks of `prefill`, then token by token, in shuffled pages."""
+def _decoded(
+    model: Model, sequences: list[list[int]], prefill: int, page_size: int = 4
+) -> list[Tensor]:
+    """Hidden states by the rollout: prompts in chunks of `prefill`, then token by token, in
+    shuffled pages."""
     pages = [-(-len(sequence) // page_size) for sequence in sequences]
     shuffled = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).int()
     table = torch.zeros(len(sequences), max(pages), dtype=torch.int32)
@@ -51,7 +62,9 @@ def _decoded(model: Model, sequences: list[list[int]], prefill: int, page_size: 
             continue
         counts = [min(prefill if done[i] < 20 else 1, len(sequences[i]) - done[i]) for i in moving]
         layout = Layout.build(counts, [done[i] for i in moving], table[moving], page_size)
-        ids = [token for i, n in zip(moving, counts) for token in sequences[i][done[i] : done[i] + n]]
+        ids = [
+            token for i, n in zip(moving, counts) for token in sequences[i][done[i] : done[i] + n]
+        ]
         hidden = model.transformer.hidden(torch.tensor(ids), layout, stores, "rollout")
         for i, n, part in zip(moving, counts, hidden.split(counts)):
             outputs[i].append(part)
@@ -65,8 +78,12 @@ def _differing(a: list[Tensor], b: list[Tensor]) -> int:
 
 
 @BACKENDS
-@pytest.mark.parametrize(("preset", "family"), [("fp8", "llama"), ("fp8", "qwen3"), ("fp8-unified", "qwen2")])
-def test_a_sequence_alone_is_the_sequence_in_a_batch(preset: str, family: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "family"), [("fp8", "llama"), ("fp8", "qwen3"), ("fp8-unified", "qwen2")]
+)
+def test_a_sequence_alone_is_the_sequence_in_a_batch(
+    preset: str, family: str, backend: str
+) -> None:
     model = random_model(preset, backend, family)
     together = _packed(model, _SEQUENCES)
     assert _differing(together, [_packed(model, [s])[0] for s in _SEQUENCES]) == 0
@@ -86,19 +103,26 @@ def test_a_scale_per_tensor_does_depend_on_the_batch(backend: str) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize(
-    ("preset", "family"), [("fp8", "llama"), ("fp8", "qwen3"), ("fp8-unified", "qwen2"), ("bf16", "llama")]
+    ("preset", "family"),
+    [("fp8", "llama"), ("fp8", "qwen3"), ("fp8-unified", "qwen2"), ("bf16", "llama")],
 )
 @pytest.mark.parametrize("prefill", [1, 7])
-def test_incremental_decoding_is_the_packed_forward(preset: str, family: str, backend: str, prefill: int) -> None:
+def test_incremental_decoding_is_the_packed_forward(
+    preset: str, family: str, backend: str, prefill: int
+) -> None:
     model = random_model(preset, backend, family)
     assert _differing(_decoded(model, _SEQUENCES, prefill), _packed(model, _SEQUENCES)) == 0
 
 
-@pytest.mark.parametrize("precision", ["fp8-rollout", _PER_TENSOR, {"preset": "fp8-rollout", "kv_cache": "e4m3"}])
+@pytest.mark.parametrize(
+    "precision", ["fp8-rollout", _PER_TENSOR, {"preset": "fp8-rollout", "kv_cache": "e4m3"}]
+)
 def test_two_flows_do_differ(precision: Any) -> None:
     """Negative controls: a BF16 learner under FP8 rollouts, and a scale per tensor."""
     model = random_model(precision)
-    assert _differing(_decoded(model, _SEQUENCES, 7), _packed(model, _SEQUENCES)) > sum(_LENGTHS) // 2
+    assert (
+        _differing(_decoded(model, _SEQUENCES, 7), _packed(model, _SEQUENCES)) > sum(_LENGTHS) // 2
+    )
 
 
 def test_stale_weights_do_differ() -> None:
@@ -106,7 +130,9 @@ def test_stale_weights_do_differ() -> None:
     before = _decoded(model, _SEQUENCES[:2], 7)
     with torch.no_grad():
         model.named_parameters()["layers.1.down"].mul_(1.3)
-    assert _differing(_decoded(model, _SEQUENCES[:2], 7), before) == 0  # the old weights, until sync
+    assert (
+        _differing(_decoded(model, _SEQUENCES[:2], 7), before) == 0
+    )  # the old weights, until sync
     version = model.weights_version
     model.sync()
     assert model.weights_version == version + 1
@@ -162,7 +188,11 @@ def _bytes(model: Model) -> tuple[int, int, int]:
 
 
 def test_memory_of_working_weights() -> None:
-    linear = sum(p.numel() for name, p in random_model("bf16").named_parameters().items() if "norm" not in name)
+    linear = sum(
+        p.numel()
+        for name, p in random_model("bf16").named_parameters().items()
+        if "norm" not in name
+    )
     linear -= 2 * 61 * 144
     outside = 2 * 61 * 144
     norms = 7 * 144
@@ -174,11 +204,16 @@ def test_memory_of_working_weights() -> None:
     assert (rollout, learner) == (linear + 3 * 22 * 4 + 2 * (outside + norms), 0)
     _, rollout, learner = _bytes(random_model("fp8-rollout"))
     # an engine of its own has a copy of everything
-    assert (rollout, learner) == (linear + 3 * 22 * 4 + 2 * (outside + norms), 2 * (linear + outside + norms))
+    assert (rollout, learner) == (
+        linear + 3 * 22 * 4 + 2 * (outside + norms),
+        2 * (linear + outside + norms),
+    )
     _, rollout, learner = _bytes(random_model("fp8-rollout[engines=shared]"))
     # the learner has BF16 layers of its own, the final norm, embedding and head are the rollout's
     assert learner == 2 * (linear + 6 * 144)
-    _, _, learner = _bytes(random_model("fp8-rollout[engines=shared, bf16_first_layers=1, bf16_last_layers=1]"))
+    _, _, learner = _bytes(
+        random_model("fp8-rollout[engines=shared, bf16_first_layers=1, bf16_last_layers=1]")
+    )
     assert learner == 2 * (linear // 3 + 2 * 144)
     tied = random_model("bf16", tie_embeddings=True).memory()
     assert tied["rollout"] == 2 * (linear + 61 * 144 + norms)
@@ -195,8 +230,8 @@ _VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
 @pytest.mark.parametrize("variant", _VARIANTS)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "nvfp4", "fp8-rollout"])
 def test_a_sync_writes_where_the_last_one_was(preset: str, variant: str, backend: str) -> None:
-    """The addresses stay, so that captured steps read the new weights; the bits are those of a model made of the same
-    masters, whose packs cannot be old."""
+    """The addresses stay, so that captured steps read the new weights; the bits are those of a
+    model made of the same masters, whose packs cannot be old."""
     family, changes = _VARIANTS[variant]
     model = random_model(preset, backend, family, **changes)
     addresses, before = model.transformer.rollout_storage(), _packed(model, _SEQUENCES, "rollout")
@@ -218,14 +253,17 @@ def test_a_sync_writes_where_the_last_one_was(preset: str, variant: str, backend
 def test_control_a_pack_from_before_a_sync_is_noticed(
     preset: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same comparison as above, with a backend that does not prepare overwritten weights again."""
+    """The same comparison as above, with a backend that does not prepare overwritten weights
+    again."""
     family, changes = _VARIANTS[variant]
     model = random_model(preset, "native", family, **changes)
     prepare = type(model.ops).prepare
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    monkeypatch.setattr(type(model.ops), "prepare", lambda ops, weight, into=None: into or prepare(ops, weight))
+    monkeypatch.setattr(
+        type(model.ops), "prepare", lambda ops, weight, into=None: into or prepare(ops, weight)
+    )
     model.sync()
     learned = _packed(model, _SEQUENCES), _packed(model.under(preset), _SEQUENCES)
     assert _differing(*learned) == sum(_LENGTHS)
@@ -238,14 +276,19 @@ def test_control_a_pack_from_before_a_sync_is_noticed(
         ("fp8", "llama", {"tie_embeddings": True}, "embed"),
         ("fp8", "qwen2", {}, "layers.1.qkv_bias"),
         ("bf16", "qwen3_moe", {}, "layers.0.experts.2.down"),
-        ("fp8-rollout", "llama", {"qkv_bias": True, "o_bias": True, "mlp_bias": True}, "layers.1.gate_up"),
+        (
+            "fp8-rollout",
+            "llama",
+            {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+            "layers.1.gate_up",
+        ),
     ],
 )
 def test_one_master_is_synced_by_its_name(
     preset: str, family: str, changes: dict[str, bool], name: str, backend: str
 ) -> None:
-    """Its working weights are those of a model made so; the control: those of every other name keep their bits, which
-    a whole sync after other masters have changed does not leave them."""
+    """Its working weights are those of a model made so; the control: those of every other name keep
+    their bits, which a whole sync after other masters have changed does not leave them."""
     model = random_model(preset, backend, family, **changes)
     other_name = "layers.1.o"
     before, version = _working_bits(model), model.weights_version
@@ -263,7 +306,9 @@ def test_one_master_is_synced_by_its_name(
     assert _differing(_packed(model, _SEQUENCES), _packed(model.under(preset), _SEQUENCES)) == 0
     other.mul_(1.5)
     model.sync()
-    changed = {key for key, bits in _working_bits(model).items() if not torch.equal(before[key], bits)}
+    changed = {
+        key for key, bits in _working_bits(model).items() if not torch.equal(before[key], bits)
+    }
     assert changed == {(use, each) for use in ("rollout", "learner") for each in (name, other_name)}
 
 
@@ -271,17 +316,21 @@ def _working_bits(model: Model) -> dict[tuple[str, str], torch.Tensor]:
     found = {}
     for use, working in model.transformer._working.items():
         for name, operand, _ in working.tensors():
-            parts = [t.detach().contiguous().view(torch.uint8).flatten().clone() for t in tensors_of(operand)]
+            parts = [
+                t.detach().contiguous().view(torch.uint8).flatten().clone()
+                for t in tensors_of(operand)
+            ]
             found[use, name] = torch.cat(parts)
     return found
 
 
 def test_packs_are_counted_once() -> None:
-    """A byte per code, in panels of 16 rows and 32 columns; the head's of the tied embedding has two, and the uses
-    share."""
+    """A byte per code, in panels of 16 rows and 32 columns; the head's of the tied embedding has
+    two, and the uses share."""
     model = random_model("fp8", "native", tie_embeddings=True)
     sizes = {
-        name: -(-p.shape[0] // 16) * 16 * -(-p.shape[-1] // 32) * 32 for name, p in model.named_parameters().items()
+        name: -(-p.shape[0] // 16) * 16 * -(-p.shape[-1] // 32) * 32
+        for name, p in model.named_parameters().items()
     }
     linear = sum(size for name, size in sizes.items() if "norm" not in name and name != "embed")
     assert model.transformer.packed_bytes() == linear + 2 * sizes["embed"]

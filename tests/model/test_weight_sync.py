@@ -1,4 +1,5 @@
-"""The weight sync of separate engines: a copy of its own, counted, and a broken one is never used."""
+"""The weight sync of separate engines: a copy of its own, counted, and a broken one is never
+used."""
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from isobit.model.weights.sync import Receiver, poison
 from isobit.precision import QTensor
 from tests.models import tiny_model
 
-SEPARATE = ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8[engines=separate]"]
+SEPARATE = [
+    "bf16[engines=separate]",
+    "fp8-rollout",
+    "fp8-rollout-kv",
+    "fp8-e2e",
+    "fp8[engines=separate]",
+]
 
 
 def _copies(model: Model) -> dict[str, Operand]:
@@ -37,7 +44,9 @@ def test_the_rollout_has_a_copy_of_its_own_in_lasting_storage(preset: str) -> No
             parameter.mul_(1.5)
     model.sync(rollout=False)
     assert all(
-        torch.equal(a, b) for name, operand in _copies(model).items() for a, b in zip(_bits(operand), bits[name])
+        torch.equal(a, b)
+        for name, operand in _copies(model).items()
+        for a, b in zip(_bits(operand), bits[name])
     )
     model.sync()
     after = _copies(model)
@@ -51,12 +60,16 @@ def test_shared_engines_send_nothing() -> None:
 
 @pytest.mark.parametrize("preset", SEPARATE)
 @pytest.mark.parametrize("name", ["layers.1.down", "layers.0.q_norm", "embed"])
-def test_a_tensor_that_was_not_written_stops_the_run(preset: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_was_not_written_stops_the_run(
+    preset: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(preset)
     written = Receiver.transfer
     target = _copies(model)[name]
     monkeypatch.setattr(
-        Receiver, "transfer", lambda self, buffer, source: buffer is target or written(self, buffer, source)
+        Receiver,
+        "transfer",
+        lambda self, buffer, source: buffer is target or written(self, buffer, source),
     )
     with pytest.raises(RunFailed, match=rf"{name} arrived broken"):
         model.sync()

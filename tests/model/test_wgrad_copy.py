@@ -1,4 +1,5 @@
-"""The activation that WGrad multiplies in FP8: the forward's codes quantized again, or an own copy from BF16."""
+"""The activation that WGrad multiplies in FP8: the forward's codes quantized again, or an own copy
+from BF16."""
 
 import pytest
 import torch
@@ -24,7 +25,16 @@ def weight_of(preset: str) -> Weight:
     working = quantize(master.detach(), precision.learner.weight)
     own = precision.wgrad_activation == "own-copy"
     return Weight(
-        "w", master, working, None, None, precision.learner.activation, precision.gradient, "fp8", precision.wgrad, own
+        "w",
+        master,
+        working,
+        None,
+        None,
+        precision.learner.activation,
+        precision.gradient,
+        "fp8",
+        precision.wgrad,
+        own,
     )
 
 
@@ -43,14 +53,18 @@ def wgrad(preset: str, ops: Ops, through: str = "linear") -> tuple[Tensor, Tenso
         activation = ops.gate_mul("silu", x)
         autograd.gated_linear(x, "silu", weight, ops).backward(dy)
     else:
-        norm = Vector("norm", torch.nn.Parameter(torch.ones(_IN)), torch.ones(_IN, dtype=torch.bfloat16))
+        norm = Vector(
+            "norm", torch.nn.Parameter(torch.ones(_IN)), torch.ones(_IN, dtype=torch.bfloat16)
+        )
         activation = ops.rms_norm(x, norm.working, 1e-6, None)[0]
         autograd.norm_linear(x, None, norm, 1e-6, weight, ops)[0].backward(dy)
     assert weight.master.grad is not None
     return weight.master.grad, activation, dy
 
 
-def defined(spec: QuantSpec, gradient: QuantSpec, activation: Tensor, dy: Tensor, own: bool, ops: Ops) -> Tensor:
+def defined(
+    spec: QuantSpec, gradient: QuantSpec, activation: Tensor, dy: Tensor, own: bool, ops: Ops
+) -> Tensor:
     """dW as docs/numerics.md defines it."""
     values = activation if own else quantize(activation, spec).dequantize()
     operands = [quantize(t, along_rows(s)).transpose() for t, s in ((dy, gradient), (values, spec))]
@@ -60,8 +74,9 @@ def defined(spec: QuantSpec, gradient: QuantSpec, activation: Tensor, dy: Tensor
 @pytest.mark.parametrize("through", ["linear", "norm", "gate"])
 @pytest.mark.parametrize("preset", _IN_FP8)
 def test_every_preset_multiplies_what_it_says(preset: str, through: str, ops: Ops) -> None:
-    """`fp8-e2e` an own copy, as Transformer Engine does; the others the forward's codes, quantized again: each bit for
-    bit. The control is the other definition, which has other bits where scales are not powers of two."""
+    """`fp8-e2e` an own copy, as Transformer Engine does; the others the forward's codes, quantized
+    again: each bit for bit. The control is the other definition, which has other bits where scales
+    are not powers of two."""
     found, activation, dy = wgrad(preset, ops, through)
     precision = PRESETS[preset]
     own = preset == "fp8-e2e"
@@ -74,7 +89,8 @@ def test_every_preset_multiplies_what_it_says(preset: str, through: str, ops: Op
 
 
 def test_an_own_copy_has_the_error_of_one_quantization() -> None:
-    """Relative error of dW for normal operands: two quantizations, of x and of dy, against three."""
+    """Relative error of dW for normal operands: two quantizations, of x and of dy, against
+    three."""
     ops = get_ops("reference")
     errors = {}
     for preset in ("fp8-e2e", "fp8-unified"):
@@ -87,7 +103,9 @@ def test_an_own_copy_has_the_error_of_one_quantization() -> None:
 
 def test_an_own_copy_takes_the_place_of_the_forwards_codes() -> None:
     """One byte an element is kept for WGrad either way."""
-    assert _kept_bytes("fp8-e2e") == _kept_bytes("fp8-unified") == _ROWS * _IN + 4 * _ROWS * _IN // 128
+    assert (
+        _kept_bytes("fp8-e2e") == _kept_bytes("fp8-unified") == _ROWS * _IN + 4 * _ROWS * _IN // 128
+    )
 
 
 def _kept_bytes(preset: str) -> int:
@@ -105,22 +123,26 @@ def _kept_bytes(preset: str) -> int:
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_experts_copy_their_own_rows(backend: str) -> None:
-    """Every expert's gradients are those of a linear layer over its rows alone; the control is the presets' other
-    definition."""
+    """Every expert's gradients are those of a linear layer over its rows alone; the control is the
+    presets' other definition."""
     require(backend)
     found = []
     for preset in ("fp8-e2e", "fp8-e2e[wgrad_activation=requantized]"):
         model = tiny_model(preset, "qwen3_moe")
         layer = next(layer.mlp for layer in model.transformer._working["learner"].layers)
         x, ops = _random(300, 32, seed=5), get_ops(backend)
-        chosen = torch.stack([torch.arange(300) % 4, torch.full((300,), 4)], 1)  # one expert has all rows
+        chosen = torch.stack(
+            [torch.arange(300) % 4, torch.full((300,), 4)], 1
+        )  # one expert has all rows
         gates = torch.full((300, 2), 0.5)
         for compute in (through_experts, _one_by_one):
             for parameter in model.parameters():
                 parameter.grad = None
             given = x.clone().requires_grad_()
             compute(given, gates, chosen, layer, ops).sum().backward()  # type: ignore[arg-type]
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None}
+            gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None
+            }
             found.append(gradients)
     for own, other in (found[:2], found[2:]):
         assert own.keys() == other.keys()
@@ -134,10 +156,14 @@ def test_the_forward_does_not_change_and_the_table_says_it() -> None:
     for preset in ("fp8-e2e", "fp8-e2e[wgrad_activation=requantized]"):
         model = tiny_model(preset)
         transformer: Transformer = model.transformer
-        rows.append(transformer.hidden(torch.arange(3, 17), Layout.packed([14]), use="learner").detach())
+        rows.append(
+            transformer.hidden(torch.arange(3, 17), Layout.packed([14]), use="learner").detach()
+        )
         assert ("fp8, activations own-copy" in model.precision.table()) == (preset == "fp8-e2e")
     assert torch.equal(*rows)
-    assert {name for name, preset in PRESETS.items() if preset.wgrad_activation == "own-copy"} == {"fp8-e2e"}
+    assert {name for name, preset in PRESETS.items() if preset.wgrad_activation == "own-copy"} == {
+        "fp8-e2e"
+    }
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,18 @@ RUNS = [
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     ("nvfp4", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("nvfp4-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
-    ("fp8", "qwen3_moe", ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4")),
+    (
+        "fp8",
+        "qwen3_moe",
+        ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flow", "family", "changes"), RUNS)
-def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_reports_what_was_planned(
+    flow: str, family: str, changes: tuple[str, ...], tmp_path: Path
+) -> None:
     """Caches to 10 %; weights and moments to the byte."""
     tiny_model(family=family, hidden_size=128, intermediate_size=256).save(tmp_path / "model")
     given = (*changes, f"precision={flow}", "steps=1")
@@ -93,9 +99,17 @@ FLOWS = ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")
     ("flow", "family", "experts"),
     [
         *((flow, "qwen3", None) for flow in (*FLOWS, "fp8-rollout-kv")),
-        *((flow, "qwen3_moe", experts) for flow in ("float32", "bf16", "fp8") for experts in (NARROW, WIDE)),
+        *(
+            (flow, "qwen3_moe", experts)
+            for flow in ("float32", "bf16", "fp8")
+            for experts in (NARROW, WIDE)
+        ),
         *((flow, "qwen3_moe", MANY) for flow in ("bf16", "fp8")),
-        *((flow, family, None) for family in ("olmo2", "gemma3_text", "qwen3_5_text") for flow in ("bf16", "fp8")),
+        *(
+            (flow, family, None)
+            for family in ("olmo2", "gemma3_text", "qwen3_5_text")
+            for flow in ("bf16", "fp8")
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -107,7 +121,11 @@ def test_learning_takes_what_was_planned(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 12, "head_dim": 64}
     more = {} if experts is None else {"experts": experts}
     if family == "qwen3_5_text":  # heads as wide, beside the rest, as its own
-        more = {"linear": LinearAttention(tuple(layer for layer in range(12) if layer % 4 != 2), 4, 8, 64, 64)}
+        more = {
+            "linear": LinearAttention(
+                tuple(layer for layer in range(12) if layer % 4 != 2), 4, 8, 64, 64
+            )
+        }
         if adapter is not None:  # a gradient goes through all layers
             adapter = AdapterConfig(8, 16, ("in_proj_qkv", "out_proj", "q_proj"))
     planned = _compared(tiny_model(flow, family, **sizes, **more), adapter, tmp_path)
@@ -118,7 +136,10 @@ def test_learning_takes_what_was_planned(
 def test_learning_takes_what_was_planned_of_two_small_models(tmp_path: Path) -> None:
     """The same without waiting."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 6, "head_dim": 64}
-    for family, adapter in (("qwen3", None), ("qwen3_moe", AdapterConfig(8, 16, ("q_proj", "o_proj")))):
+    for family, adapter in (
+        ("qwen3", None),
+        ("qwen3_moe", AdapterConfig(8, 16, ("q_proj", "o_proj"))),
+    ):
         planned = _compared(tiny_model("fp8", family, **sizes), adapter, tmp_path / family)
         assert planned[2] < 0.6 * planned[0], "the control: one is not the other"
 
@@ -150,13 +171,28 @@ def _compared(model: Model, adapter: AdapterConfig | None, folder: Path) -> list
 def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) -> None:
     """To 10 %: what the busiest rank holds and takes in a step beyond the weights, counted from
     tensors; without the weights, which a CPU packs for its products besides."""
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 4, "head_dim": 64}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_layers": 4,
+        "num_heads": 4,
+        "head_dim": 64,
+    }
     tiny_model("fp8", family, **sizes).save(tmp_path / "model")
-    given = ("optimizer.micro_batch_tokens=64", "optimizer.share_prompts=false", "evaluation.every=0")
-    config = load_config(write_config(tmp_path, tmp_path / "model"), [*given, f"run.dir={tmp_path / 'run'}"])
+    given = (
+        "optimizer.micro_batch_tokens=64",
+        "optimizer.share_prompts=false",
+        "evaluation.every=0",
+    )
+    config = load_config(
+        write_config(tmp_path, tmp_path / "model"), [*given, f"run.dir={tmp_path / 'run'}"]
+    )
 
     def taken(each: Ranks) -> tuple[int, Session]:
-        with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True, ranks=each) as session:
+        with (
+            LiveBytes() as live,
+            open_session(config, NO_OBJECTS, quiet=True, ranks=each) as session,
+        ):
             loaded = live.live
             for _ in range(2):  # the first makes the moments
                 live.take()

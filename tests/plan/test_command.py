@@ -22,7 +22,8 @@ Plan = Callable[..., str]
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A config of Qwen3-8B, of which there is nothing but config.json; the data and the reward do not exist."""
+    """A config of Qwen3-8B, of which there is nothing but config.json; the data and the reward do
+    not exist."""
     path = tmp_path / "run.yaml"
     values = {
         "model": {"path": str(model_folder(tmp_path, MODELS["Qwen3-8B"]))},
@@ -51,12 +52,16 @@ def plan(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_a_plan_has_memory_by_part_and_number_of_gpus(plan: Plan) -> None:
     text = plan("--gpus", "8,16")
-    assert text.startswith("qwen3, 8,190,735,360 parameters, fp8\n64 prompts x 16 completions a step: prompts of 512")
+    assert text.startswith(
+        "qwen3, 8,190,735,360 parameters, fp8\n64 prompts x 16 completions a step: prompts of 512"
+    )
     assert "completions of at most 2,048; micro-batches of 8,192 tokens" in text
     assert "Memory of each GPU in GiB\n" in text
     masters = next(line.split() for line in text.splitlines() if line.startswith("FP32 masters"))
     assert masters[-2:] == ["3.8", "1.9"]
-    assert re.search(r"^8 GPUs: fits: [\d.]+ GiB of 139.8 GiB \(h200\), [\d.]+ GiB free$", text, re.M)
+    assert re.search(
+        r"^8 GPUs: fits: [\d.]+ GiB of 139.8 GiB \(h200\), [\d.]+ GiB free$", text, re.M
+    )
     assert "warning: 8 GPUs" not in text
 
 
@@ -79,8 +84,13 @@ def test_any_other_card_is_given_by_its_memory(plan: Plan) -> None:
     for name in ("h100", "a100-80", "b200"):
         card = json.loads(plan("--gpus", "8", "--device", name, "--json"))["card"]
         assert card == {"name": name, "memory": CARDS[name].memory}
-    assert json.loads(plan("--gpus", "8", "--memory", "96GiB", "--json"))["card"]["memory"] == 96 << 30
-    assert json.loads(plan("--gpus", "8", "--memory", "96 GB", "--json"))["card"]["memory"] == 96 * 10**9
+    assert (
+        json.loads(plan("--gpus", "8", "--memory", "96GiB", "--json"))["card"]["memory"] == 96 << 30
+    )
+    assert (
+        json.loads(plan("--gpus", "8", "--memory", "96 GB", "--json"))["card"]["memory"]
+        == 96 * 10**9
+    )
 
 
 def test_the_number_of_gpus_is_the_configs_unless_it_is_given(plan: Plan) -> None:
@@ -92,7 +102,8 @@ def test_auto_is_planned_as_a_run_resolves_it(plan: Plan) -> None:
     """The most that fit into 90 %: more memory, more tokens."""
     auto = "optimizer.micro_batch_tokens=auto"
     found = {
-        card: json.loads(plan(auto, "--gpus", "8", "--device", card, "--json"))["plans"][0] for card in ("h100", "h200")
+        card: json.loads(plan(auto, "--gpus", "8", "--device", card, "--json"))["plans"][0]
+        for card in ("h100", "h200")
     }
     for card, each in found.items():
         assert 0.85 * CARDS[card].memory < each["bytes"] <= 0.9 * CARDS[card].memory
@@ -107,8 +118,14 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
     ("words", "warning"),
     [
         (("--gpus", "512"), "320 micro-batches in an optimizer step for 512 ranks: 192 wait"),
-        (("--gpus", "512"), "64 prompts in a step for 512 ranks: a group is sampled on one, so 448"),
-        (("engine.kv_pages=100",), "the KV cache holds 1,600 tokens, and the longest sequence has 2,560"),
+        (
+            ("--gpus", "512"),
+            "64 prompts in a step for 512 ranks: a group is sampled on one, so 448",
+        ),
+        (
+            ("engine.kv_pages=100",),
+            "the KV cache holds 1,600 tokens, and the longest sequence has 2,560",
+        ),
         (("engine.kv_pages=1000",), "holds 6.2 of the longest sequences, and a group has 16"),
         (("precision=nvfp4",), "no kernel for a GPU multiplies FP4 activations yet"),
         (
@@ -143,27 +160,46 @@ def test_what_does_not_fit_is_refused_after_its_table(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--device", "h1000"), "--device 'h1000': unknown card; did you mean 'h100'?; known: rtx4090, rtx5090"),
-        (("--device", "tpu"), "--device 'tpu': unknown card; known: rtx4090, rtx5090, a100-40, l40s, a100-80, h100"),
+        (
+            ("--device", "h1000"),
+            "--device 'h1000': unknown card; did you mean 'h100'?; known: rtx4090, rtx5090",
+        ),
+        (
+            ("--device", "tpu"),
+            "--device 'tpu': unknown card; known: rtx4090, rtx5090, a100-40, l40s, a100-80, h100",
+        ),
         (("--memory", "24"), "--memory '24': expected a size with its unit, such as 24GiB or 80GB"),
         (("--memory", "0GiB"), "--memory '0GiB': expected a size with its unit"),
-        (("--gpus", "0"), "--gpus '0': expected whole numbers from 1 to 65,536, such as 8 or 1,8,64"),
+        (
+            ("--gpus", "0"),
+            "--gpus '0': expected whole numbers from 1 to 65,536, such as 8 or 1,8,64",
+        ),
         (("--gpus", "8,,9"), "--gpus '8,,9': expected whole numbers"),
         (("--gpus", "-1"), "--gpus '-1': expected whole numbers"),
         (("--prompt-tokens", "0"), "--prompt-tokens 0: expected a whole number, at least 1"),
-        (("--prompt-tokens", "99999"), "leaves no room for an answer: the model's context is 40960"),
+        (
+            ("--prompt-tokens", "99999"),
+            "leaves no room for an answer: the model's context is 40960",
+        ),
         (("precision=fp9",), "unknown precision preset 'fp9' (did you mean 'fp8'?)"),
         (("model.path=nowhere",), "model nowhere: no such directory"),
-        (("model={sft: base.yaml}",), "model.sft: its model is not trained yet and has no config.json"),
+        (
+            ("model={sft: base.yaml}",),
+            "model.sft: its model is not trained yet and has no config.json",
+        ),
     ],
 )
-def test_mistakes_are_one_line(config: Path, refused: Refused, words: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line(
+    config: Path, refused: Refused, words: tuple[str, ...], message: str
+) -> None:
     assert message in refused("plan", config, *words)
 
 
 def test_a_directory_without_config_json(config: Path, refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "empty: config.json is missing" in refused("plan", config, f"model.path={tmp_path / 'empty'}")
+    assert "empty: config.json is missing" in refused(
+        "plan", config, f"model.path={tmp_path / 'empty'}"
+    )
 
 
 def test_a_strangers_config_is_bounded(config: Path, refused: Refused, tmp_path: Path) -> None:

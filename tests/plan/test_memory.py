@@ -1,4 +1,5 @@
-"""The planner's bytes: to the byte those of models, caches and optimizers, and those of the design's table."""
+"""The planner's bytes: to the byte those of models, caches and optimizers, and those of the
+design's table."""
 
 import math
 
@@ -44,10 +45,15 @@ FLOWS = (
         ("Llama-3.1-70B", {1: 1206, 8: 217, 16: 147, 64: 94}),
     ],
 )
-def test_what_is_held_and_a_layers_gradient_are_the_designs(name: str, by_ranks: dict[int, int]) -> None:
-    """In GB, to 3 %: working weights, 16 bytes a parameter divided among the ranks, one layer's gradients."""
+def test_what_is_held_and_a_layers_gradient_are_the_designs(
+    name: str, by_ranks: dict[int, int]
+) -> None:
+    """In GB, to 3 %: working weights, 16 bytes a parameter divided among the ranks, one layer's
+    gradients."""
     config = MODELS[name]
-    weights, wide = (weight_bytes(Described(config, PRESETS[flow])).total for flow in ("fp8", "bf16"))
+    weights, wide = (
+        weight_bytes(Described(config, PRESETS[flow])).total for flow in ("fp8", "bf16")
+    )
     for ranks, gigabytes in by_ranks.items():
         found = weights + 16 * largest_share(config, ranks) + gradient_bucket(config)
         assert found / 1e9 == pytest.approx(gigabytes, rel=0.03)
@@ -58,7 +64,8 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(name: str, by_ranks:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
-    """No byte more or less, scales, routers and packs included; some matrices are no multiples of a block."""
+    """No byte more or less, scales, routers and packs included; some matrices are no multiples of a
+    block."""
     model = tiny_model(flow, family, hidden_size=160, intermediate_size=200)
     planned = weight_bytes(Described(model.config, model.precision, host=True, packs=True))
     held = model.memory()
@@ -71,7 +78,8 @@ def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flow", "family"), [("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe"), ("fp8[bf16_last_layers=1]", "qwen3")]
+    ("flow", "family"),
+    [("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe"), ("fp8[bf16_last_layers=1]", "qwen3")],
 )
 def test_weights_of_many_layers_have_these_bytes(flow: str, family: str) -> None:
     """Layers of one kind are not all made. The control: where the last one differs, they are."""
@@ -85,7 +93,9 @@ def test_weights_of_many_layers_have_these_bytes(flow: str, family: str) -> None
 
 def test_mixtures_may_have_dense_layers() -> None:
     model = tiny_model("fp8", "qwen3_moe", experts=Experts(5, 2, 24, dense_layers=(1,)))
-    assert weight_bytes(Described(model.config, model.precision)).rollout == model.memory()["rollout"]
+    assert (
+        weight_bytes(Described(model.config, model.precision)).rollout == model.memory()["rollout"]
+    )
 
 
 def test_a_frozen_model_keeps_the_learners_weights() -> None:
@@ -100,7 +110,9 @@ def test_a_frozen_model_keeps_the_learners_weights() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5_text"])
-@pytest.mark.parametrize("flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"])
+@pytest.mark.parametrize(
+    "flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"]
+)
 def test_the_cache_has_these_bytes(flow: str, family: str) -> None:
     engine = Engine(tiny_model(flow, family), kv_pages=64, page_size=16)
     found = page_bytes(Described(engine.model.config, engine.model.precision), 16)
@@ -111,12 +123,15 @@ def test_the_cache_has_these_bytes(flow: str, family: str) -> None:
     assert 64 * (found - scales) + scales == engine.kv_bytes
     other = PRESETS["bf16" if flow != "bf16" else "fp8"]
     if family == "qwen3":
-        assert 64 * page_bytes(Described(engine.model.config, other), 16) != pytest.approx(engine.kv_bytes, rel=0.05)
+        assert 64 * page_bytes(Described(engine.model.config, other), 16) != pytest.approx(
+            engine.kv_bytes, rel=0.05
+        )
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
 def test_moments_have_these_bytes(state: str) -> None:
-    """In 8 bits only parameters of 4,096 elements and more, in whole blocks of 256; embedding and head never."""
+    """In 8 bits only parameters of 4,096 elements and more, in whole blocks of 256; embedding and
+    head never."""
     model = tiny_model("fp8", hidden_size=160, intermediate_size=200)
     settings = OptimizerSettings(state=state)
     optimizer = ShardedOptimizer(model.named_parameters(), settings)
@@ -133,7 +148,9 @@ def test_shares_are_nearly_equal_and_cover_all(ranks: int) -> None:
     config = MODELS["Qwen3-8B"]
     share = largest_share(config, ranks)
     assert num_parameters(config) <= share * ranks <= 1.02 * num_parameters(config)
-    small = ModelConfig("llama", 256, 128, 256, 2, 2, 2, 64)  # of two or three blocks a matrix: they cannot be divided
+    small = ModelConfig(
+        "llama", 256, 128, 256, 2, 2, 2, 64
+    )  # of two or three blocks a matrix: they cannot be divided
     assert largest_share(small, 64) * 64 > 2 * num_parameters(small)
     assert largest_share(config, 1024) < 0.2 * largest_share(config, 128)
 
@@ -149,12 +166,21 @@ def test_shares_are_those_of_the_shards(ranks: int) -> None:
 
 
 def test_one_gpu_trains_an_adapter_of_eight_billion_weights() -> None:
-    """Before keys, values and activations 11 GB, where all weights take 140; its factors counted by hand."""
+    """Before keys, values and activations 11 GB, where all weights take 140; its factors counted by
+    hand."""
 
     def held(*changes: str) -> int:
         return least(job("Qwen3-8B", *changes))
 
-    shapes = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096))
+    shapes = (
+        (4096, 4096),
+        (4096, 1024),
+        (4096, 1024),
+        (4096, 4096),
+        (4096, 12288),
+        (4096, 12288),
+        (12288, 4096),
+    )
     adapter = AdapterConfig(32)
     assert num_parameters(MODELS["Qwen3-8B"], adapter) == 36 * 32 * sum(map(sum, shapes))
     of_adapter = held("adapter.rank=32")
@@ -168,11 +194,16 @@ def test_one_gpu_trains_an_adapter_of_eight_billion_weights() -> None:
 def test_keys_change_the_parts_that_they_are_about() -> None:
     def parts(*changes: str, ranks: int = 8) -> dict[str, float]:
         found = plan(job("Qwen3-8B", *changes, ranks=ranks))
-        return {label.partition(":")[0]: size for label, size in (*found.held, *found.parts)} | {"total": found.total}
+        return {label.partition(":")[0]: size for label, size in (*found.held, *found.parts)} | {
+            "total": found.total
+        }
 
     plain, config = parts(), MODELS["Qwen3-8B"]
     gradients = 4 * largest_share(config, 8)
-    assert parts("optimizer.activation_checkpointing=true")["learning"] - gradients < 0.35 * plain["learning"]
+    assert (
+        parts("optimizer.activation_checkpointing=true")["learning"] - gradients
+        < 0.35 * plain["learning"]
+    )
     assert parts("optimizer.micro_batch_tokens=8192")["learning"] < 0.6 * plain["learning"]
     low = parts("optimizer.state=8bit")["AdamW moments"]
     outside = 2 * 151936 * 4096  # embedding and head, whose moments stay in 32 bits

@@ -10,7 +10,17 @@ from isobit.errors import IsobitError
 from isobit.options.declare import choices, options_of
 from isobit.options.precisions import PrecisionChanges
 from isobit.options.reading import OptionError, read
-from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, precision_from
+from isobit.precision import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    INT8,
+    PRESETS,
+    Precision,
+    QuantSpec,
+    precision_from,
+)
 from isobit.precision.flow import LINEAR_LAYERS, Flow
 from isobit.precision.quantize import GRANULARITIES
 
@@ -22,7 +32,9 @@ def test_presets_are_what_the_design_says() -> None:
     assert [name for name, preset in PRESETS.items() if not preset.shared] == two_engines
     assert [name for name, preset in PRESETS.items() if preset.calibrated] == ["fp8-rollout-kv"]
     assert {PRESETS[name].correction for name in two_engines} == {"token_tis"}
-    assert PRESETS["fp8-e2e"].rollout == PRESETS["fp8-e2e"].learner == PRESETS["fp8-unified"].learner
+    assert (
+        PRESETS["fp8-e2e"].rollout == PRESETS["fp8-e2e"].learner == PRESETS["fp8-unified"].learner
+    )
     assert not PRESETS["fp8-e2e"].unified
     assert PRESETS["fp8"].unified
     assert PRESETS["fp8-unified"].unified
@@ -58,7 +70,10 @@ def test_excepted_layers_stay_in_bf16_on_both_sides() -> None:
     precision = precision_from({"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 2})
     quantized = [precision.flow("rollout", layer, 6).weight is not None for layer in range(6)]
     assert quantized == [False, True, True, True, False, False]
-    assert [precision.flow("learner", layer, 6) == precision.flow("rollout", layer, 6) for layer in range(6)]
+    assert [
+        precision.flow("learner", layer, 6) == precision.flow("rollout", layer, 6)
+        for layer in range(6)
+    ]
     assert precision.backward(0, 6) == ("bf16", "bf16")
     assert precision.backward(1, 6) == ("fp8", "fp8")
 
@@ -78,7 +93,9 @@ def test_named_linear_layers_stay_in_bf16_on_both_sides(given: object) -> None:
 
 
 def test_options_change_one_thing() -> None:
-    precision = precision_from({"preset": "fp8", "wgrad": "bf16", "kv_cache": "bf16", "activation_scale": "fp32"})
+    precision = precision_from(
+        {"preset": "fp8", "wgrad": "bf16", "kv_cache": "bf16", "activation_scale": "fp32"}
+    )
     assert precision.wgrad == "bf16"
     assert precision.dgrad == "fp8"
     assert precision.rollout.kv is None
@@ -90,7 +107,12 @@ def test_options_change_one_thing() -> None:
 
 
 def test_the_name_of_a_changed_preset_is_accepted_in_its_place() -> None:
-    given = {"preset": "fp8", "wgrad": "bf16", "kv_margin": 1.5, "rollout": {"kv_cache": "e4m3-calibrated"}}
+    given = {
+        "preset": "fp8",
+        "wgrad": "bf16",
+        "kv_margin": 1.5,
+        "rollout": {"kv_cache": "e4m3-calibrated"},
+    }
     precision = precision_from(given)
     assert precision.name == "fp8[kv_margin=1.5, rollout={kv_cache=e4m3-calibrated}, wgrad=bf16]"
     assert precision_from(precision.name) == precision
@@ -106,7 +128,8 @@ def test_options_of_one_side_change_that_side_only() -> None:
 
 def test_activations_may_stay_in_bf16() -> None:
     """On both sides or on one; weights and cache are the preset's."""
-    precision, preset = precision_from("nvfp4[activation=bf16, kv_cache=int8]"), PRESETS["nvfp4"].rollout
+    precision = precision_from("nvfp4[activation=bf16, kv_cache=int8]")
+    preset = PRESETS["nvfp4"].rollout
     wanted = dataclasses.replace(preset, activation=None, kv=QuantSpec(INT8, "row", "fp32"))
     assert precision.rollout == precision.learner == wanted
     assert precision.unified
@@ -125,9 +148,14 @@ def test_a_cache_beside_nvfp4_has_scales_of_its_own() -> None:
 
 def test_a_cache_may_have_float32_scales() -> None:
     changed = precision_from("fp8[kv_cache=e4m3, kv_scale=fp32]")
-    assert {flow.kv for flow in (changed.rollout, changed.learner)} == {QuantSpec(E4M3, "row", "fp32")}
+    assert {flow.kv for flow in (changed.rollout, changed.learner)} == {
+        QuantSpec(E4M3, "row", "fp32")
+    }
     assert changed.unified
-    with pytest.raises(IsobitError, match=r"precision.kv_scale: preset 'fp8-unified' caches keys and values in bf16"):
+    with pytest.raises(
+        IsobitError,
+        match=r"precision.kv_scale: preset 'fp8-unified' caches keys and values in bf16",
+    ):
         precision_from("fp8-unified[kv_scale=fp32]")
 
 
@@ -139,7 +167,9 @@ def test_a_cache_may_be_int8(preset: str) -> None:
     assert precision.rollout == precision.learner == wanted
     assert precision.unified
     assert precision_from(precision.name) == precision
-    assert re.search(r"keys and values +int8 per token and head fp32 +int8 per token", precision.table())
+    assert re.search(
+        r"keys and values +int8 per token and head fp32 +int8 per token", precision.table()
+    )
 
 
 def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:
@@ -153,27 +183,44 @@ def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:
 def test_int8_is_for_keys_and_values_alone() -> None:
     spec = QuantSpec(INT8, "row", "fp32")
     for role in ("weight", "activation", "query"):
-        with pytest.raises(IsobitError, match=f"{role}: int8 is a format of the KV cache alone; use e4m3"):
+        with pytest.raises(
+            IsobitError, match=f"{role}: int8 is a format of the KV cache alone; use e4m3"
+        ):
             Flow(BF16, **{role: spec})
     with pytest.raises(IsobitError, match="gradient: int8 is a format of the KV cache alone"):
         Precision("mine", Flow(), Flow(), gradient=spec)
-    with pytest.raises(IsobitError, match=r"kv: int8 has one scale per token and head \(granularity row\), not tensor"):
+    with pytest.raises(
+        IsobitError,
+        match=r"kv: int8 has one scale per token and head \(granularity row\), not tensor",
+    ):
         Flow(BF16, kv=QuantSpec(INT8, "tensor", "fp32"))
 
 
 def test_tensorwise_scaling_of_all_three_operands() -> None:
     sides = ("weight", "activation", "gradient")
-    precision = precision_from({"preset": "fp8-e2e", **{f"{side}_granularity": "tensor" for side in sides}})
+    precision = precision_from(
+        {"preset": "fp8-e2e", **{f"{side}_granularity": "tensor" for side in sides}}
+    )
     flow = precision.learner
     assert flow.weight is not None
     assert flow.activation is not None
     assert precision.gradient is not None
-    assert {flow.weight.granularity, flow.activation.granularity, precision.gradient.granularity} == {"tensor"}
+    assert {
+        flow.weight.granularity,
+        flow.activation.granularity,
+        precision.gradient.granularity,
+    } == {"tensor"}
 
 
 def test_the_table_names_every_format() -> None:
     table = precision_from({"preset": "fp8", "bf16_first_layers": 1}).table(4)
-    for text in ("e4m3 128x128 ue8m0", "e4m3 1x128 ue8m0", "per token and head", "first 1, last 0 of 4", "wgrad"):
+    for text in (
+        "e4m3 128x128 ue8m0",
+        "e4m3 1x128 ue8m0",
+        "per token and head",
+        "first 1, last 0 of 4",
+        "wgrad",
+    ):
         assert text in table
 
 
@@ -195,14 +242,32 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "bf16", "bf16_layers": "o"}, "no linear layer"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
         ({"preset": "nvfp4", "weight_scale": "fp32"}, "NVFP4 has its own blocks"),
-        ({"preset": "fp8", "activation": "bf16"}, "flows whose backward is not quantized, such as nvfp4"),
+        (
+            {"preset": "fp8", "activation": "bf16"},
+            "flows whose backward is not quantized, such as nvfp4",
+        ),
         ({"preset": "bf16", "activation": "bf16"}, "no linear layer"),
-        ({"preset": "nvfp4", "activation": "fp8"}, "precision.activation: expected bf16, got 'fp8'"),
-        ({"preset": "fp8-rollout", "activation": "bf16", "activation_scale": "ue8m0"}, "leave one out"),
+        (
+            {"preset": "nvfp4", "activation": "fp8"},
+            "precision.activation: expected bf16, got 'fp8'",
+        ),
+        (
+            {"preset": "fp8-rollout", "activation": "bf16", "activation_scale": "ue8m0"},
+            "leave one out",
+        ),
         ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),
-        ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "precision.kv_percentile: expected at most 100"),
-        ({"preset": "fp8", "rollout": "bf16"}, "precision.rollout: expected a section of keys, such as {kv_cache: "),
-        ({"preset": "fp8", "rollout": {"wgrad": "bf16"}}, "precision.rollout.wgrad: unknown, known: kv_cache, "),
+        (
+            {"preset": "fp8-rollout-kv", "kv_percentile": 101},
+            "precision.kv_percentile: expected at most 100",
+        ),
+        (
+            {"preset": "fp8", "rollout": "bf16"},
+            "precision.rollout: expected a section of keys, such as {kv_cache: ",
+        ),
+        (
+            {"preset": "fp8", "rollout": {"wgrad": "bf16"}},
+            "precision.rollout.wgrad: unknown, known: kv_cache, ",
+        ),
         ({"preset": "fp8", "engines": "two"}, "precision.engines: expected shared or separate"),
         ("fp8[wgrad: {]", "expected PRESET"),
         ("fp8[wgrad=bf16", "no ] at its end; expected PRESET"),
@@ -234,18 +299,38 @@ def test_flows_of_your_own_may_have_any_name() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Precision("nonsense"), "unknown precision preset 'nonsense': choose from float32, bf16"),
+        (
+            lambda: Precision("nonsense"),
+            "unknown precision preset 'nonsense': choose from float32, bf16",
+        ),
         (lambda: Precision("fp9"), "did you mean 'fp8'"),
-        (lambda: Precision("fp8", wgrad="fp8"), "a preset is changed with a mapping, such as {'preset': 'fp8'"),
-        (lambda: Precision("mine", Flow(), Flow(), dgrad="int8"), "dgrad: expected one of fp8, bf16, got 'int8'"),
-        (lambda: Precision("mine", Flow(), Flow(), engines="two"), "engines: expected one of shared, separate"),
+        (
+            lambda: Precision("fp8", wgrad="fp8"),
+            "a preset is changed with a mapping, such as {'preset': 'fp8'",
+        ),
+        (
+            lambda: Precision("mine", Flow(), Flow(), dgrad="int8"),
+            "dgrad: expected one of fp8, bf16, got 'int8'",
+        ),
+        (
+            lambda: Precision("mine", Flow(), Flow(), engines="two"),
+            "engines: expected one of shared, separate",
+        ),
         (lambda: Precision("mine", "fp8", "fp8"), "rollout: expected a Flow, got 'fp8'"),
-        (lambda: Precision(3), "precision: expected a preset's name, a mapping or a Precision, got 3"),
-        (lambda: Precision("fp8[wgrad=bf16]"), "unknown precision preset 'fp8[wgrad=bf16]' (did you mean 'fp8'?)"),
+        (
+            lambda: Precision(3),
+            "precision: expected a preset's name, a mapping or a Precision, got 3",
+        ),
+        (
+            lambda: Precision("fp8[wgrad=bf16]"),
+            "unknown precision preset 'fp8[wgrad=bf16]' (did you mean 'fp8'?)",
+        ),
         (lambda: precision_from(3), "precision: expected a preset's name"),
     ],
 )
-def test_a_constructor_that_means_nothing_gives_one_line(make: Callable[[], Precision], message: str) -> None:
+def test_a_constructor_that_means_nothing_gives_one_line(
+    make: Callable[[], Precision], message: str
+) -> None:
     with pytest.raises(IsobitError) as caught:
         make()
     assert message in str(caught.value)
@@ -254,28 +339,46 @@ def test_a_constructor_that_means_nothing_gives_one_line(make: Callable[[], Prec
 
 @pytest.mark.parametrize("use", ["rollout", "learner"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_blocks_of_several_rows_vary_with_the_batch_and_blocks_within_a_row_do_not(granularity: str, use: str) -> None:
+def test_blocks_of_several_rows_vary_with_the_batch_and_blocks_within_a_row_do_not(
+    granularity: str, use: str
+) -> None:
     preset = PRESETS["fp8"]
     spec = QuantSpec(E4M3, granularity, "fp32")
-    precision = dataclasses.replace(preset, **{use: dataclasses.replace(preset.rollout, activation=spec)})
+    precision = dataclasses.replace(
+        preset, **{use: dataclasses.replace(preset.rollout, activation=spec)}
+    )
     why = precision.varies_with_batch()
     assert (why is None) == (spec.block((1000, 1000))[0] == 1)
-    assert why is None or why.startswith(f"the {use}'s activation scale is shared by the rows of a batch")
+    assert why is None or why.startswith(
+        f"the {use}'s activation scale is shared by the rows of a batch"
+    )
 
 
 @pytest.mark.parametrize("use", ["rollout", "learner"])
-def test_a_number_of_the_whole_tensor_varies_with_the_batch_and_one_of_a_row_does_not(use: str) -> None:
+def test_a_number_of_the_whole_tensor_varies_with_the_batch_and_one_of_a_row_does_not(
+    use: str,
+) -> None:
     preset = PRESETS["nvfp4"]
     spec = QuantSpec(E2M1, "1x16", "nvfp4")
-    precision = dataclasses.replace(preset, **{use: dataclasses.replace(preset.rollout, activation=spec)})
-    assert (precision.varies_with_batch() or "").startswith(f"the {use}'s activation scales share a number")
+    precision = dataclasses.replace(
+        preset, **{use: dataclasses.replace(preset.rollout, activation=spec)}
+    )
+    assert (precision.varies_with_batch() or "").startswith(
+        f"the {use}'s activation scales share a number"
+    )
     assert preset.varies_with_batch() is None
 
 
 def test_probabilities_are_rounded_where_that_is_asked_for() -> None:
-    """On both sides or on one; not in excepted layers. Of today's presets none has it, and their tables name it not."""
-    assert all(flow.probabilities is None for preset in PRESETS.values() for flow in (preset.rollout, preset.learner))
-    plain, both = precision_from("fp8"), precision_from("fp8[probabilities=e4m3, bf16_first_layers=1]")
+    """On both sides or on one; not in excepted layers. Of today's presets none has it, and their
+    tables name it not."""
+    assert all(
+        flow.probabilities is None
+        for preset in PRESETS.values()
+        for flow in (preset.rollout, preset.learner)
+    )
+    plain = precision_from("fp8")
+    both = precision_from("fp8[probabilities=e4m3, bf16_first_layers=1]")
     one = precision_from("bf16[rollout={probabilities: e4m3}]")
     assert (both.rollout.probabilities, both.learner.probabilities) == (E4M3, E4M3)
     assert (one.rollout.probabilities, one.learner.probabilities) == (E4M3, None)
@@ -287,13 +390,25 @@ def test_probabilities_are_rounded_where_that_is_asked_for() -> None:
     assert re.search(r"probabilities +e4m3 of 2\^8 times each +not rounded\n", one.table())
     assert "probabilities" not in plain.table()
     assert one.formats()["rollout.probabilities"] == "e4m3 of 2^8 times each"
-    assert plain.formats()["rollout.probabilities"] == one.formats()["learner.probabilities"] == "not rounded"
-    with pytest.raises(IsobitError, match="probabilities: expected E4M3, or None to leave them, got int8"):
+    assert (
+        plain.formats()["rollout.probabilities"]
+        == one.formats()["learner.probabilities"]
+        == "not rounded"
+    )
+    with pytest.raises(
+        IsobitError, match="probabilities: expected E4M3, or None to leave them, got int8"
+    ):
         Flow(probabilities=INT8)
 
 
 def test_the_table_says_every_role_of_both_sides() -> None:
-    given = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 2, "bf16_layers": ["o"], "wgrad": "bf16"}
+    given = {
+        "preset": "fp8",
+        "bf16_first_layers": 1,
+        "bf16_last_layers": 2,
+        "bf16_layers": ["o"],
+        "wgrad": "bf16",
+    }
     lines = precision_from(given).table(6, "bf16, 8bit").splitlines()
     assert [tuple(re.split(r" {2,}", line)) for line in lines] == [
         ("tensor", "rollout", "learner"),
@@ -313,7 +428,9 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("excepted layers", "first 1, last 2 of 6: bf16", "first 1, last 2 of 6: bf16"),
         ("o", "bf16", "bf16"),
     ]
-    formats = [re.search("e4m3|int8", line) for line in lines if line.startswith(("weights", "keys"))]
+    formats = [
+        re.search("e4m3|int8", line) for line in lines if line.startswith(("weights", "keys"))
+    ]
     assert [found and found.start() for found in formats] == [24, 24]
     calibrated = precision_from("fp8-rollout-kv").table()
     assert "masters" not in calibrated, "no flow knows of them"

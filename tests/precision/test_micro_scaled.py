@@ -1,4 +1,5 @@
-"""MXFP8 and NVFP4: grids, blocks and scales by their specifications, and products of small blocks."""
+"""MXFP8 and NVFP4: grids, blocks and scales by their specifications, and products of small
+blocks."""
 
 import itertools
 
@@ -16,13 +17,16 @@ NVFP4_ROW = QuantSpec(E2M1, "1x16", "nvfp4-row")
 
 
 def test_e2m1_rounds_to_nearest_and_ties_to_even() -> None:
-    """Against all values between two neighbours of the grid, the borders among them, of both signs."""
+    """Against all values between two neighbours of the grid, the borders among them, of both
+    signs."""
     for sign, (low, high) in itertools.product((1.0, -1.0), itertools.pairwise(GRID)):
         middle = (low + high) / 2
         even = low if GRID.index(low) % 2 == 0 else high
         inside = [low, torch.nextafter(torch.tensor(middle), torch.tensor(low)).item(), middle]
         inside += [torch.nextafter(torch.tensor(middle), torch.tensor(high)).item(), high]
-        x = torch.tensor([[sign * value for value in inside] + [sign * 6.0] * 11])  # the scale of such a block is 1
+        x = torch.tensor(
+            [[sign * value for value in inside] + [sign * 6.0] * 11]
+        )  # the scale of such a block is 1
         q = quantize(x, QuantSpec(E2M1, "1x16", "fp32"))
         assert q.scale.tolist() == [[1.0]]
         assert q.dequantize()[0, :5].abs().tolist() == [low, low, even, high, high]
@@ -49,9 +53,13 @@ def test_nvfp4_scales_are_e4m3_times_one_number(spec: QuantSpec) -> None:
     assert torch.allclose(ratio.to(torch.float8_e4m3fn).float(), ratio, rtol=1e-6)
     error = (q.dequantize() - x).norm(dim=1) / x.norm(dim=1)
     assert float(error.max() if spec is NVFP4_ROW else error[-1]) < 0.15
-    assert set((q.dequantize() / q.scale.repeat_interleave(16, 1)).abs().round(decimals=3).unique().tolist()) <= set(
-        GRID
-    )
+    assert set(
+        (q.dequantize() / q.scale.repeat_interleave(16, 1))
+        .abs()
+        .round(decimals=3)
+        .unique()
+        .tolist()
+    ) <= set(GRID)
 
 
 def test_nvfp4_zero_blocks_and_blocks_far_below_the_largest() -> None:
@@ -69,13 +77,19 @@ def test_a_row_does_not_see_the_others_only_with_a_number_of_its_own() -> None:
     x[3] *= 1000
     alone, together = quantize(x[:1], NVFP4_ROW), quantize(x, NVFP4_ROW)
     assert torch.equal(alone.dequantize(), together.dequantize()[:1])
-    assert not torch.equal(quantize(x[:1], NVFP4).dequantize(), quantize(x, NVFP4).dequantize()[:1])  # the control
+    assert not torch.equal(
+        quantize(x[:1], NVFP4).dequantize(), quantize(x, NVFP4).dequantize()[:1]
+    )  # the control
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-@pytest.mark.parametrize(("left", "right"), [(MXFP8, MXFP8), (NVFP4_ROW, NVFP4), (MXFP8, QuantSpec(E4M3, "128x128"))])
+@pytest.mark.parametrize(
+    ("left", "right"), [(MXFP8, MXFP8), (NVFP4_ROW, NVFP4), (MXFP8, QuantSpec(E4M3, "128x128"))]
+)
 @pytest.mark.parametrize("columns", [16, 48, 300])
-def test_products_of_small_blocks(backend: str, left: QuantSpec, right: QuantSpec, columns: int) -> None:
+def test_products_of_small_blocks(
+    backend: str, left: QuantSpec, right: QuantSpec, columns: int
+) -> None:
     ops = get_ops(backend)
     a, b = ops.quantize(normal(9, columns), left), ops.quantize(normal(20, columns, seed=1), right)
     assert torch.equal(a.scale, quantize(normal(9, columns), left).scale)

@@ -43,7 +43,9 @@ def e4m3_values() -> torch.Tensor:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scale", ["fp32", "ue8m0"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (128, 128), (130, 257), (1, 300), (300, 1)])
-def test_every_block_has_the_scale_of_its_own_maximum(granularity: str, scale: str, shape: tuple[int, int]) -> None:
+def test_every_block_has_the_scale_of_its_own_maximum(
+    granularity: str, scale: str, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.logspace(-4, 4, shape[1])
     spec = QuantSpec(E4M3, granularity, scale)
@@ -73,27 +75,35 @@ def test_codes_are_the_nearest_and_error_is_bounded(values: list[float], scale: 
 @given(st.lists(finite_floats, min_size=1, max_size=40), st.sampled_from(["fp32", "ue8m0"]))
 @settings(max_examples=80, deadline=None)
 def test_int8_codes_are_quotients_rounded_to_even(values: list[float], scale: str) -> None:
-    """Against Python's numbers: the quotient rounded to float32, then to a whole number, `round` being half to even."""
+    """Against Python's numbers: the quotient rounded to float32, then to a whole number, `round`
+    being half to even."""
     found = quantize(torch.tensor([values]), QuantSpec(INT8, "row", scale))
     x, step = np.array(values, np.float32), np.float32(found.scale.item())
     assert found.data.dtype == torch.int8
     assert found.data[0].tolist() == [round(min(max(float(q), -127.0), 127.0)) for q in x / step]
     largest = float(np.abs(x).max())
     ratio = float(np.float32(largest) / np.float32(127)) if largest else 1.0
-    wanted = 2.0 ** math.ceil(math.log2(ratio)) if scale == "ue8m0" and ratio > 2.0**-126 else max(ratio, 2.0**-126)
+    wanted = (
+        2.0 ** math.ceil(math.log2(ratio))
+        if scale == "ue8m0" and ratio > 2.0**-126
+        else max(ratio, 2.0**-126)
+    )
     assert float(step) == wanted
     assert (np.abs(found.dequantize()[0].numpy() - x) <= step * np.float32(0.50001)).all()
 
 
 def test_int8_rounds_ties_to_even_and_clamps_to_symmetric_codes() -> None:
-    """The controls: codes of a quotient rounded half up, and of a scale of amax / 128, are others."""
+    """The controls: codes of a quotient rounded half up, and of a scale of amax / 128, are
+    others."""
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -127.0]])
     found = quantize(x, QuantSpec(INT8, "row", "fp32"))
     assert found.scale.item() == 1
     assert found.data[0].tolist() == [127, 0, 2, 2, 0, -2, 126, -127]
     assert found.data[0].tolist() != (x + 0.5).floor()[0].tolist()
     assert found.data[0].tolist() != (x / (127 / 128)).round()[0].tolist()
-    beyond = quantize_with_scale(x * 2, found.scale, found.spec)  # a scale that is given may be too small
+    beyond = quantize_with_scale(
+        x * 2, found.scale, found.spec
+    )  # a scale that is given may be too small
     assert (int(beyond.data.min()), int(beyond.data.max())) == (-127, 127)
     assert bool((INT8_VALUES.to(torch.bfloat16).float() == INT8_VALUES).all())
     assert bool((INT8_VALUES.to(torch.float16).float() == INT8_VALUES).all())
@@ -110,7 +120,12 @@ def test_ue8m0_is_the_smallest_power_of_two_that_does_not_overflow(value: float)
 
 
 @pytest.mark.parametrize(
-    "spec", [QuantSpec(E4M3, "1x128", "fp32"), QuantSpec(E5M2, "row", "ue8m0"), QuantSpec(INT8, "row", "fp32")]
+    "spec",
+    [
+        QuantSpec(E4M3, "1x128", "fp32"),
+        QuantSpec(E5M2, "row", "ue8m0"),
+        QuantSpec(INT8, "row", "fp32"),
+    ],
 )
 def test_zero_blocks_have_scale_one_and_tiny_values_survive(spec: QuantSpec) -> None:
     zeros = quantize(torch.zeros(2, 5), spec)
@@ -150,13 +165,15 @@ def test_transpose_is_a_view_of_the_same_values() -> None:
 
 
 def test_requantizing_along_the_other_dimension_is_free_only_with_powers_of_two() -> None:
-    """What lets one saved activation serve FProp and WGrad (docs/numerics.md, section 2); FP32 scales add error."""
+    """What lets one saved activation serve FProp and WGrad (docs/numerics.md, section 2); FP32
+    scales add error."""
     torch.manual_seed(1)
     x = torch.randn(256, 256)
     for scale, added in (("ue8m0", False), ("fp32", True)):
         first = quantize(x, QuantSpec(E4M3, "1x128", scale)).dequantize()
         second = quantize(first, QuantSpec(E4M3, "128x1", scale)).dequantize()
-        # a power-of-two scale only moves exponents, so a change needs an underflow, which this data does not have
+        # a power-of-two scale only moves exponents, so a change needs an underflow, which this data
+        # does not have
         assert (not torch.equal(first, second)) is added
         assert statistics(x, quantize(first, QuantSpec(E4M3, "128x1", scale))).relative_error > 0.02
 

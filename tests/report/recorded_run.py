@@ -1,5 +1,5 @@
-"""A run directory of any size, as a run would leave it, written without training: material for the report's
-tests. Its figures are random, and mean nothing."""
+"""A run directory of any size, as a run would leave it, written without training: material for the
+report's tests. Its figures are random, and mean nothing."""
 
 import json
 import math
@@ -39,25 +39,40 @@ _LAYERS, _GROUP = 28, 8
 
 
 def write_run(
-    folder: Path, steps: int, completions: int = 64, tokens: int = 120, exact: bool = False, prompts: int = 400
+    folder: Path,
+    steps: int,
+    completions: int = 64,
+    tokens: int = 120,
+    exact: bool = False,
+    prompts: int = 400,
 ) -> Path:
-    """`completions` a step (groups of 8), of about `tokens` characters, each a token; `exact`: the learner has the
-    rollout's bits."""
+    """`completions` a step (groups of 8), of about `tokens` characters, each a token; `exact`: the
+    learner has the rollout's bits."""
     generator = np.random.Generator(np.random.Philox(key=0))
     folder.mkdir(parents=True)
     preset = "fp8" if exact else "fp8-rollout"
     (folder / FORMAT).write_text(f"{FORMAT_NOW}\n")
-    (folder / CONFIG).write_text(f"model: {{path: some/model}}\nprecision: {preset}\ntask: {{name: sums}}\nseed: 0\n")
+    (folder / CONFIG).write_text(
+        f"model: {{path: some/model}}\nprecision: {preset}\ntask: {{name: sums}}\nseed: 0\n"
+    )
     tokenizer = Tokenizer.characters(ALPHABET)
     checkpoint = folder / "checkpoints" / f"step-{steps:06}"
     checkpoint.mkdir(parents=True)
     tokenizer.save(checkpoint)
-    _write(folder / METRICS, (_metrics(step, steps, exact, generator) for step in range(1, steps + 1)))
+    _write(
+        folder / METRICS, (_metrics(step, steps, exact, generator) for step in range(1, steps + 1))
+    )
     recorded = [1, *range(10, steps + 1, 10)]
     _write(folder / QUANTIZATION, (_quantization(step, generator) for step in recorded))
     with (folder / COMPLETIONS).open("wb") as file:
         for step in range(1, steps + 1):
-            file.write(pack(_completions(step, steps, completions, tokens, exact, prompts, tokenizer, generator)))
+            file.write(
+                pack(
+                    _completions(
+                        step, steps, completions, tokens, exact, prompts, tokenizer, generator
+                    )
+                )
+            )
     return folder
 
 
@@ -122,7 +137,14 @@ def _quantization(step: int, generator: np.random.Generator) -> dict[str, Any]:
 
 
 def _completions(
-    step: int, steps: int, count: int, tokens: int, exact: bool, prompts: int, tokenizer: Tokenizer, generator: Any
+    step: int,
+    steps: int,
+    count: int,
+    tokens: int,
+    exact: bool,
+    prompts: int,
+    tokenizer: Tokenizer,
+    generator: Any,
 ) -> Iterator[dict[str, Any]]:
     for i in range(count):
         group = (step - 1) * max(count // _GROUP, 1) + i // _GROUP
@@ -132,7 +154,9 @@ def _completions(
         text = " ".join(words)[:tokens]
         ids = [*tokenizer.encode(text), *tokenizer.eos_ids]
         rollout = -np.exp(generator.normal(-2, 2, size=len(ids))).astype(np.float32)
-        moved = (generator.normal(size=len(ids)) * 10 ** generator.uniform(-6, -1, size=len(ids))).astype(np.float32)
+        moved = (
+            generator.normal(size=len(ids)) * 10 ** generator.uniform(-6, -1, size=len(ids))
+        ).astype(np.float32)
         policy = rollout if exact else rollout + moved * (generator.random(len(ids)) > 0.2)
         reward = float(generator.random() < 0.1 + 0.8 * (number / prompts) * step / steps)
         yield {

@@ -1,4 +1,5 @@
-"""The report in headless Chromium: everything on it is used, nothing is fetched, nothing of a completion runs."""
+"""The report in headless Chromium: everything on it is used, nothing is fetched, nothing of a
+completion runs."""
 
 import json
 import re
@@ -35,7 +36,9 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = write_run(tmp_path_factory.mktemp("runs") / "run", 100, completions=16, tokens=60, prompts=40)
+    run = write_run(
+        tmp_path_factory.mktemp("runs") / "run", 100, completions=16, tokens=60, prompts=40
+    )
     return write_report([run], run / "report.html")
 
 
@@ -53,7 +56,9 @@ def test_tabs_show_one_part_each_and_have_addresses(wide: Opened) -> None:
         wide.tab(name)
         panel = page.get_by_role("tabpanel")
         assert panel.count() == 1
-        assert panel.get_attribute("aria-labelledby") == f"tab-part-{name.lower().replace(' ', '-')}"
+        assert (
+            panel.get_attribute("aria-labelledby") == f"tab-part-{name.lower().replace(' ', '-')}"
+        )
     wide.tab("Overview")
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**#learning")  # the browser gets there a little later
@@ -85,13 +90,16 @@ def test_the_pointer_finds_the_nearest_of_doubled_positions(wide: Opened) -> Non
     assert box is not None
     scale = box["width"] / 360
     for power in range(8):  # 50 to 346 pixels of 360 from token 1 to token 128
-        wide.page.mouse.move(box["x"] + scale * (50 + 296 * power / 7), box["y"] + box["height"] / 2)
+        wide.page.mouse.move(
+            box["x"] + scale * (50 + 296 * power / 7), box["y"] + box["height"] / 2
+        )
         assert figure.locator(".values").inner_text().split()[:2] == ["token", str(2**power)]
 
 
 def test_the_slider_moves_the_heat_maps(wide: Opened) -> None:
     wide.tab("Quantization")
-    slider, table = wide.page.get_by_role("slider"), wide.page.locator("[data-figure=relative_error]")
+    slider = wide.page.get_by_role("slider")
+    table = wide.page.locator("[data-figure=relative_error]")
     last = table.inner_text()
     assert "Step 100" in wide.page.locator(".heat-controls").inner_text()
     slider.focus()
@@ -102,7 +110,9 @@ def test_the_slider_moves_the_heat_maps(wide: Opened) -> None:
     assert table.inner_text() == last
 
 
-def test_the_script_draws_the_heat_maps_that_are_there_without_it(report: Path, opened: Open) -> None:
+def test_the_script_draws_the_heat_maps_that_are_there_without_it(
+    report: Path, opened: Open
+) -> None:
     tables = []
     for script in (True, False):
         with opened(report, script=script) as found:
@@ -145,11 +155,15 @@ def test_completions_are_filtered_ordered_and_paged(wide: Opened) -> None:
     panel.get_by_label("Step to").fill("41")
     assert "1–10 of 32" in panel.inner_text()
     panel.get_by_label("Reward from").fill("1")
-    assert all("reward 1" in text and re.search("step 4[01] ", text) for text in heads.all_inner_texts())
+    assert all(
+        "reward 1" in text and re.search("step 4[01] ", text) for text in heads.all_inner_texts()
+    )
     for name in ("Step from", "Step to", "Reward from"):
         panel.get_by_label(name).fill("")
     panel.get_by_label("Prompt contains").fill("what is 7 +")
-    assert set(panel.locator(".prompt").all_inner_texts()) == {"What is 7 + 49? Think step by step."}
+    assert set(panel.locator(".prompt").all_inner_texts()) == {
+        "What is 7 + 49? Think step by step."
+    }
     panel.get_by_label("Completion contains").fill("no completion says this")
     assert "No completion matches." in panel.inner_text()
     panel.get_by_label("Prompt contains").fill("")
@@ -168,20 +182,25 @@ def test_tokens_are_coloured_and_tell_their_numbers(wide: Opened) -> None:
     shades = {}
     for way in ("mismatch", "log-probability", "none"):
         panel.get_by_label(way, exact=True).check()
-        shades[way] = set(token.evaluate_all("all => all.map(e => getComputedStyle(e).backgroundColor)"))
+        shades[way] = set(
+            token.evaluate_all("all => all.map(e => getComputedStyle(e).backgroundColor)")
+        )
     assert len(shades["mismatch"]) > 3
     assert len(shades["log-probability"]) > 3
     assert shades["none"] == {"rgba(0, 0, 0, 0)"}
     token.nth(2).click()
     assert re.match(
-        r'token 3 ".*": log p -\d+\.\d+ \(p [\d.e-]+\), \|learner − rollout\| ', panel.locator(".readout").inner_text()
+        r'token 3 ".*": log p -\d+\.\d+ \(p [\d.e-]+\), \|learner − rollout\| ',
+        panel.locator(".readout").inner_text(),
     )
     assert panel.locator("article").first.locator(".token").last.inner_text() == "</s>"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_it_fits_any_width_and_reads_in_both_schemes(report: Path, opened: Open, scheme: str, width: int) -> None:
+def test_it_fits_any_width_and_reads_in_both_schemes(
+    report: Path, opened: Open, scheme: str, width: int
+) -> None:
     with opened(report, width, scheme) as found:
         for name in TABS:
             found.tab(name)
@@ -234,7 +253,8 @@ def test_every_control_has_a_name_and_every_id_is_one(wide: Opened) -> None:
 
 @pytest.mark.parametrize("script", [True, False])
 def test_nothing_of_a_completion_runs(tmp_path: Path, opened: Open, script: bool) -> None:
-    """Hostile prompts, completions, configuration, and a hostile name of a run; with the script and without."""
+    """Hostile prompts, completions, configuration, and a hostile name of a run; with the script and
+    without."""
     run = write_run(tmp_path / "<img src=x onerror=alert(2)>", 3, completions=8, prompts=2)
     rows = list(read(run / COMPLETIONS))
     for i, row in enumerate(rows):
@@ -259,14 +279,23 @@ def test_without_a_script_everything_is_there(report: Path, opened: Open) -> Non
     with opened(report, script=False) as found:
         text = found.page.locator("main").inner_text()
         assert found.page.locator("figure.chart svg").first.is_visible()
-        for words in ("tokens that differ", "Hardest prompts", "Relative error", "All 1,600 completions", "some/model"):
+        for words in (
+            "tokens that differ",
+            "Hardest prompts",
+            "Relative error",
+            "All 1,600 completions",
+            "some/model",
+        ):
             assert words in text
         assert found.page.locator("article pre").count() >= 4
         assert not found.scrolls_sideways()
 
 
 def test_several_runs_side_by_side(tmp_path: Path, opened: Open) -> None:
-    runs = [write_run(tmp_path / f / "seed-0", 30, 8, 40, exact=f == "fp8") for f in ("fp8", "fp8-rollout")]
+    runs = [
+        write_run(tmp_path / f / "seed-0", 30, 8, 40, exact=f == "fp8")
+        for f in ("fp8", "fp8-rollout")
+    ]
     page = write_report(runs, tmp_path / "report.html")
     for width in (360, 1200):
         with opened(page, width) as found:
@@ -284,7 +313,8 @@ def test_several_runs_side_by_side(tmp_path: Path, opened: Open) -> None:
 
 @pytest.mark.parametrize("width", [320, 400, 1200])
 def test_a_radio_button_stands_beside_its_label(report: Path, opened: Open, width: int) -> None:
-    """In one line, whole, however narrow the page is; several lines of choices where one has no room."""
+    """In one line, whole, however narrow the page is; several lines of choices where one has no
+    room."""
     with opened(report, width=width) as found:
         found.tab("Completions")
         labels = found.page.locator("fieldset label").all()

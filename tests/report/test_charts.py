@@ -5,9 +5,23 @@ import re
 
 import pytest
 
-from isobit.monitor.report.axes import doubling_axis, label, linear_axis, log_axis, nice_values, power_text
+from isobit.monitor.report.axes import (
+    doubling_axis,
+    label,
+    linear_axis,
+    log_axis,
+    nice_values,
+    power_text,
+)
 from isobit.monitor.report.charts import Panel, draw, draw_all
-from isobit.monitor.report.series import MOST_POINTS, Series, line, running_mean, smoothing_width, thin
+from isobit.monitor.report.series import (
+    MOST_POINTS,
+    Series,
+    line,
+    running_mean,
+    smoothing_width,
+    thin,
+)
 
 
 def rows(values: list[float | None], metric: str = "reward/mean") -> list[dict[str, float | None]]:
@@ -35,12 +49,16 @@ def test_running_means() -> None:
 
 
 def test_a_band_is_that_of_the_rows() -> None:
-    found = line([{"step": 1.0, "a": 2.0, "a:low": 1.0, "a:high": 4.0}, {"step": 2.0, "a": 3.0}], "a")
+    found = line(
+        [{"step": 1.0, "a": 2.0, "a:low": 1.0, "a:high": 4.0}, {"step": 2.0, "a": 3.0}], "a"
+    )
     assert (found.low, found.high) == ([1.0, 3.0], [4.0, 3.0])
     assert line(rows([1.0, None, float("nan")]), "reward/mean").values == [1.0]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.26, 0.27), (-3, 8), (0, 123_456), (1e-9, 3e-9)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0.26, 0.27), (-3, 8), (0, 123_456), (1e-9, 3e-9)]
+)
 def test_nice_values_are_few_round_and_inside(low: float, high: float) -> None:
     found = nice_values(low, high)
     assert 2 <= len(found) <= 6
@@ -48,7 +66,13 @@ def test_nice_values_are_few_round_and_inside(low: float, high: float) -> None:
 
 
 def test_labels() -> None:
-    assert [label(v) for v in (0, 0.25, 12_000, 2_500_000, 3e-6)] == ["0", "0.25", "12k", "2.5M", "3·10⁻⁶"]
+    assert [label(v) for v in (0, 0.25, 12_000, 2_500_000, 3e-6)] == [
+        "0",
+        "0.25",
+        "12k",
+        "2.5M",
+        "3·10⁻⁶",
+    ]
     assert [power_text(v) for v in (0.00018, 1e-5, 9.96e-6)] == ["1.8·10⁻⁴", "10⁻⁵", "10⁻⁵"]
 
 
@@ -67,7 +91,16 @@ def test_axes_place_their_ends() -> None:
 def test_an_axis_of_doublings_has_each_as_far_from_the_next() -> None:
     axis = doubling_axis([1.0, 2.0, 32768.0], 50, 350)
     assert [axis.at(2.0**n) for n in range(16)] == pytest.approx([50 + 20 * n for n in range(16)])
-    assert [name for _, name in axis.ticks()] == ["1", "4", "16", "64", "256", "1024", "4096", "16.38k"]
+    assert [name for _, name in axis.ticks()] == [
+        "1",
+        "4",
+        "16",
+        "64",
+        "256",
+        "1024",
+        "4096",
+        "16.38k",
+    ]
     alone = doubling_axis([4.0], 50, 350)
     assert (alone.at(4.0), [name for _, name in alone.ticks()]) == (50, ["4", "8"])
 
@@ -83,17 +116,32 @@ def test_exact_zeros_are_shown_as_such() -> None:
 
 def test_a_long_run_on_a_logarithmic_axis() -> None:
     """Every zero has a mark of its own width, and a band that reaches zero is no obstacle."""
-    given = [{"step": float(i), "m": 0.0 if i % 50 == 0 else 1e-4, "m:low": 0.0, "m:high": 1.0} for i in range(1, 1001)]
+    given = [
+        {"step": float(i), "m": 0.0 if i % 50 == 0 else 1e-4, "m:low": 0.0, "m:high": 1.0}
+        for i in range(1, 1001)
+    ]
     drawn = draw(Panel("Mismatch", ("m",), log=True), [Series("run", given)])
-    marks = re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", re.search(r"class='zeros long c0' d='([^']*)'", drawn).group(1))
+    marks = re.findall(
+        r"M([\d.]+) [\d.]+H([\d.]+)",
+        re.search(r"class='zeros long c0' d='([^']*)'", drawn).group(1),
+    )
     assert len(marks) == 20
     assert all(float(b) - float(a) < 1 for a, b in marks)
     whole = draw(Panel("Mismatch", ("m",), log=True), [Series("run", rows([0.0] * 1000, "m"))])
-    assert len(re.findall(r"M[\d.]+ [\d.]+H", re.search(r"class='zeros long c0' d='([^']*)'", whole).group(1))) == 1
+    assert (
+        len(
+            re.findall(
+                r"M[\d.]+ [\d.]+H", re.search(r"class='zeros long c0' d='([^']*)'", whole).group(1)
+            )
+        )
+        == 1
+    )
 
 
 def test_values_for_hover_are_those_of_the_rows() -> None:
-    data = data_of(draw(Panel("Reward", ("reward/mean",)), [Series("run", rows([0.1, 0.25, None, 1 / 3]))]))
+    data = data_of(
+        draw(Panel("Reward", ("reward/mean",)), [Series("run", rows([0.1, 0.25, None, 1 / 3]))])
+    )
     assert data["lines"][0]["x"] == [1, 2, 4]
     assert data["lines"][0]["y"] == [0.1, 0.25, 0.3333]
 

@@ -85,12 +85,23 @@ def page_of(*runs: Path) -> str:
 
 
 def test_the_page_holds_what_people_look_for(tmp_path: Path) -> None:
-    page = page_of(run_directory(tmp_path / "run", **{"accuracy/pass_at_8": 0.5, "accuracy/majority_at_8": 0.4}))
-    assert (
-        "0 differing tokens in 3 of 3 steps, 300 tokens compared: rollout and learner computed the same bits throughout"
-        in page
+    page = page_of(
+        run_directory(
+            tmp_path / "run", **{"accuracy/pass_at_8": 0.5, "accuracy/majority_at_8": 0.4}
+        )
     )
-    for title in ("Reward", "Held-out accuracy", "Completion length", "Mismatch", "Throughput", "Time by phase"):
+    assert (
+        "0 differing tokens in 3 of 3 steps, 300 tokens compared: rollout and learner computed "
+        "the same bits throughout"
+    ) in page
+    for title in (
+        "Reward",
+        "Held-out accuracy",
+        "Completion length",
+        "Mismatch",
+        "Throughput",
+        "Time by phase",
+    ):
         assert re.search(f"<figcaption>{title}.*?<svg", page), title
     assert "pass at 8</li>" in page
     assert "majority at 8</li>" in page
@@ -104,31 +115,46 @@ def test_the_page_is_self_contained_and_harmless(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run"))
     parsed = Parsed(page)
     assert not re.search(r"@import|url\(|\x1b|\x00", page)
-    assert {tag for tag, _ in parsed.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "base", "form"})
+    assert {tag for tag, _ in parsed.tags}.isdisjoint(
+        {"img", "link", "iframe", "object", "embed", "base", "form"}
+    )
     attributes = {name for _, given in parsed.tags for name in given}
-    assert not {name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")}
+    assert not {
+        name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")
+    }
     scripts = [given for tag, given in parsed.tags if tag == "script" and not given.get("type")]
     assert len(scripts) == 1
     policy = next(given["content"] for tag, given in parsed.tags if given.get("http-equiv"))
     assert re.fullmatch(
-        r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[\w+/]{43}='; base-uri 'none'", policy or ""
+        r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[\w+/]{43}='; "
+        r"base-uri 'none'",
+        policy or "",
     )
     assert EVIL in [row.get("text") for data in parsed.data for row in data.get("rows", ())]
 
 
 def test_embedded_data_is_inert_and_exact() -> None:
-    data = {"text": "</script><!--<script>&\u2028\u2029\ud800", "nan": float("nan"), "list": [1.0, float("inf"), 0.5]}
+    data = {
+        "text": "</script><!--<script>&\u2028\u2029\ud800",
+        "nan": float("nan"),
+        "list": [1.0, float("inf"), 0.5],
+    }
     text = embedded(data)
     inside = text.removeprefix("<script type='application/json'>").removesuffix("</script>")
     assert not set(inside) & set("<>&\u2028\u2029")
-    assert json.loads(inside) == {"text": "</script><!--<script>&\u2028\u2029?", "nan": None, "list": [1, None, 0.5]}
+    assert json.loads(inside) == {
+        "text": "</script><!--<script>&\u2028\u2029?",
+        "nan": None,
+        "list": [1, None, 0.5],
+    }
 
 
 def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run", differing=7))
     assert (
-        "0 differing tokens in 0 of 3 steps, 300 tokens compared; largest mean probability ratio error 1.0070" in page
-    )
+        "0 differing tokens in 0 of 3 steps, 300 tokens compared; largest mean probability "
+        "ratio error 1.0070"
+    ) in page
     assert "throughout" not in page
     assert "<div><dt>tokens that differ</dt>" in page
 
@@ -136,18 +162,24 @@ def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
 def test_how_many_tokens_were_compared_is_said(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run", **{"mismatch/comparable_tokens": 1600}))
     assert (
-        "0 differing tokens in 3 of 3 steps, 300 of 4,800 tokens compared: rollout and learner computed the same"
-        in page
-    )
+        "0 differing tokens in 3 of 3 steps, 300 of 4,800 tokens compared: rollout and learner "
+        "computed the same"
+    ) in page
     assert "throughout" not in page
     assert "0 of 300, of 4,800 that could be compared" in page
     assert "<div class='wide'><dt>tokens that differ</dt>" in page
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
-    """Runs of one name are told apart by their folders; what differs between their configurations is said."""
-    runs = [run_directory(tmp_path / name / "seed-0", 2, differing) for name, differing in (("a", 0), ("b", 3))]
-    (runs[1] / "config.yaml").write_text("model: {path: '<b>base</b>'}\nprecision: {preset: fp8, wgrad: bf16}\n")
+    """Runs of one name are told apart by their folders; what differs between their configurations
+    is said."""
+    runs = [
+        run_directory(tmp_path / name / "seed-0", 2, differing)
+        for name, differing in (("a", 0), ("b", 3))
+    ]
+    (runs[1] / "config.yaml").write_text(
+        "model: {path: '<b>base</b>'}\nprecision: {preset: fp8, wgrad: bf16}\n"
+    )
     page = page_of(*runs)
     assert "a/seed-0: 0 differing tokens in 2 of 2" in page
     assert "b/seed-0: 0 differing tokens in 0 of 2" in page
@@ -167,7 +199,9 @@ def test_one_step_and_no_completions(tmp_path: Path) -> None:
     assert "part-prompts" not in page
 
 
-def test_what_cannot_be_reported_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_reported_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_directory(tmp_path / "run")
     with pytest.raises(IsobitError, match="cannot write report"):
         write_report([run], tmp_path / "gone" / "report.html")
@@ -175,17 +209,24 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path, capsys: pytest.CaptureF
         page_of(tmp_path)
     (run / COMPLETIONS).write_bytes(pack([{"step": 1, "reward": 0}, {"no step": 1}]))
     page_of(run)
-    assert "completions.jsonl.gz: rows or steps that cannot be read: 1; they are left out" in capsys.readouterr().err
+    assert (
+        "completions.jsonl.gz: rows or steps that cannot be read: 1; they are left out"
+        in capsys.readouterr().err
+    )
     (run / COMPLETIONS).unlink()
     (run / "config.yaml").write_text("just text")
-    with pytest.raises(IsobitError, match=r"config\.yaml is not a configuration: expected keys and values in YAML"):
+    with pytest.raises(
+        IsobitError, match=r"config\.yaml is not a configuration: expected keys and values in YAML"
+    ):
         page_of(run)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(IsobitError, match="no step has been recorded yet"):
         page_of(run)
 
 
-def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_page_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, page = run_directory(tmp_path / "run"), tmp_path / "page.html"
     page.write_text("before")
 
@@ -194,7 +235,9 @@ def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(durable.os, "fsync", full)
-        with pytest.raises(IsobitError, match=r"cannot write report .*page.html: No space left on device"):
+        with pytest.raises(
+            IsobitError, match=r"cannot write report .*page.html: No space left on device"
+        ):
             write_report([run], page)
     assert page.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
@@ -205,7 +248,9 @@ def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pyte
 def test_every_panel_draws_defined_metrics() -> None:
     named = {metric for panel in ALL for metric in panel.metrics if "*" not in metric}
     assert named <= {*METRICS, *DERIVED}
-    derived = with_derived({"mismatch/token_mult_prob_error": 1.5, "mismatch/differing_tokens": 1.0})
+    derived = with_derived(
+        {"mismatch/token_mult_prob_error": 1.5, "mismatch/differing_tokens": 1.0}
+    )
     assert derived["mismatch/token_mult_prob_error-1"] == 0.5
     assert "mismatch/differing_fraction" not in derived
 
@@ -215,10 +260,14 @@ def test_a_missing_browser_is_a_skip_or_an_error_but_never_silent(
 ) -> None:
     monkeypatch.setattr(browser, "CHROMIUM", tmp_path / "chromium")
     monkeypatch.delenv("ISOBIT_REQUIRE_BROWSER", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"chromium is not here|playwright is not installed"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"chromium is not here|playwright is not installed"
+    ):
         browser.require_browser()
     monkeypatch.setenv("ISOBIT_REQUIRE_BROWSER", "1")
-    with pytest.raises(pytest.fail.Exception, match=r"chromium is not here|playwright is not installed"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"chromium is not here|playwright is not installed"
+    ):
         browser.require_browser()
 
 
@@ -226,12 +275,17 @@ def test_the_mismatch_by_position_is_the_mean_over_the_steps_that_differ(tmp_pat
     run = run_directory(tmp_path / "run", steps=2, differing=5)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     added = [{"from_1": 0.1, "from_64": 0.4}, {"from_1": 0.3}, {}]
-    given = [row | {f"mismatch/kl_k3_{n}": v for n, v in more.items()} for row, more in zip([*rows, rows[0]], added)]
+    given = [
+        row | {f"mismatch/kl_k3_{n}": v for n, v in more.items()}
+        for row, more in zip([*rows, rows[0]], added)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     page = page_of(run)
     assert "Mismatch by position in the completion" in page
     lines = [data["lines"] for data in Parsed(page).data if data.get("axis") == "token"]
-    assert [[(line["x"], line["y"]) for line in chart] for chart in lines] == [[([1, 64], [0.2, 0.4])]]
+    assert [[(line["x"], line["y"]) for line in chart] for chart in lines] == [
+        [([1, 64], [0.2, 0.4])]
+    ]
     control = page_of(run_directory(tmp_path / "same"))
     assert "Mismatch by position in the completion" not in control
 
@@ -253,19 +307,26 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 
 
 def test_the_band_of_a_reward_ends_where_rewards_end(tmp_path: Path) -> None:
-    """Two prompts of which one is solved: Student's interval of a mean of two values is far wider than what rewards can
-    be. The control is a run that also had rewards far outside, whose band is the interval."""
+    """Two prompts of which one is solved: Student's interval of a mean of two values is far wider
+    than what rewards can be. The control is a run that also had rewards far outside, whose band is
+    the interval."""
     bands = []
     for extra in (0.0, 40.0):
         run = run_directory(tmp_path / f"run{extra}", steps=2)
         given = {1: {"a": 0.0, "b": 1.0}, 2: {"a": extra, "b": -extra}}
         packed = b""
         for step, rewards in given.items():
-            rows = [{"step": step, "prompt": p, "completion": "x", "reward": r} for p, r in rewards.items()]
+            rows = [
+                {"step": step, "prompt": p, "completion": "x", "reward": r}
+                for p, r in rewards.items()
+            ]
             packed += pack(rows)
         (run / COMPLETIONS).write_bytes(packed)
         row = _read(run, "run", 1).series.rows[0]
         bands.append((row["reward/mean:low"], row["reward/mean:high"]))
-    mean, half = 0.1, student_quantile(1) * math.sqrt(0.5) / math.sqrt(2)  # of step 1 in `run_directory`
+    mean, half = (
+        0.1,
+        student_quantile(1) * math.sqrt(0.5) / math.sqrt(2),
+    )  # of step 1 in `run_directory`
     assert bands[0] == (0.0, 1.0)
     assert bands[1] == pytest.approx((mean - half, mean + half))

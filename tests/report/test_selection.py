@@ -1,4 +1,5 @@
-"""What a page takes of the completions: exact figures of prompts, an even choice under a budget, tokens' texts."""
+"""What a page takes of the completions: exact figures of prompts, an even choice under a budget,
+tokens' texts."""
 
 import json
 from itertools import groupby, pairwise
@@ -19,11 +20,15 @@ from isobit.run.completions import pack
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     """As a run does: a member for each step."""
-    path.write_bytes(b"".join(pack(of_step) for _, of_step in groupby(rows, key=itemgetter("step"))))
+    path.write_bytes(
+        b"".join(pack(of_step) for _, of_step in groupby(rows, key=itemgetter("step")))
+    )
     return path
 
 
-def row(step: int, prompt: str, reward: float | None, index: int = 0, **more: Any) -> dict[str, Any]:
+def row(
+    step: int, prompt: str, reward: float | None, index: int = 0, **more: Any
+) -> dict[str, Any]:
     return (
         {"step": step, "prompt": prompt, "prompt_index": index}
         | {"prompt_ids": [1, 2], "completion": "", "reward": reward}
@@ -34,30 +39,46 @@ def row(step: int, prompt: str, reward: float | None, index: int = 0, **more: An
 def test_numbers_are_cut_out_without_touching_texts(tmp_path: Path) -> None:
     """A text that looks like the lists is a text."""
     trap = 'x,"prompt_ids":[1,2],"completion_ids":[3]'
-    path = write(tmp_path / "c.jsonl", [row(1, trap, 1.0, completion_ids=[1, 2, 3], rollout_logprobs=[-0.5, -1.0, -2])])
+    path = write(
+        tmp_path / "c.jsonl",
+        [row(1, trap, 1.0, completion_ids=[1, 2, 3], rollout_logprobs=[-0.5, -1.0, -2])],
+    )
     found = read_rollouts(path)
     assert list(found.visits) == [trap]
     assert next(found.rows(found.steps[1][0]))["completion_ids"] == [1, 2, 3]
 
 
 def test_visits_of_a_prompt(tmp_path: Path) -> None:
-    rows = [row(1, "a", 1.0), row(1, "a", 0.0), row(1, "b", None, 1), row(2, "a", 0.5, 2), row(2, "a", 0.75, 2)]
+    rows = [
+        row(1, "a", 1.0),
+        row(1, "a", 0.0),
+        row(1, "b", None, 1),
+        row(2, "a", 0.5, 2),
+        row(2, "a", 0.75, 2),
+    ]
     path = write(tmp_path / "c.jsonl", rows)
     with path.open("ab") as file:
         file.write(pack([row(3, "a", 1.0)])[:-1])  # half a step
     found = read_rollouts(path)
     assert found.count == 5
     assert found.solved_from == 1.0
-    assert [(v.step, v.scored, v.mean, v.solved) for v in found.visits["a"]] == [(1, 2, 0.5, 1), (2, 2, 0.625, 0)]
+    assert [(v.step, v.scored, v.mean, v.solved) for v in found.visits["a"]] == [
+        (1, 2, 0.5, 1),
+        (2, 2, 0.625, 0),
+    ]
     assert "b" not in found.visits  # nothing of it was scored
     below = read_rollouts(write(tmp_path / "d.jsonl", [row(1, "a", 0.25), row(1, "a", -1.0)]))
     assert below.solved_from == 0.25
 
 
 def test_the_interval_of_the_reward_is_over_prompts(tmp_path: Path) -> None:
-    rows = [row(1, name, reward, i) for i, name in enumerate("abc") for reward in (float(i), float(i))]
+    rows = [
+        row(1, name, reward, i) for i, name in enumerate("abc") for reward in (float(i), float(i))
+    ]
     found = read_rollouts(write(tmp_path / "c.jsonl", [*rows, row(2, "a", 1.0, 9)]))
-    assert found.reward_intervals() == {1: pytest.approx(4.3027 / 3**0.5, rel=1e-4)}  # Student's t, 2 degrees
+    assert found.reward_intervals() == {
+        1: pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    }  # Student's t, 2 degrees
 
 
 @pytest.mark.parametrize(
@@ -76,13 +97,16 @@ def test_kinds_of_prompts(solved: list[int], expected: str) -> None:
 
 
 def test_prompts_keep_their_counts_under_a_budget(tmp_path: Path) -> None:
-    rows = [row(1, f"prompt {i}", float(i % 2), i) for i in range(500)] + [row(2, "prompt 7", 1.0, 501)]
+    rows = [row(1, f"prompt {i}", float(i % 2), i) for i in range(500)] + [
+        row(2, "prompt 7", 1.0, 501)
+    ]
     table = prompt_table(read_rollouts(write(tmp_path / "c.jsonl", rows)), 5_000)
     assert table["counts"] == {"always": 250, "learned": 0, "sometimes": 0, "never": 250}
     assert table["total"] == 500
     assert 10 < len(table["rows"]) < 500
     assert table["rows"][0] | {"mean": 0} == {
-        "prompt": "prompt 7", "kind": "always", "visits": 2, "mean": 0, "trend": [[1, 1.0], [2, 1.0]]
+        "prompt": "prompt 7", "kind": "always", "visits": 2, "mean": 0,
+        "trend": [[1, 1.0], [2, 1.0]]
     }  # fmt: skip
     assert len(json.dumps(table["rows"])) < 10_000
 
@@ -114,10 +138,12 @@ def test_a_budget_keeps_the_best_and_the_worst_of_steps_evenly_spread(tmp_path: 
 
 
 def byte_tokenizer(run: Path) -> None:
-    """A tokenizer of single bytes, with which some characters are several tokens, and a special token."""
+    """A tokenizer of single bytes, with which some characters are several tokens, and a special
+    token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = FastTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(["<eos>"])
     folder = run / "checkpoints" / "step-000001"
     folder.mkdir(parents=True)
@@ -149,7 +175,9 @@ def test_tokens_have_the_text_that_they_add(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_the_text_is_shown(tmp_path: Path) -> None:
-    rows = [row(1, "p", 1.0, completion="text", completion_ids=[1, 2], rollout_logprobs=[-1.0, -2.0])]
+    rows = [
+        row(1, "p", 1.0, completion="text", completion_ids=[1, 2], rollout_logprobs=[-1.0, -2.0])
+    ]
     found = read_rollouts(write(tmp_path / "c.jsonl", rows))
     damaged = tmp_path / "checkpoints" / "step-000001" / "tokenizer.json"
     for _ in range(2):

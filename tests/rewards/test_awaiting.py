@@ -1,4 +1,5 @@
-"""`async` reward functions: one event loop for a worker's whole life, and what one call leaves for the next."""
+"""`async` reward functions: one event loop for a worker's whole life, and what one call leaves for
+the next."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -145,8 +146,8 @@ def test_what_is_imported_finds_the_loop_that_calls_run_on(file: str) -> None:
 
 
 def test_siblings_of_what_raised_do_not_go_on_in_the_next_call(file: str) -> None:
-    """Three completions are scored alone after the call that failed: without the siblings that were still waiting
-    then, three have been at work, and not six."""
+    """Three completions are scored alone after the call that failed: without the siblings that were
+    still waiting then, three have been at work, and not six."""
     with RewardPool([RewardSpec(f"{file}:raising")], on_error="skip") as pool:
         assert scored(pool, "a", "bad", "b", "c") == [1, None, 1, 1]
         assert scored(pool, "how many") == [3]
@@ -178,13 +179,17 @@ def test_objects_of_this_process_have_one_loop_too(file: str) -> None:
     async def cell() -> list[float | None]:
         return scored(pool, "a", "bb", "ccc")
 
-    with RewardPool([RewardSpec("<python>:limited")], objects={"<python>:limited": limited}) as pool:
+    with RewardPool(
+        [RewardSpec("<python>:limited")], objects={"<python>:limited": limited}
+    ) as pool:
         assert scored(pool, "a", "bb", "ccc") == [1, 2, 3]
         assert asyncio.run(cell()) == [1, 2, 3]
         assert scored(pool, "a", "bb", "ccc") == [1, 2, 3]
 
 
-def test_negative_control_a_loop_for_each_call_loses_what_a_module_keeps(tmp_path: Path, file: str, capfd: Any) -> None:
+def test_negative_control_a_loop_for_each_call_loses_what_a_module_keeps(
+    tmp_path: Path, file: str, capfd: Any
+) -> None:
     apart = "def apart(completions, **columns):\n    return asyncio.run(limited(completions))\n"
     (tmp_path / "own.py").write_text(Path(file).read_text() + apart)
     with RewardPool([RewardSpec(f"{tmp_path}/own.py:apart")]) as pool:

@@ -1,4 +1,5 @@
-"""Scoring beside other work: the same rewards as all at once, and nothing left behind when it is broken off."""
+"""Scoring beside other work: the same rewards as all at once, and nothing left behind when it is
+broken off."""
 
 import threading
 import time
@@ -104,7 +105,10 @@ def test_a_column_that_is_not_there_breaks_the_batch_off(file: str) -> None:
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_run(file: str) -> None:
-    with RewardPool([RewardSpec(f"{file}:vanishing")]) as pool, pytest.raises(RunFailed, match=r"no file .*my\.py"):
+    with (
+        RewardPool([RewardSpec(f"{file}:vanishing")]) as pool,
+        pytest.raises(RunFailed, match=r"no file .*my\.py"),
+    ):
         pool.score(["p"] * 2, ["c"] * 2, [{}] * 2)
     assert threads() == []
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.rewards.functions import MalformedResult, check_reference, checked_values, last_line, load_function
+from isobit.rewards.functions import (
+    MalformedResult,
+    check_reference,
+    checked_values,
+    last_line,
+    load_function,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +34,25 @@ def load(tmp_path: Path, text: str, name: str = "score") -> Any:
     return load_function(written(tmp_path / "my.py", text) + ":" + name)
 
 
-ARGUMENTS: dict[str, Any] = {"prompts": ["p"], "completions": ["c"], "answer": ["a"], "completion_ids": [[1]]}
+ARGUMENTS: dict[str, Any] = {
+    "prompts": ["p"],
+    "completions": ["c"],
+    "answer": ["a"],
+    "completion_ids": [[1]],
+}
 
 
 def test_functions_get_what_their_signature_takes(tmp_path: Path) -> None:
-    function = load(tmp_path, "def score(prompts, completions, **columns):\n    return sorted(columns)\n")
-    assert function(ARGUMENTS) == ["answer", "completion_ids", "log_extra", "log_metric", "trainer_state"]
+    function = load(
+        tmp_path, "def score(prompts, completions, **columns):\n    return sorted(columns)\n"
+    )
+    assert function(ARGUMENTS) == [
+        "answer",
+        "completion_ids",
+        "log_extra",
+        "log_metric",
+        "trainer_state",
+    ]
     assert function.required == ()
     text = "def score(completions, answer, *, x=1):\n    return [completions, answer, x]\n"
     function = load_function(written(tmp_path / "other.py", text) + ":score")
@@ -45,7 +64,8 @@ STATE = {"global_step": 3, "max_steps": 9, "epoch": 0.5}
 
 
 @pytest.mark.parametrize(
-    "signature", ["completions, completion_ids, trainer_state, log_extra, log_metric, **columns", "**kwargs"]
+    "signature",
+    ["completions, completion_ids, trainer_state, log_extra, log_metric, **columns", "**kwargs"],
 )
 def test_the_extras_of_trl_are_given(tmp_path: Path, signature: str) -> None:
     """By name, and through `**kwargs` as TRL does."""
@@ -64,15 +84,22 @@ def score({signature}):
 
 
 def test_a_function_gets_no_extra_that_it_has_no_place_for(tmp_path: Path) -> None:
-    assert load(tmp_path, "def score(completions):\n    return [1]\n")({**ARGUMENTS, "trainer_state": [STATE]}) == [1]
+    assert load(tmp_path, "def score(completions):\n    return [1]\n")(
+        {**ARGUMENTS, "trainer_state": [STATE]}
+    ) == [1]
 
 
 def test_async_functions_and_callable_objects_work(tmp_path: Path) -> None:
     function = load(
-        tmp_path, "import asyncio\nasync def score(completions, **k):\n    await asyncio.sleep(0)\n    return [1]\n"
+        tmp_path,
+        "import asyncio\nasync def score(completions, **k):\n    await asyncio.sleep(0)\n    "
+        "return [1]\n",
     )
     assert function(ARGUMENTS) == [1]
-    text = "class Score:\n    def __call__(self, completions, **k):\n        return [2]\nscore = Score()\n"
+    text = (
+        "class Score:\n    def __call__(self, completions, **k):\n        return [2]\nscore "
+        "= Score()\n"
+    )
     assert load_function(written(tmp_path / "other.py", text) + ":score")(ARGUMENTS) == [2]
 
 
@@ -85,12 +112,21 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     function = load(tmp_path, text)
     assert function.required == ("answer",)
     chat = [{"role": "assistant", "content": "b"}]
-    columns = {"answer": ["a", "b", "c"], "data_source": ["x", "dict", "x"], "reward_model": [{}] * 3}
-    assert function({"prompts": ["p"] * 3, "completions": ["a", chat, "d"], **columns}) == [1.0, 1.0, 0.0]
+    columns = {
+        "answer": ["a", "b", "c"],
+        "data_source": ["x", "dict", "x"],
+        "reward_model": [{}] * 3,
+    }
+    assert function({"prompts": ["p"] * 3, "completions": ["a", chat, "d"], **columns}) == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_scores_of_verl_without_a_source_or_async(tmp_path: Path) -> None:
-    """As in verl/utils/reward_score: no data_source in the signature; and as coroutines, awaited together."""
+    """As in verl/utils/reward_score: no data_source in the signature; and as coroutines, awaited
+    together."""
     text = """
 import asyncio
 def plain(solution_str, ground_truth, method="strict", score=1.0):
@@ -99,15 +135,26 @@ async def slow(data_source, solution_str, ground_truth, extra_info=None, **kwarg
     await asyncio.sleep(0.001)
     return {"score": extra_info["index"]}
 """
-    columns = {"answer": ["a", "b"], "data_source": ["x", "y"], "extra_info": [{"index": 4}, {"index": 5}]}
-    arguments = {"prompts": ["p"] * 2, "completions": ["a", "a"], **columns, "trainer_state": [STATE] * 2}
+    columns = {
+        "answer": ["a", "b"],
+        "data_source": ["x", "y"],
+        "extra_info": [{"index": 4}, {"index": 5}],
+    }
+    arguments = {
+        "prompts": ["p"] * 2,
+        "completions": ["a", "a"],
+        **columns,
+        "trainer_state": [STATE] * 2,
+    }
     assert load(tmp_path, text, "plain")(arguments) == [1.0, 0.0]
     assert load(tmp_path, text, "slow")(arguments) == [4, 5]
 
 
 def test_modules_and_neighbours_are_found(tmp_path: Path) -> None:
     written(tmp_path / "neighbour.py", "VALUE = 7\n")
-    function = load(tmp_path, "from neighbour import VALUE\ndef score(completions):\n    return [VALUE]\n")
+    function = load(
+        tmp_path, "from neighbour import VALUE\ndef score(completions):\n    return [VALUE]\n"
+    )
     assert function(ARGUMENTS) == [7]
     assert load_function("my:score")(ARGUMENTS) == [7]
     assert load_function("isobit.tasks.gsm8k:reward").required == ("answer",)
@@ -125,11 +172,17 @@ def test_modules_and_neighbours_are_found(tmp_path: Path) -> None:
             "\nimport nowhere_to_be_found\n",
             "ModuleNotFoundError: No module named 'nowhere_to_be_found' (my.py, line 2)",
         ),
-        ("def f():\n    return 1 / 0\nf()\n", "ZeroDivisionError: division by zero (my.py, line 2)"),
+        (
+            "def f():\n    return 1 / 0\nf()\n",
+            "ZeroDivisionError: division by zero (my.py, line 2)",
+        ),
         ("raise SystemExit(3)\n", "SystemExit: 3 (my.py, line 1)"),
         ("raise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (my.py, line 1)"),
         ("def score(text): return []\n", "expected def score(prompts, completions, **columns)"),
-        ("def score(completions, /): return []\n", "expected def score(prompts, completions, **columns)"),
+        (
+            "def score(completions, /): return []\n",
+            "expected def score(prompts, completions, **columns)",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -141,8 +194,18 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, text: str, me
 
 
 def test_references_are_checked_before_anything_is_imported(tmp_path: Path) -> None:
-    for reference in ["score", "my.py", "my.py:", "my.py:a b", "my-module:score", ":score", "a/b:score"]:
-        with pytest.raises(IsobitError, match=r"expected path/to/file\.py:function or package\.module:function"):
+    for reference in [
+        "score",
+        "my.py",
+        "my.py:",
+        "my.py:a b",
+        "my-module:score",
+        ":score",
+        "a/b:score",
+    ]:
+        with pytest.raises(
+            IsobitError, match=r"expected path/to/file\.py:function or package\.module:function"
+        ):
             check_reference(reference)
     with pytest.raises(IsobitError, match=r"reward function 'none\.py:score': no file none\.py"):
         check_reference("none.py:score")
@@ -208,7 +271,9 @@ def test_a_result_of_the_wrong_shape_is_malformed(result: object, message: str) 
 
 
 def test_the_last_line_names_the_place_in_the_users_file(tmp_path: Path) -> None:
-    function = load(tmp_path, "import json\n\ndef score(completions):\n    return json.loads('{')\n")
+    function = load(
+        tmp_path, "import json\n\ndef score(completions):\n    return json.loads('{')\n"
+    )
     with pytest.raises(ValueError) as caught:
         function(ARGUMENTS)
     assert last_line(caught.value, function.file).endswith("(char 1) (my.py, line 4)")

@@ -1,4 +1,5 @@
-"""The recipe of docs/how-to/rewards.md for a judge over HTTP, against a server that loses what it can."""
+"""The recipe of docs/how-to/rewards.md for a judge over HTTP, against a server that loses what it
+can."""
 
 import json
 import threading
@@ -40,7 +41,8 @@ def score(text: str) -> float:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Loses up to MOST_LOSSES requests about each completion, in ways that depend on it and on nothing else."""
+    """Loses up to MOST_LOSSES requests about each completion, in ways that depend on it and on
+    nothing else."""
 
     asked: Counter[str] = Counter()
     refused = 0
@@ -102,7 +104,9 @@ def recipe(tmp_path: Path) -> Path:
     """A folder with the page's files, and no patience."""
     for block in parsed(PAGE.read_text(encoding="utf-8")):
         if block.title in ("rows.jsonl", "judge.py", "judged.yaml"):
-            hasty = block.text.replace("TIMEOUT_S = 20.0", "TIMEOUT_S = 0.3").replace("WAIT_S = 1.0", "WAIT_S = 0.01")
+            hasty = block.text.replace("TIMEOUT_S = 20.0", "TIMEOUT_S = 0.3").replace(
+                "WAIT_S = 1.0", "WAIT_S = 0.01"
+            )
             (tmp_path / block.title).write_text(hasty)
     assert "TIMEOUT_S = 0.3" in (tmp_path / "judge.py").read_text()
     assert "WAIT_S = 0.01" in (tmp_path / "judge.py").read_text()
@@ -113,8 +117,8 @@ TEXTS = [f"completion {i}" for i in range(48)]
 
 
 def test_no_reward_is_lost_that_the_judge_would_give(recipe: Path, judge: None) -> None:
-    """Batches with a hopeless completion fail as a whole; each of the others has its reward, in several batches on the
-    same workers."""
+    """Batches with a hopeless completion fail as a whole; each of the others has its reward, in
+    several batches on the same workers."""
     assert 2 < sum(map(hopeless, TEXTS)) < 20
     specs = [RewardSpec(f"{recipe}/judge.py:judged", deadline_s=60)]
     options = {"num_workers": 2, "on_error": "skip", "environment": ["JUDGE_URL", "JUDGE_API_KEY"]}
@@ -139,15 +143,21 @@ def test_negative_control_without_retries_rewards_are_lost(recipe: Path, judge: 
 def test_a_run_goes_on_and_counts_what_has_no_reward(
     recipe: Path, judge: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's own config; its metrics count the completions that the judge said nothing about."""
+    """The page's own config; its metrics count the completions that the judge said nothing
+    about."""
     reader_folder(recipe)
     monkeypatch.chdir(recipe)
     values = yaml.safe_load((recipe / "judged.yaml").read_text())
-    (recipe / "judged.yaml").write_text(yaml.safe_dump({**values, "run": {"dir": "run", "report": False}}))
+    (recipe / "judged.yaml").write_text(
+        yaml.safe_dump({**values, "run": {"dir": "run", "report": False}})
+    )
     train(load_config(recipe / "judged.yaml"))
     recorded = list(read(recipe / "run" / COMPLETIONS))
     assert recorded
-    assert all(s["reward"] == (None if hopeless(s["completion"]) else score(s["completion"])) for s in recorded)
+    assert all(
+        s["reward"] == (None if hopeless(s["completion"]) else score(s["completion"]))
+        for s in recorded
+    )
     assert any(hopeless(s["completion"]) for s in recorded)
     unscored = sum(row["groups/unscored"] for row in read_jsonl(recipe / "run" / "metrics.jsonl"))
     assert unscored == sum(hopeless(sample["completion"]) for sample in recorded)

@@ -11,7 +11,18 @@ from isobit.run.interpreter import module_command
 from isobit.training.train import train
 from tests.runs import write_config
 
-NAMES = ("difflib", "json", "inspect", "ast", "sitecustomize", "typing", "dataclasses", "tensorboard", "runpy", "zlib")
+NAMES = (
+    "difflib",
+    "json",
+    "inspect",
+    "ast",
+    "sitecustomize",
+    "typing",
+    "dataclasses",
+    "tensorboard",
+    "runpy",
+    "zlib",
+)
 
 
 @pytest.fixture
@@ -35,7 +46,12 @@ def test_workers_trackers_and_cages_run_none_of_it(
         write_config(
             tmp_path,
             base_model,
-            task={"name": "file", "path": str(tmp_path / "prompts.jsonl"), "held_out_size": 0, "options": {}},
+            task={
+                "name": "file",
+                "path": str(tmp_path / "prompts.jsonl"),
+                "held_out_size": 0,
+                "options": {},
+            },
             rewards={"functions": [{"function": f"{tmp_path}/digit_reward.py:digits"}, code]},
             tracking={"trackers": ["tensorboard"]},
             prompts_per_step=1,

@@ -1,4 +1,5 @@
-"""The pool: rewards, their sum, and every way in which a function can fail, traced to its sample."""
+"""The pool: rewards, their sum, and every way in which a function can fail, traced to its
+sample."""
 
 import os
 import re
@@ -134,16 +135,21 @@ def test_rewards_are_weighted_and_summed(file: str) -> None:
     with RewardPool(specs) as pool:
         results = pool.score(PROMPTS, COMPLETIONS, [{}] * COUNT)
     assert results[0] == Reward(2 * 2 - 0.5, {"length": 2.0, "bonus": 0.5, "some": 2.0})
-    assert results[BAD] == Reward(2 * 3 - 0.5, {"length": 3.0, "bonus": 0.5, "some": None})  # of weight 0: only shown
+    assert results[BAD] == Reward(
+        2 * 3 - 0.5, {"length": 3.0, "bonus": 0.5, "some": None}
+    )  # of weight 0: only shown
 
 
 def test_none_is_unscored_and_never_zero(file: str) -> None:
-    """A None is left out of the sum, as in TRL; where nothing is left in it, the sample is unscored."""
+    """A None is left out of the sum, as in TRL; where nothing is left in it, the sample is
+    unscored."""
     results = score(file, "some", "half")
     assert results[BAD] == Reward(0.5, {"some": None, "half": 0.5})
     assert {result.total for i, result in enumerate(results) if i != BAD} == {2.5}
     assert score(file, "some")[BAD] == Reward(None, {"some": None})
-    failed = score(file, "raising", "half", on_error="skip")[BAD]  # a failure is no None that was meant
+    failed = score(file, "raising", "half", on_error="skip")[
+        BAD
+    ]  # a failure is no None that was meant
     assert (failed.total, failed.by_function) == (None, {"raising": None, "half": 0.5})
 
 
@@ -188,7 +194,10 @@ def test_several_guilty_samples_are_all_found(file: str) -> None:
         with RewardPool([RewardSpec(f"{file}:{name}")], on_error="skip") as pool:
             results = pool.score(PROMPTS, completions, [{}] * COUNT)
         assert [i for i, result in enumerate(results) if result.total is None] == [3, 7, 8]
-        with pytest.raises(RunFailed, match="sample 3 "), RewardPool([RewardSpec(f"{file}:{name}")]) as pool:
+        with (
+            pytest.raises(RunFailed, match="sample 3 "),
+            RewardPool([RewardSpec(f"{file}:{name}")]) as pool,
+        ):
             pool.score(PROMPTS, completions, [{}] * COUNT)
 
 
@@ -207,7 +216,10 @@ def test_the_search_for_guilty_samples_is_bounded(file: str) -> None:
     [
         ("lonely", "returned 1 values for 10 completions"),
         ("together", r"ValueError: one at a time \(my\.py, line \d+\)"),
-        ("slow", r"no answer within 1 s, killed; raise rewards\.deadline_s if the function is slow"),
+        (
+            "slow",
+            r"no answer within 1 s, killed; raise rewards\.deadline_s if the function is slow",
+        ),
     ],
 )
 def test_what_fails_together_and_not_alone_is_scored_one_by_one(
@@ -218,7 +230,8 @@ def test_what_fails_together_and_not_alone_is_scored_one_by_one(
     assert {result.total for result in results} == {1.0}
     assert not any(result.error for result in results)
     said = (
-        rf"reward function \S+my\.py:{name}: samples 0 to 9 were scored one by one, after it failed on them together: "
+        rf"reward function \S+my\.py:{name}: samples 0 to 9 were scored one by one, after it "
+        r"failed on them together: "
     )
     assert re.search(said + reason + "\n", capfd.readouterr().err)
 
@@ -244,22 +257,38 @@ def path(completions, **columns):
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
-        ("needs_key", "secret", "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment"),
-        ("openai", "secret", "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment"),
+        (
+            "needs_key",
+            "secret",
+            "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment",
+        ),
+        (
+            "openai",
+            "secret",
+            "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment",
+        ),
         ("refused", "secret", "without JUDGE_API_KEY: name what it needs in rewards.environment"),
-        ("needs_key", None, "; JUDGE_API_KEY is not set: set it, and name it in rewards.environment"),
+        (
+            "needs_key",
+            None,
+            "; JUDGE_API_KEY is not set: set it, and name it in rewards.environment",
+        ),
         ("openai", None, "; JUDGE_API_KEY is not set: set it, and name it in rewards.environment"),
     ],
 )
 def test_a_variable_that_a_function_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, hint: str
 ) -> None:
-    for variable in [each for each in os.environ if re.search("_(KEY|TOKEN|SECRET|PASSWORD)$", each)]:
+    for variable in [
+        each for each in os.environ if re.search("_(KEY|TOKEN|SECRET|PASSWORD)$", each)
+    ]:
         monkeypatch.delenv(variable)
     if value is not None:
         monkeypatch.setenv("JUDGE_API_KEY", value)
     (tmp_path / "judge.py").write_text(MISSING)
-    for text in (MISSING, MISSING + 'KEY = os.environ["JUDGE_API_KEY"]\n')[: 2 if name == "needs_key" else 1]:
+    for text in (MISSING, MISSING + 'KEY = os.environ["JUDGE_API_KEY"]\n')[
+        : 2 if name == "needs_key" else 1
+    ]:
         (tmp_path / "judge.py").write_text(text)  # in the call, and at import
         pool = RewardPool([RewardSpec(f"{tmp_path}/judge.py:{name}")])
         with pool, pytest.raises(IsobitError) as caught:
@@ -268,26 +297,35 @@ def test_a_variable_that_a_function_lacks_is_named(
         assert "secret" not in str(caught.value)
         assert "\n" not in str(caught.value)
     if name == "needs_key" and value is not None:
-        with RewardPool([RewardSpec(f"{tmp_path}/judge.py:{name}")], environment=["JUDGE_API_KEY"]) as pool:
+        with RewardPool(
+            [RewardSpec(f"{tmp_path}/judge.py:{name}")], environment=["JUDGE_API_KEY"]
+        ) as pool:
             assert pool.score(["p"], ["c"], [{}])[0].total == 6
 
 
-def test_negative_control_other_failures_have_no_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_other_failures_have_no_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     (tmp_path / "judge.py").write_text(MISSING)
     with (
         RewardPool([RewardSpec(f"{tmp_path}/judge.py:path")]) as pool,
-        pytest.raises(RunFailed, match=r"nothing is wrong with the environment \(judge\.py, line 10\)$"),
+        pytest.raises(
+            RunFailed, match=r"nothing is wrong with the environment \(judge\.py, line 10\)$"
+        ),
     ):
         pool.score(["p"], ["c"], [{}])
 
 
-def test_proxies_and_certificates_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_and_certificates_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["HTTPS_PROXY", "https_proxy", "NO_PROXY", "SSL_CERT_FILE"]
     for name in names:
         monkeypatch.setenv(name, "x")
     (tmp_path / "net.py").write_text(
-        f"import os\ndef found(completions, **k):\n    return [sum(n in os.environ for n in {names})]\n"
+        "import os\ndef found(completions, **k):\n    return [sum(n in os.environ for n in "
+        f"{names})]\n"
     )
     with RewardPool([RewardSpec(f"{tmp_path}/net.py:found")]) as pool:
         assert pool.score(["p"], ["c"], [{}])[0].total == len(names)
@@ -317,7 +355,8 @@ def loud(completions):
 
 
 def test_a_file_takes_what_is_printed(tmp_path: Path, capfd: Any) -> None:
-    """Under the step, batch by batch, bounded; an error names it if the batch that failed printed anything."""
+    """Under the step, batch by batch, bounded; an error names it if the batch that failed printed
+    anything."""
     (tmp_path / "loud.py").write_text(LOUD)
     log = tmp_path / "rewards.log"
     with RewardPool([RewardSpec(f"{tmp_path}/loud.py:loud")], num_workers=2) as pool:
@@ -330,7 +369,9 @@ def test_a_file_takes_what_is_printed(tmp_path: Path, capfd: Any) -> None:
         assert "--- after step 7\nimported\nsaid \x1b[31m one\nwarned\n" in text
         pool.score(["p"], ["two"], [{}], None, state)
         assert log.read_text().removeprefix(text) == "--- after step 7\nsaid \x1b[31m two\nwarned\n"
-        with pytest.raises(RunFailed, match=rf"ValueError: no \(loud\.py, line 11\); what it printed: {log}$"):
+        with pytest.raises(
+            RunFailed, match=rf"ValueError: no \(loud\.py, line 11\); what it printed: {log}$"
+        ):
             pool.score(["p"], ["bad"], [{}], None, state)
         pool.score(["p"], ["much"], [{}], None, state)
         assert "--- after step 7\n(1,951,4" in log.read_text()
@@ -373,7 +414,9 @@ def test_results_do_not_depend_on_the_number_of_workers(file: str) -> None:
 
 def test_missing_columns_are_found_before_anything_is_scored(file: str) -> None:
     with RewardPool([RewardSpec(f"{file}:needs")]) as pool:
-        with pytest.raises(IsobitError, match=r"my\.py:needs: the data has no column 'level'; did you mean 'levle'"):
+        with pytest.raises(
+            IsobitError, match=r"my\.py:needs: the data has no column 'level'; did you mean 'levle'"
+        ):
             pool.check_columns(["answer", "levle"])
         with pytest.raises(IsobitError, match="the data has no column 'answer'; the data has none"):
             pool.score(["p"], ["c"], [{}])
@@ -384,7 +427,10 @@ def test_missing_columns_are_found_before_anything_is_scored(file: str) -> None:
 
 def test_token_ids_chats_and_large_columns_reach_the_function(file: str) -> None:
     with RewardPool([RewardSpec(f"{file}:tokens")]) as pool:
-        assert [r.total for r in pool.score(["p", "p"], ["c", "c"], [{}, {}], [(1, 2), (3,)])] == [3.0, 3.0]
+        assert [r.total for r in pool.score(["p", "p"], ["c", "c"], [{}, {}], [(1, 2), (3,)])] == [
+            3.0,
+            3.0,
+        ]
     with RewardPool([RewardSpec(f"{file}:chat")]) as pool:
         prompts: list[Any] = [[{"role": "user", "content": text}] for text in ("a", "b")]
         assert [r.total for r in pool.score(prompts, ["a", "x"], [{}, {}])] == [1.0, 0.0]
@@ -393,7 +439,9 @@ def test_token_ids_chats_and_large_columns_reach_the_function(file: str) -> None
         assert pool.score(["p"], ["c"], [{"text": text}])[0].total == 600_000
 
 
-def test_the_environment_is_small_and_can_be_widened(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_small_and_can_be_widened(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "1")
     monkeypatch.setenv("NAMED", "1")
     for environment, expected in (((), 4.0), (("NAMED", "ABSENT"), 6.0)):
@@ -411,12 +459,21 @@ def test_functions_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path, 
     dying = tmp_path / "dying.py"
     dying.write_text("import os\nprint('so long')\nos._exit(5)\n")
     for specs, message in [
-        ([RewardSpec(f"{file}:half"), RewardSpec(f"{tmp_path}/none.py:half")], r"no file .*none\.py"),
-        ([RewardSpec(f"{file}:half"), RewardSpec(f"{file}:half", 2.0)], "two reward functions are called 'half'"),
+        (
+            [RewardSpec(f"{file}:half"), RewardSpec(f"{tmp_path}/none.py:half")],
+            r"no file .*none\.py",
+        ),
+        (
+            [RewardSpec(f"{file}:half"), RewardSpec(f"{file}:half", 2.0)],
+            "two reward functions are called 'half'",
+        ),
         ([RewardSpec(f"{file}:half", float("inf"))], "its weight must be finite"),
         ([RewardSpec(f"{file}:haff")], r"has no function 'haff'; did you mean 'half'\?"),
         ([RewardSpec(f"{broken}:score")], r"SyntaxError: .* \(broken\.py, line 2\)"),
-        ([RewardSpec(f"{dying}:score")], r"its process ended with exit code 5 \(last output: so long\) while it was"),
+        (
+            [RewardSpec(f"{dying}:score")],
+            r"its process ended with exit code 5 \(last output: so long\) while it was",
+        ),
         ([RewardSpec("nowhere.at_all:score")], "ModuleNotFoundError: No module named 'nowhere'"),
     ]:
         with pytest.raises(IsobitError, match=message) as caught:
@@ -431,7 +488,8 @@ def test_built_in_rewards_run_through_the_same_pool(name: str) -> None:
     examples = list(task.held_out.examples)
     assert task.gold is not None
     gold = [example.columns[task.gold] for example in examples]
-    columns, prompts = [example.columns for example in examples], [example.prompt for example in examples]
+    columns = [example.columns for example in examples]
+    prompts = [example.prompt for example in examples]
     with RewardPool(task.rewards) as pool:
         assert [r.total for r in pool.score(prompts, gold, columns)] == [1.0] * 70
         assert [r.total for r in pool.score(prompts, ["no"] * 70, columns)] == [0.0] * 70

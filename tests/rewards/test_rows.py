@@ -1,4 +1,5 @@
-"""Rows that a built-in reward cannot score: found at the start, with their place, before any model is loaded."""
+"""Rows that a built-in reward cannot score: found at the start, with their place, before any model
+is loaded."""
 
 import json
 import re
@@ -19,20 +20,73 @@ ASSERTS = {"isolation": "none"}
 ROWS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ("math", {}, {"answer": "1"}, {"answer": ""}, "column 'answer': no mathematical answer in ''"),
     ("math", {}, {"answer": "1"}, {"answer": r"\boxed{7"}, "no mathematical answer in"),
-    ("math", {}, {"answer": "1"}, {"answer": None}, "column 'answer': expected text or a number, or a list of them"),
-    ("exact_match", {}, {"answer": 1}, {"answer": {"a": 1}}, "column 'answer': expected text or a number"),
-    ("fuzzy_match", {"answer": "gold"}, {"gold": ["a"]}, {"gold": []}, "column 'gold': expected text or a number"),
-    ("code", ASSERTS, {"tests": "assert f(1)"}, {"tests": "assert f(1"}, "column 'tests': not Python"),
-    ("code", ASSERTS, {"tests": ["assert f(1)"]}, {"tests": "x = 1"}, "no test in it: nothing asserts or calls"),
-    ("code", ASSERTS, {"tests": "assert f(1)"}, {"tests": None}, "column 'tests': expected Python source"),
-    ("code", PAIRS, {"inputs": ["1"], "outputs": ["1"]}, {"inputs": ["1"], "outputs": []}, "1 inputs for 0 outputs"),
-    ("code", PAIRS, {"inputs": ["1"], "outputs": ["1"]}, {"inputs": "1", "outputs": "1"}, "must be lists of text"),
+    (
+        "math",
+        {},
+        {"answer": "1"},
+        {"answer": None},
+        "column 'answer': expected text or a number, or a list of them",
+    ),
+    (
+        "exact_match",
+        {},
+        {"answer": 1},
+        {"answer": {"a": 1}},
+        "column 'answer': expected text or a number",
+    ),
+    (
+        "fuzzy_match",
+        {"answer": "gold"},
+        {"gold": ["a"]},
+        {"gold": []},
+        "column 'gold': expected text or a number",
+    ),
+    (
+        "code",
+        ASSERTS,
+        {"tests": "assert f(1)"},
+        {"tests": "assert f(1"},
+        "column 'tests': not Python",
+    ),
+    (
+        "code",
+        ASSERTS,
+        {"tests": ["assert f(1)"]},
+        {"tests": "x = 1"},
+        "no test in it: nothing asserts or calls",
+    ),
+    (
+        "code",
+        ASSERTS,
+        {"tests": "assert f(1)"},
+        {"tests": None},
+        "column 'tests': expected Python source",
+    ),
+    (
+        "code",
+        PAIRS,
+        {"inputs": ["1"], "outputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        "1 inputs for 0 outputs",
+    ),
+    (
+        "code",
+        PAIRS,
+        {"inputs": ["1"], "outputs": ["1"]},
+        {"inputs": "1", "outputs": "1"},
+        "must be lists of text",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "good", "bad", "message"), ROWS)
 def test_a_row_that_no_completion_could_be_scored_on_is_named(
-    name: str, options: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], message: str, capsys: Any
+    name: str,
+    options: dict[str, Any],
+    good: dict[str, Any],
+    bad: dict[str, Any],
+    message: str,
+    capsys: Any,
 ) -> None:
     spec = RewardSpec(name, options=options)
     rows = [("a.jsonl:1", good), ("a.jsonl:2", bad), ("a.jsonl:3", bad)]
@@ -66,6 +120,10 @@ def test_the_dry_run_finds_it_before_a_model_is_loaded(tmp_path: Path, held_out:
     paths = [str(tmp_path / name) for name in ("bad.jsonl", "good.jsonl")]
     task = {"name": "file", "path": paths[held_out], "held_out_path": paths[not held_out]}
     changes = {"held_out_size": None, "options": {}, **task}
-    path = write_config(tmp_path, tmp_path / "no_model", task=changes, rewards={"functions": [{"function": "math"}]})
-    with pytest.raises(IsobitError, match=re.escape(f"{tmp_path}/bad.jsonl") + ".*4.*reward function math cannot"):
+    path = write_config(
+        tmp_path, tmp_path / "no_model", task=changes, rewards={"functions": [{"function": "math"}]}
+    )
+    with pytest.raises(
+        IsobitError, match=re.escape(f"{tmp_path}/bad.jsonl") + ".*4.*reward function math cannot"
+    ):
         dry_run(load_config(path), print)

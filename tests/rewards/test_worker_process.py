@@ -1,4 +1,5 @@
-"""Lives and deaths of worker processes: nothing that a function started outlives its worker, its pool or its parent."""
+"""Lives and deaths of worker processes: nothing that a function started outlives its worker, its
+pool or its parent."""
 
 import os
 import signal
@@ -14,7 +15,9 @@ from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import MAX_LOG_BYTES, WorkerProcess
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="finds processes through /proc"
+)
 
 FUNCTIONS = """
 import os, re, subprocess, sys, threading, time
@@ -124,7 +127,11 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
-        assert eventually(lambda: path.exists() and len(path.read_text().split()) == (2 if name == "sleeper" else 1))
+        assert eventually(
+            lambda: (
+                path.exists() and len(path.read_text().split()) == (2 if name == "sleeper" else 1)
+            )
+        )
         pids = [int(pid) for pid in path.read_text().split()]
         assert all(running(pid) for pid in pids)
     finally:
@@ -157,10 +164,14 @@ def test_a_worker_that_died_between_two_requests_is_replaced(file: str) -> None:
     assert children() == before
 
 
-def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_worker_with_an_unread_reply(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = WorkerProcess([f"{file}:ok"])
     worker.loaded()
-    request = b'{"function": 0, "count": 1, "arguments": {"prompts": ["p"], "completions": ["c"]}}\n'
+    request = (
+        b'{"function": 0, "count": 1, "arguments": {"prompts": ["p"], "completions": ["c"]}}\n'
+    )
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -174,7 +185,9 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypat
     worker.close()
 
 
-def test_the_workers_own_file_of_output_stays_small(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_workers_own_file_of_output_stays_small(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RewardPool([RewardSpec(f"{file}:chatty")]) as pool:
         sizes = []
         for _ in range(12):

@@ -27,9 +27,12 @@ def roll_out(
     seed: int = 0,
     sampling: Sampling | None = None,
 ) -> list[Sample]:
-    """Completions of `PROMPTS` by the engine, of mixed lengths, unscored. `sampling`: in place of what is before it."""
+    """Completions of `PROMPTS` by the engine, of mixed lengths, unscored. `sampling`: in place of
+    what is before it."""
     engine = Engine(model, kv_pages=64, page_size=4)
-    asked = sampling or Sampling(n=group_size, max_new_tokens=length, temperature=temperature, seed=seed)
+    asked = sampling or Sampling(
+        n=group_size, max_new_tokens=length, temperature=temperature, seed=seed
+    )
     groups = engine.generate(PROMPTS, asked)
     return [
         Sample(
@@ -81,11 +84,18 @@ def loss_inputs(
 
 
 def policy_loss(
-    policy: Tensor, old: Tensor, advantages: Tensor, *, sequence: Tensor | None = None, **objective: object
+    policy: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    sequence: Tensor | None = None,
+    **objective: object,
 ) -> Lost:
     """The loss by name of each token, under an objective of these parts."""
     settings = replace(ResolvedObjective(), **objective)  # type: ignore[arg-type]
-    inputs = loss_inputs(policy, old, advantages, settings, **({} if sequence is None else {"sequence": sequence}))
+    inputs = loss_inputs(
+        policy, old, advantages, settings, **({} if sequence is None else {"sequence": sequence})
+    )
     found = LOSSES[settings.loss](inputs)
     clipped = torch.zeros_like(policy, dtype=torch.bool) if found.clipped is None else found.clipped
     return Lost(found.loss, clipped, ratios(inputs).detach())
@@ -93,7 +103,11 @@ def policy_loss(
 
 def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float | None]:
     """Advantages of one group, without penalties."""
-    return list(ADVANTAGES[kind](AdvantageInputs([rewards], [[()] * len(rewards)], [], ResolvedObjective()))[0])  # type: ignore[arg-type]
+    return list(
+        ADVANTAGES[kind](
+            AdvantageInputs([rewards], [[()] * len(rewards)], [], ResolvedObjective())
+        )[0]
+    )  # type: ignore[arg-type]
 
 
 def alternating(samples: Sequence[Sample]) -> list[float]:
@@ -102,9 +116,15 @@ def alternating(samples: Sequence[Sample]) -> list[float]:
 
 
 def make_learner(
-    model: Model, objective: Objective | None = None, rate: float = 1e-3, share_prompts: bool = True, **options: object
+    model: Model,
+    objective: Objective | None = None,
+    rate: float = 1e-3,
+    share_prompts: bool = True,
+    **options: object,
 ) -> Learner:
-    settings = OptimizerSettings(learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01, share_prompts=share_prompts)
+    settings = OptimizerSettings(
+        learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01, share_prompts=share_prompts
+    )
     optimizer = ShardedOptimizer(model.named_parameters(), settings)
     resolved = ResolvedObjective.of(objective or Objective())
     return Learner(model, optimizer, resolved, **options)  # type: ignore[arg-type]
@@ -113,20 +133,32 @@ def make_learner(
 def snapshot(learner: Learner) -> dict[str, Tensor]:
     """Weights and optimizer state, copied."""
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters().items()}
-    return weights | {f"optimizer/{name}": value for name, value in learner.optimizer.state().items()}
+    return weights | {
+        f"optimizer/{name}": value for name, value in learner.optimizer.state().items()
+    }
 
 
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     as_bits = {name: tensor.view(torch.int32) for name, tensor in right.items()}
-    return left.keys() == right.keys() and all(torch.equal(t.view(torch.int32), as_bits[n]) for n, t in left.items())
+    return left.keys() == right.keys() and all(
+        torch.equal(t.view(torch.int32), as_bits[n]) for n, t in left.items()
+    )
 
 
-def gradients(learner: Learner, samples: list[Sample], advantages: list[float], step: int = 0) -> dict[str, Tensor]:
+def gradients(
+    learner: Learner, samples: list[Sample], advantages: list[float], step: int = 0
+) -> dict[str, Tensor]:
     """Of the first optimizer step of a batch, in place of taking it."""
     taken: list[dict[str, Tensor]] = []
 
     def keep(rate: float, norm: float) -> None:
-        taken.append({n: p.grad.clone() for n, p in learner.optimizer.parameters.items() if p.grad is not None})
+        taken.append(
+            {
+                n: p.grad.clone()
+                for n, p in learner.optimizer.parameters.items()
+                if p.grad is not None
+            }
+        )
 
     learner.optimizer.step = keep  # type: ignore[method-assign]
     learner.learn(samples, advantages, step)
@@ -143,7 +175,9 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 def group(index: int, *rewards: float | None, length: int = 3, step: int = 0) -> Group:
     """Samples of one prompt with completions of `length` tokens."""
     return [
-        Sample(index, i, (1,), (2,) * length, (-1.0,) * length, "", False, 0, reward, rollout_step=step)
+        Sample(
+            index, i, (1,), (2,) * length, (-1.0,) * length, "", False, 0, reward, rollout_step=step
+        )
         for i, reward in enumerate(rewards)
     ]
 

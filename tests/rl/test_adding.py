@@ -1,4 +1,5 @@
-"""A product that adds to a gradient gives it the bits that autograd's addition does, with every kind of weight."""
+"""A product that adds to a gradient gives it the bits that autograd's addition does, with every
+kind of weight."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]:
-    """The gradient of an optimizer batch of several micro-batches; by autograd's additions, or by those of products."""
+    """The gradient of an optimizer batch of several micro-batches; by autograd's additions, or by
+    those of products."""
 
-    def learn(model: Model, in_place: bool, recompute: Recompute = False, sum_group: int = 1) -> dict[str, Tensor]:
+    def learn(
+        model: Model, in_place: bool, recompute: Recompute = False, sum_group: int = 1
+    ) -> dict[str, Tensor]:
         samples = roll_out(model)
         objective = for_precision(ResolvedObjective(max_new_tokens=5), model.precision)
         settings = OptimizerSettings(sum_group=sum_group, share_prompts=False)
@@ -66,7 +70,11 @@ def test_gradients_have_the_bits_that_autograd_adds(
     wanted = learned(model, False)
     assert not held
     assert same_bits(learned(model, True), wanted)
-    matrices = {name: p for name, p in model.named_parameters().items() if p.ndim == 2 and name.startswith("layers.")}
+    matrices = {
+        name: p
+        for name, p in model.named_parameters().items()
+        if p.ndim == 2 and name.startswith("layers.")
+    }
     assert sum(held) > sum(p.numel() for name, p in matrices.items() if ".experts." not in name)
     assert not any(hasattr(p, adding._MARK) for p in model.named_parameters().values())
 
@@ -81,11 +89,15 @@ def test_recomputed_layers_too(
     assert held
 
 
-def test_sums_of_groups_are_autograds(held: list[int], learned: Callable[..., dict[str, Tensor]]) -> None:
+def test_sums_of_groups_are_autograds(
+    held: list[int], learned: Callable[..., dict[str, Tensor]]
+) -> None:
     model = tiny_model("fp8", scale=4)
     assert same_bits(learned(model, True, sum_group=2), learned(model, False, sum_group=2))
     assert not held
-    assert not same_bits(learned(model, True), learned(model, True, sum_group=2)), "the control: another order"
+    assert not same_bits(learned(model, True), learned(model, True, sum_group=2)), (
+        "the control: another order"
+    )
 
 
 def test_a_gradient_that_is_asked_for_is_returned() -> None:
@@ -97,13 +109,18 @@ def test_a_gradient_that_is_asked_for_is_returned() -> None:
         master.grad = torch.zeros(master.shape)
     asked = torch.autograd.grad(hidden.float().sum(), list(masters.values()), allow_unused=True)
     assert sum(gradient is not None for gradient in asked) > 10
-    assert not any(bool(master.grad.any()) for master in masters.values() if master.grad is not None)
+    assert not any(
+        bool(master.grad.any()) for master in masters.values() if master.grad is not None
+    )
 
 
 def test_negative_control_a_sum_that_begins_at_the_gradient() -> None:
-    """A product whose sum starts from the gradient, and not from zero, has other bits: it rounds elsewhere."""
+    """A product whose sum starts from the gradient, and not from zero, has other bits: it rounds
+    elsewhere."""
     random = torch.Generator().manual_seed(0)
-    a, b, before = (torch.randn(shape, generator=random) for shape in ((64, 300), (300, 48), (64, 48)))
+    a, b, before = (
+        torch.randn(shape, generator=random) for shape in ((64, 300), (300, 48), (64, 48))
+    )
     carried, product = before.clone(), torch.zeros(64, 48)
     for k in range(300):
         product += a[:, k : k + 1] * b[k]

@@ -15,7 +15,10 @@ _REWARDS = st.lists(st.none() | st.floats(-100, 100), max_size=12)
 
 
 def close(left: list[float | None], right: list[float | None]) -> bool:
-    return all(a is b if a is None or b is None else math.isclose(a, b, rel_tol=1e-4) for a, b in zip(left, right))
+    return all(
+        a is b if a is None or b is None else math.isclose(a, b, rel_tol=1e-4)
+        for a, b in zip(left, right)
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,12 @@ def test_four_rewards_by_hand(kind: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("kind", GROUP_KINDS)
-@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0, 0.0], [1e30] * 3, [0.3], [-2.5, None, -2.5], []])
+@pytest.mark.parametrize(
+    "rewards", [[0.1] * 7, [0.0, 0.0], [1e30] * 3, [0.3], [-2.5, None, -2.5], []]
+)
 def test_equal_rewards_have_exactly_no_advantage(kind: str, rewards: list[float | None]) -> None:
-    """0.1 summed seven times and divided by 7 is not 0.1, so that subtracting the mean is not enough."""
+    """0.1 summed seven times and divided by 7 is not 0.1, so that subtracting the mean is not
+    enough."""
     assert group_advantages(rewards, kind) == [None if r is None else 0.0 for r in rewards]
 
 
@@ -59,7 +65,9 @@ def test_unscored_samples_are_outside_the_baseline(kind: str) -> None:
     with_gaps = group_advantages([None, 1.0, None, 0.0, 3.0], kind)
     without = group_advantages([1.0, 0.0, 3.0], kind)
     assert with_gaps == [None, without[0], None, without[1], without[2]]
-    assert group_advantages([0.0, 1.0, 0.0, 0.0, 3.0], kind)[1] != without[0]  # scored 0, they would be inside
+    assert (
+        group_advantages([0.0, 1.0, 0.0, 0.0, 3.0], kind)[1] != without[0]
+    )  # scored 0, they would be inside
     assert group_advantages([None, None], kind) == [None, None]
     assert group_advantages([None, 5.0], kind) == [None, 0.0]
 
@@ -71,7 +79,9 @@ def test_advantages_are_finite_centred_and_ordered(kind: str, rewards: list[floa
     scored = [(r, a) for r, a in zip(rewards, advantages) if r is not None and a is not None]
     assert [a is None for a in advantages] == [r is None for r in rewards]
     assert all(math.isfinite(a) for _, a in scored)
-    assert abs(sum(a for _, a in scored)) < 1e-9 * (1 + max((abs(a) for _, a in scored), default=0) * 1e3)
+    assert abs(sum(a for _, a in scored)) < 1e-9 * (
+        1 + max((abs(a) for _, a in scored), default=0) * 1e3
+    )
     assert all(a <= b for (r, a) in scored for (s, b) in scored if r <= s)
 
 

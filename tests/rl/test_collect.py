@@ -15,7 +15,12 @@ def test_without_dynamic_sampling_everything_is_kept() -> None:
     batch = StepBatch(wanted=2)
     assert batch.missing == 2
     batch.add([group(0, 1.0, 1.0), group(1, 0.0, 1.0)])
-    assert (batch.missing, indices(batch.groups), batch.surplus, batch.dropped) == (0, [0, 1], [], 0)
+    assert (batch.missing, indices(batch.groups), batch.surplus, batch.dropped) == (
+        0,
+        [0, 1],
+        [],
+        0,
+    )
 
 
 def test_dynamic_sampling_drops_groups_and_keeps_the_lone_success() -> None:
@@ -59,8 +64,12 @@ def test_the_overlong_penalty_shapes_advantages_and_not_rewards() -> None:
 
 
 def test_kl_in_the_reward_shapes_the_credit() -> None:
-    """Rewards 1 and 1 with distances 2 and 4 at 0.25 are 0.5 and 0: without the penalty there is nothing to learn."""
-    samples = [replace(s, reference_kl=kl) for s, kl in zip(group(0, 1.0, 1.0), ((0.5, 0.5, 1.0), (1.0, 0.0, 3.0)))]
+    """Rewards 1 and 1 with distances 2 and 4 at 0.25 are 0.5 and 0: without the penalty there is
+    nothing to learn."""
+    samples = [
+        replace(s, reference_kl=kl)
+        for s, kl in zip(group(0, 1.0, 1.0), ((0.5, 0.5, 1.0), (1.0, 0.0, 3.0)))
+    ]
     objective = ResolvedObjective(advantage="dr_grpo", kl_coefficient=0.25, kl_in_reward=True)
     assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
     assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]
@@ -69,7 +78,8 @@ def test_kl_in_the_reward_shapes_the_credit() -> None:
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
-    """Rewards 1 and 0, and the second pays at its last token: the tokens before pay with it, those after do not."""
+    """Rewards 1 and 0, and the second pays at its last token: the tokens before pay with it, those
+    after do not."""
     objective = ResolvedObjective(
         advantage="reinforce_pp",
         kl_coefficient=0.5,
@@ -78,7 +88,10 @@ def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
         reward_weights=(("right", 1.0),),
     )
     samples = several(0, right=[1.0, 0.0])
-    samples = [replace(samples[0], reference_kl=(0.0, 0.0, 0.0)), replace(samples[1], reference_kl=(0.0, 2.0, 0.0))]
+    samples = [
+        replace(samples[0], reference_kl=(0.0, 0.0, 0.0)),
+        replace(samples[1], reference_kl=(0.0, 2.0, 0.0)),
+    ]
     (good, bad) = assign_credit([samples], objective)[1]
     if decoupled:  # each normalized by itself: to go, -1, -1 and 0 of the KL
         deviation, mean = torch.tensor([0.0, 0, 0, -1, -1, 0]).std().item(), -1 / 3
@@ -93,9 +106,14 @@ def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
 
 def test_a_decoupled_batch_keeps_unscored_samples_out_of_tokens_too() -> None:
     objective = ResolvedObjective(
-        advantage="reinforce_pp_baseline", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5))
+        advantage="reinforce_pp_baseline",
+        decoupled_rewards=True,
+        reward_weights=(("right", 1.0), ("short", 0.5)),
     )
-    mixed = [*several(0, right=[1.0, 0.0], short=[0.0, 1.0]), replace(group(0, None)[0], sample_index=2)]
+    mixed = [
+        *several(0, right=[1.0, 0.0], short=[0.0, 1.0]),
+        replace(group(0, None)[0], sample_index=2),
+    ]
     samples, advantages = assign_credit([mixed], objective)
     assert len(samples) == len(advantages) == 2
     assert [len(row) for row in advantages] == [3, 3]  # type: ignore[arg-type]
@@ -105,7 +123,9 @@ def several(index: int, **rewards: list[float]) -> Group:
     """A group scored by several functions of weight 1."""
     return [
         replace(sample, rewards={name: values[i] for name, values in rewards.items()})
-        for i, sample in enumerate(group(index, *[sum(values) for values in zip(*rewards.values())]))
+        for i, sample in enumerate(
+            group(index, *[sum(values) for values in zip(*rewards.values())])
+        )
     ]
 
 
@@ -113,15 +133,26 @@ def test_a_batch_that_waits_keeps_what_it_will_be_measured_by() -> None:
     batch = StepBatch(wanted=1, dynamic=True, rounds_left=3)
     batch.add([group(0, 1.0, 1.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)])
     again = StepBatch.from_json(json.loads(json.dumps(batch.to_json())), 1)
-    assert (again.groups, again.scored, again.dropped, again.missing) == (batch.groups, batch.scored, 1, 0)
+    assert (again.groups, again.scored, again.dropped, again.missing) == (
+        batch.groups,
+        batch.scored,
+        1,
+        0,
+    )
 
 
-DECOUPLED = ResolvedObjective(advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5)))
+DECOUPLED = ResolvedObjective(
+    advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5))
+)
 
 
 def test_decoupled_rewards_keep_what_the_sum_confuses() -> None:
-    """GDPO's case: (0, 1), (0, 2) and their like have the same advantages once only sums are normalized."""
-    groups = [several(0, right=[1.0, 0.0], short=[0.0, 0.0]), several(1, right=[1.0, 0.0], short=[1.0, 0.0])]
+    """GDPO's case: (0, 1), (0, 2) and their like have the same advantages once only sums are
+    normalized."""
+    groups = [
+        several(0, right=[1.0, 0.0], short=[0.0, 0.0]),
+        several(1, right=[1.0, 0.0], short=[1.0, 0.0]),
+    ]
     coupled = assign_credit(groups, replace(DECOUPLED, decoupled_rewards=False))[1]
     assert coupled[0] == pytest.approx(coupled[2], rel=1e-5)
     found = assign_credit(groups, DECOUPLED)[1]
@@ -140,7 +171,10 @@ def test_opposed_rewards_of_equal_sum_teach_only_when_decoupled() -> None:
 
 
 def test_decoupled_rewards_leave_unscored_samples_out_and_add_the_shaping() -> None:
-    mixed = [*several(0, right=[1.0, 0.0], short=[0.0, 0.0]), replace(group(0, None)[0], sample_index=2)]
+    mixed = [
+        *several(0, right=[1.0, 0.0], short=[0.0, 0.0]),
+        replace(group(0, None)[0], sample_index=2),
+    ]
     assert len(assign_credit([mixed], DECOUPLED)[1]) == 2
     long = replace(mixed[0], completion_ids=(1,) * 10, rollout_logprobs=(-1.0,) * 10)
     shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
@@ -160,14 +194,19 @@ def test_what_is_left_over_grows_with_every_round() -> None:
 
 
 def test_parts_of_an_unscored_sample_are_in_no_baseline() -> None:
-    """Its sum is unknown, so that the parts that are known do not count either, nor what shapes them."""
+    """Its sum is unknown, so that the parts that are known do not count either, nor what shapes
+    them."""
     scored = several(0, right=[1.0, 0.0], short=[0.0, 0.0])
-    unscored = replace(group(0, None, length=10)[0], sample_index=2, rewards={"right": 9.0, "short": None})
+    unscored = replace(
+        group(0, None, length=10)[0], sample_index=2, rewards={"right": 9.0, "short": None}
+    )
     shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
     assert assign_credit([[*scored, unscored]], shaped) == assign_credit([scored], shaped)
 
 
 def test_the_overlong_penalty_has_the_size_that_is_set() -> None:
-    objective = ResolvedObjective(advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5, max_new_tokens=10)
+    objective = ResolvedObjective(
+        advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5, max_new_tokens=10
+    )
     mixed = [*group(0, 1.0, length=6), *group(0, 1.0, length=10)]
     assert assign_credit([mixed], objective)[1] == pytest.approx([0.25, -0.25])

@@ -30,7 +30,11 @@ def two_turns(model: Model) -> list[Sample]:
     """A first answer, three given tokens, and a second answer, as one sample each."""
     engine = Engine(model, kv_pages=64, page_size=4)
     given = tuple(model.tokenizer.encode(GIVEN, add_special=False))
-    first = [c for g in engine.generate(["1+1=", "23*4="], Sampling(n=2, max_new_tokens=3, seed=1)) for c in g]
+    first = [
+        c
+        for g in engine.generate(["1+1=", "23*4="], Sampling(n=2, max_new_tokens=3, seed=1))
+        for c in g
+    ]
     prompts = [[*c.prompt_token_ids, *c.token_ids, *given] for c in first]
     second = [g[0] for g in engine.generate(prompts, Sampling(n=1, max_new_tokens=4, seed=2))]
     return [
@@ -43,7 +47,11 @@ def two_turns(model: Model) -> list[Sample]:
             completion=one.text + GIVEN + two.text,
             truncated=False,
             weights_version=one.weights_version,
-            completion_mask=(*(True for _ in one.token_ids), *(False for _ in given), *(True for _ in two.token_ids)),
+            completion_mask=(
+                *(True for _ in one.token_ids),
+                *(False for _ in given),
+                *(True for _ in two.token_ids),
+            ),
         )
         for one, two in zip(first, second, strict=True)
     ]
@@ -74,10 +82,14 @@ def test_the_gradient_is_that_of_the_trained_tokens_written_out(aggregation: str
         }
         loss = loss - advantage * own.sum() * scale[aggregation]
     loss.backward()
-    written_out = {n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None}
+    written_out = {
+        n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None
+    }
     assert distance(found, written_out) < 1e-5
     ignored = gradients(make_learner(model, objective), without_masks(samples), advantages)
-    assert distance(ignored, written_out) > 0.01  # the control: a learner that takes given tokens for targets
+    assert (
+        distance(ignored, written_out) > 0.01
+    )  # the control: a learner that takes given tokens for targets
 
 
 def test_both_turns_have_the_rollouts_bits_and_given_tokens_are_not_compared() -> None:
@@ -88,7 +100,9 @@ def test_both_turns_have_the_rollouts_bits_and_given_tokens_are_not_compared() -
     assert metrics["mismatch/compared_tokens"] == sum(s.num_trained for s in samples)
     assert metrics["mismatch/differing_tokens"] == 0
     learner = make_learner(tiny_model("fp8", scale=8), on_mismatch="stop")
-    with pytest.raises(Disagreement) as caught:  # the control: the 0.0 of a given token is no log-probability
+    with pytest.raises(
+        Disagreement
+    ) as caught:  # the control: the 0.0 of a given token is no log-probability
         learner.learn(without_masks(samples), alternating(samples), 0)
     assert caught.value.differing == 3 * len(samples)
     assert caught.value.first.position == 3
@@ -100,7 +114,9 @@ def test_what_is_recorded_has_a_place_for_every_token() -> None:
     learner = make_learner(model)
     learned = learner.learn(samples, alternating(samples), 0)
     for sample in samples:
-        assert learned.compared[sample.prompt_index, sample.sample_index] == list(sample.rollout_logprobs)
+        assert learned.compared[sample.prompt_index, sample.sample_index] == list(
+            sample.rollout_logprobs
+        )
 
 
 def test_a_mask_of_sampled_tokens_only_changes_no_bit() -> None:
@@ -109,9 +125,13 @@ def test_a_mask_of_sampled_tokens_only_changes_no_bit() -> None:
     full = [replace(s, completion_mask=(True,) * len(s.completion_ids)) for s in plain]
     results = []
     for batch in (plain, full, samples):
-        results.append(gradients(make_learner(tiny_model("fp8", scale=8)), batch, alternating(samples)))
+        results.append(
+            gradients(make_learner(tiny_model("fp8", scale=8)), batch, alternating(samples))
+        )
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-    assert not all(torch.equal(results[0][name], results[2][name]) for name in results[0])  # the control
+    assert not all(
+        torch.equal(results[0][name], results[2][name]) for name in results[0]
+    )  # the control
 
 
 def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> None:
@@ -126,16 +146,27 @@ def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> 
 
 
 def test_credit_is_of_trained_tokens() -> None:
-    """Advantages of tokens, the penalty of long completions and the KL in the reward count sampled tokens."""
-    samples = [replace(s, reward=float(i)) for i, s in enumerate(two_turns(tiny_model("float32", scale=8))[:2])]
+    """Advantages of tokens, the penalty of long completions and the KL in the reward count sampled
+    tokens."""
+    samples = [
+        replace(s, reward=float(i))
+        for i, s in enumerate(two_turns(tiny_model("float32", scale=8))[:2])
+    ]
     objective = ResolvedObjective(advantage="reinforce_pp")
     _, advantages = assign_credit([samples], objective)
-    assert [len(row) for row in advantages if not isinstance(row, float)] == [s.num_trained for s in samples]
+    assert [len(row) for row in advantages if not isinstance(row, float)] == [
+        s.num_trained for s in samples
+    ]
     charged = [replace(s, reference_kl=(0.5,) * s.num_trained) for s in samples]
     assign_credit([charged], replace(objective, kl_in_reward=True, kl_coefficient=0.1))
     masked, whole = replace(samples[0], reward=1.0), replace(without_masks(samples)[0], reward=1.0)
-    limited = ResolvedObjective(advantage="dr_grpo", max_new_tokens=masked.num_trained + 1, overlong_buffer=1)
-    assert assign_credit([[masked, whole]], limited)[1] == [0.5, -0.5]  # only the second is too long
+    limited = ResolvedObjective(
+        advantage="dr_grpo", max_new_tokens=masked.num_trained + 1, overlong_buffer=1
+    )
+    assert assign_credit([[masked, whole]], limited)[1] == [
+        0.5,
+        -0.5,
+    ]  # only the second is too long
     assert assign_credit([[whole, whole]], limited)[1] == [0.0, 0.0]  # the control
 
 
@@ -170,4 +201,6 @@ def test_a_sample_of_given_tokens_only_teaches_nothing() -> None:
     learner = make_learner(tiny_model("fp8"))
     before = [p.detach().clone() for p in learner.model.parameters()]
     learner.learn([nothing], [1.0], 0)
-    assert all(torch.equal(p, old) for p, old in zip(learner.model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, old) for p, old in zip(learner.model.parameters(), before, strict=True)
+    )

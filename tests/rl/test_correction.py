@@ -1,4 +1,5 @@
-"""Corrections against numbers worked out by hand: weights, rejections on both sides, sequences, extremes."""
+"""Corrections against numbers worked out by hand: weights, rejections on both sides, sequences,
+extremes."""
 
 import math
 
@@ -8,8 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isobit.rl.algorithm.correction import Correction, correct, correction_metrics, small_step, step_metrics
-from isobit.rl.algorithm.correction_rule import CORRECTIONS, LEVELS, MEASURES, WEIGHTS, CorrectionRule, Rejection
+from isobit.rl.algorithm.correction import (
+    Correction,
+    correct,
+    correction_metrics,
+    small_step,
+    step_metrics,
+)
+from isobit.rl.algorithm.correction_rule import (
+    CORRECTIONS,
+    LEVELS,
+    MEASURES,
+    WEIGHTS,
+    CorrectionRule,
+    Rejection,
+)
 
 
 def of_ratios(rule: CorrectionRule, *sequences: list[float]) -> Correction:
@@ -52,7 +66,13 @@ def test_normalized_weights_have_mean_one_before_anything_is_rejected() -> None:
 
 def test_token_rejection_is_asymmetric_and_keeps_its_bounds() -> None:
     ratios = [0.49, 0.5, 1.0, 5.0, 5.1]
-    assert kept(Rejection(low=0.5 - 1e-6, high=5.0 + 1e-5), ratios) == [False, True, True, True, False]
+    assert kept(Rejection(low=0.5 - 1e-6, high=5.0 + 1e-5), ratios) == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert kept(Rejection(low=0.5 - 1e-6), ratios) == [False, True, True, True, True]
     assert kept(Rejection(high=5.0 + 1e-5), ratios) == [True, True, True, True, False]
     close(of_ratios(CORRECTIONS["token_mis"], [0.49, 1.0, 4.9, 5.1]).weights, [0.0, 1.0, 4.9, 0.0])
@@ -67,7 +87,12 @@ def test_bounds_are_on_old_over_rollout_and_not_on_the_inverse() -> None:
     ("level", "low", "high", "expected"),
     [
         ("sequence_sum", 0.9, 2.1, [True, True, False, False, False]),  # products 2, 0.25 and 4
-        ("sequence_mean", 0.45, 1.9, [True, True, True, True, False]),  # geometric means sqrt(2), 0.5 and 4
+        (
+            "sequence_mean",
+            0.45,
+            1.9,
+            [True, True, True, True, False],
+        ),  # geometric means sqrt(2), 0.5 and 4
         ("sequence_max", 0.4, 2.1, [True, True, True, True, False]),  # maxima 2, 0.5 and 4
         ("sequence_max", 0.6, 2.1, [True, True, False, False, False]),
     ],
@@ -113,8 +138,16 @@ def test_the_geometric_mask_takes_whole_sequences_and_keeps_weights_per_token() 
 
 
 def test_k3_mask_and_sequence_mis() -> None:
-    assert of_ratios(CORRECTIONS["k3_mask"], [1.1, 1.0], [1.3, 1.0]).weights.tolist() == [1.0, 1.0, 0.0, 0.0]
-    close(of_ratios(CORRECTIONS["sequence_mis"], [1.3, 1.4], [0.6, 0.6], [1.5, 1.5]).weights, [1.82, 1.82, 0, 0, 0, 0])
+    assert of_ratios(CORRECTIONS["k3_mask"], [1.1, 1.0], [1.3, 1.0]).weights.tolist() == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+    close(
+        of_ratios(CORRECTIONS["sequence_mis"], [1.3, 1.4], [0.6, 0.6], [1.5, 1.5]).weights,
+        [1.82, 1.82, 0, 0, 0, 0],
+    )
 
 
 def test_a_veto_takes_the_whole_sequence() -> None:
@@ -127,7 +160,9 @@ def test_a_veto_takes_the_whole_sequence() -> None:
 def test_extreme_ratios_stay_finite(name: str, log_ratio: float) -> None:
     found = correct(CORRECTIONS[name], torch.tensor([log_ratio, 0.0]), torch.zeros(2), [1, 1])
     assert bool(torch.isfinite(found.weights).all())
-    assert found.untruncated[0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)), rel=1e-5)
+    assert found.untruncated[0].item() == pytest.approx(
+        math.exp(math.copysign(20, log_ratio)), rel=1e-5
+    )
     assert all(math.isfinite(value) for value in correction_metrics(found).values())
 
 
@@ -150,7 +185,9 @@ def test_a_batch_rejected_whole_has_weights_and_metrics() -> None:
 
 def test_metrics_by_hand() -> None:
     metrics = correction_metrics(
-        of_ratios(CorrectionRule("token", cap=2.0, rejection=Rejection(low=0.1)), [1, 1, 1, 8, 0.01])
+        of_ratios(
+            CorrectionRule("token", cap=2.0, rejection=Rejection(low=0.1)), [1, 1, 1, 8, 0.01]
+        )
     )
     assert metrics["correction/mean_weight"] == pytest.approx(5 / 5)
     assert metrics["correction/clipped_fraction"] == 1 / 5
@@ -159,7 +196,9 @@ def test_metrics_by_hand() -> None:
     assert metrics["correction/effective_sample_size"] == pytest.approx(1 / (7 / 5))
     # the tail that truncation hides
     mean, square = 11.01 / 5, (3 + 64 + 1e-4) / 5
-    assert metrics["correction/effective_sample_size_untruncated"] == pytest.approx(mean**2 / square, rel=1e-5)
+    assert metrics["correction/effective_sample_size_untruncated"] == pytest.approx(
+        mean**2 / square, rel=1e-5
+    )
 
 
 @given(
@@ -172,29 +211,46 @@ def test_a_sequence_does_not_depend_on_the_others(
     rows: list[list[float]], weight: str, measure: str, level: str
 ) -> None:
     """Splitting a batch changes nothing, unless weights are normalized."""
-    rule = CorrectionRule(weight, cap=None if weight == "none" else 3.0, rejection=Rejection(measure, level, -2.0, 2.0))
+    rule = CorrectionRule(
+        weight,
+        cap=None if weight == "none" else 3.0,
+        rejection=Rejection(measure, level, -2.0, 2.0),
+    )
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32)
     whole = correct(rule, flat, torch.zeros_like(flat), [len(row) for row in rows]).weights
-    alone = [correct(rule, torch.tensor(row), torch.zeros(len(row)), [len(row)]).weights for row in rows]
+    alone = [
+        correct(rule, torch.tensor(row), torch.zeros(len(row)), [len(row)]).weights for row in rows
+    ]
     assert torch.equal(whole, torch.cat(alone))
 
 
 def test_what_a_correction_leaves_of_the_step_is_measured_and_said() -> None:
-    """Two of three completions are out, which had 2 + 2 of 5 of the advantages; the last has the weight 1.5."""
+    """Two of three completions are out, which had 2 + 2 of 5 of the advantages; the last has the
+    weight 1.5."""
     rule, lengths, even = CORRECTIONS["sequence_mis"], [2, 0, 1, 2], [0.2] * 4
     found = of_ratios(rule, [3.0, 1.0], [], [0.2], [1.5, 1.0])
     advantages = torch.tensor([1.0, 1.0, -2.0, 0.5, 0.5])
     metrics = step_metrics(found, advantages, lengths, even, even)
     assert metrics["correction/kept_fraction"] == pytest.approx(1 / 3)
     assert metrics["correction/effective_step"] == pytest.approx(1.5 / 5, rel=1e-6)
-    assert "keeps 33% of the completions and 30% of the step's size" in str(small_step(rule, metrics))
+    assert "keeps 33% of the completions and 30% of the step's size" in str(
+        small_step(rule, metrics)
+    )
     assert "sequence_mis" in str(small_step(rule, metrics))
     kept_only = step_metrics(found, advantages, lengths, even, [0.5] * 4)
     assert kept_only["correction/effective_step"] == pytest.approx(1.5 * 0.5 / (5 * 0.2), rel=1e-6)
-    assert small_step(rule, kept_only) is not None  # a third of the completions is little, whatever they weigh
-    by_sequence = step_metrics(found, advantages, lengths, [0.1, 0.1, 0.4, 0.1], [0.1, 0.1, 0.4, 0.1])
-    assert by_sequence["correction/effective_step"] == pytest.approx(0.15 / (0.2 + 0.8 + 0.1), rel=1e-6)
-    whole = step_metrics(of_ratios(rule, [1.0, 1.0], [], [1.0], [1.0, 1.0]), advantages, lengths, even, even)
+    assert (
+        small_step(rule, kept_only) is not None
+    )  # a third of the completions is little, whatever they weigh
+    by_sequence = step_metrics(
+        found, advantages, lengths, [0.1, 0.1, 0.4, 0.1], [0.1, 0.1, 0.4, 0.1]
+    )
+    assert by_sequence["correction/effective_step"] == pytest.approx(
+        0.15 / (0.2 + 0.8 + 0.1), rel=1e-6
+    )
+    whole = step_metrics(
+        of_ratios(rule, [1.0, 1.0], [], [1.0], [1.0, 1.0]), advantages, lengths, even, even
+    )
     assert whole == {"correction/kept_fraction": 1.0, "correction/effective_step": 1.0}
     assert small_step(rule, whole) is None
     assert small_step(rule, {}) is None  # no correction
@@ -207,6 +263,12 @@ def test_rules_have_readable_names() -> None:
 
 
 def test_bounds_belong_to_what_is_kept() -> None:
-    """A ratio of exactly 1 between bounds of exactly 1; beside it the next numbers, which are out."""
+    """A ratio of exactly 1 between bounds of exactly 1; beside it the next numbers, which are
+    out."""
     assert kept(Rejection(low=1.0, high=1.0), [1.0, 2.0, 0.5]) == [True, False, False]
-    assert kept(Rejection("k2", "sequence_sum", 0.0, 0.0), [1.0, 1.0], [1.0, 2.0]) == [True, True, False, False]
+    assert kept(Rejection("k2", "sequence_sum", 0.0, 0.0), [1.0, 1.0], [1.0, 2.0]) == [
+        True,
+        True,
+        False,
+        False,
+    ]

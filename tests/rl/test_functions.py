@@ -1,4 +1,5 @@
-"""Losses and advantages of the user's file: the same interface as those by name, and one line for every mistake."""
+"""Losses and advantages of the user's file: the same interface as those by name, and one line for
+every mistake."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,20 +61,25 @@ def test_the_losses_by_name_do_not_depend_on_the_split(loss: str, ratio: str) ->
     [
         f"return LossOutputs(({PLAIN}).mean().expand(len(inputs.advantages)))",
         f"return LossOutputs({PLAIN} - inputs.policy_logprobs.mean())",
-        "a = inputs.advantages - inputs.advantages.mean()\n    return LossOutputs(-inputs.policy_logprobs * a)",
+        "a = inputs.advantages - inputs.advantages.mean()\n    return "
+        "LossOutputs(-inputs.policy_logprobs * a)",
         f"return LossOutputs({PLAIN} / len(inputs.advantages))",
         f"return LossOutputs(({PLAIN}) / (1 + inputs.sequence))",
     ],
 )
 def test_a_statistic_of_the_micro_batch_is_refused(tmp_path: Path, body: str) -> None:
-    """The controls of the split: means, normalized advantages, the number of tokens or sequences."""
+    """The controls of the split: means, normalized advantages, the number of tokens or
+    sequences."""
     objective = ResolvedObjective(loss=loss_file(tmp_path, body))
     assert "depends on how a batch is split" in line_of(lambda: check_functions(objective))
 
 
 def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> None:
     check_functions(ResolvedObjective(loss=loss_file(tmp_path, f"return LossOutputs({PLAIN})")))
-    whole = "sums = torch.zeros(99).index_add(0, inputs.sequence, inputs.policy_logprobs)[inputs.sequence]"
+    whole = (
+        "sums = torch.zeros(99).index_add(0, inputs.sequence, "
+        "inputs.policy_logprobs)[inputs.sequence]"
+    )
     body = f"{whole}\n    return LossOutputs(-sums * inputs.advantages)"
     check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
 
@@ -82,11 +88,17 @@ def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> Non
     ("body", "message"),
     [
         (f"return {PLAIN}", "returned Tensor, expected isobit.rl.algorithm.loss.LossOutputs"),
-        (f"return LossOutputs(({PLAIN}).sum())", "loss is [], expected a tensor with a number for each token, [13]"),
+        (
+            f"return LossOutputs(({PLAIN}).sum())",
+            "loss is [], expected a tensor with a number for each token, [13]",
+        ),
         (f"return LossOutputs(({PLAIN})[1:])", "loss is [12], expected"),
         ("return LossOutputs(inputs.advantages)", "the loss has no gradient"),
         (f"return LossOutputs(({PLAIN}) * float('nan'))", "its gradient is not finite"),
-        (f"return LossOutputs({PLAIN}, metrics={{'mine': 1.0}})", "metrics['mine'] is float, expected a tensor"),
+        (
+            f"return LossOutputs({PLAIN}, metrics={{'mine': 1.0}})",
+            "metrics['mine'] is float, expected a tensor",
+        ),
         (f"return LossOutputs({PLAIN}, metrics={{'kl': inputs.entropy}})", "neither policy nor kl"),
         (f"return LossOutputs({PLAIN}, clipped=True)", "clipped is bool, expected a tensor"),
         ("return 1 / 0", "ZeroDivisionError: division by zero (losses.py, line 5)"),
@@ -112,7 +124,9 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         assert line.startswith(f"algorithm.loss {reference!r}: ")
         assert message in line
     two = loss_file(tmp_path, "pass", "policy, old")
-    assert "expected def loss(inputs: LossInputs) -> LossOutputs" in line_of(lambda: loss_function(two))
+    assert "expected def loss(inputs: LossInputs) -> LossOutputs" in line_of(
+        lambda: loss_function(two)
+    )
     broken = tmp_path / "broken.py"
     broken.write_text("def loss(inputs):\nreturn 1\n")
     for _ in range(2):  # a module that failed is not kept
@@ -133,8 +147,11 @@ def test_a_file_that_has_changed_is_loaded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rollout"])
-def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, precision: str) -> None:
-    """Bit for bit, with a correction and without, in micro-batches; another loss has another gradient."""
+def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(
+    tmp_path: Path, precision: str
+) -> None:
+    """Bit for bit, with a correction and without, in micro-batches; another loss has another
+    gradient."""
     mine = (
         "r = ratios(inputs)\n"
         "    bounded = r.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)\n"
@@ -154,11 +171,16 @@ def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, p
 
 
 def test_metrics_are_means_over_tokens_of_all_micro_batches(tmp_path: Path) -> None:
-    body = f"return LossOutputs({PLAIN}, metrics={{'size': inputs.advantages.abs(), 'one': inputs.entropy > -1}})"
+    body = (
+        f"return LossOutputs({PLAIN}, metrics={{'size': inputs.advantages.abs(), 'one': "
+        "inputs.entropy > -1})"
+    )
     model = tiny_model("fp8", scale=8)
     samples = roll_out(model)
     advantages = alternating(samples)
-    learner = make_learner(model, ResolvedObjective(loss=loss_file(tmp_path, body)), micro_batch_tokens=17)
+    learner = make_learner(
+        model, ResolvedObjective(loss=loss_file(tmp_path, body)), micro_batch_tokens=17
+    )
     metrics = learner.learn(samples, advantages, 0).metrics
     sizes = [abs(a) for s, a in zip(samples, advantages) for _ in s.completion_ids]
     assert metrics["loss/size"] == pytest.approx(sum(sizes) / len(sizes))
@@ -168,21 +190,36 @@ def test_metrics_are_means_over_tokens_of_all_micro_batches(tmp_path: Path) -> N
 
 def scored(rewards: list[list[float | None]]) -> list[list[Sample]]:
     return [
-        [Sample(g, i, (1,), (2,) * (i + 1), (-1.0,) * (i + 1), "", False, 0, reward=r) for i, r in enumerate(group)]
+        [
+            Sample(g, i, (1,), (2,) * (i + 1), (-1.0,) * (i + 1), "", False, 0, reward=r)
+            for i, r in enumerate(group)
+        ]
         for g, group in enumerate(rewards)
     ]
 
 
 def test_advantages_of_completions_and_of_tokens(tmp_path: Path) -> None:
     groups = scored([[1.0, None, 0.5], [0.0, 2.0]])
-    half = advantage_file(tmp_path, "[[None if r is None else r / 2 for r in row] for row in inputs.rewards]")
+    half = advantage_file(
+        tmp_path, "[[None if r is None else r / 2 for r in row] for row in inputs.rewards]"
+    )
     samples, advantages = assign_credit(groups, ResolvedObjective(advantage=half))
     assert (len(samples), advantages) == (4, [0.5, 0.25, 0.0, 1.0])
-    each = "[[None if s.reward is None else [s.reward] * s.num_trained for s in g] for g in inputs.groups]"
-    _, of_tokens = assign_credit(groups, ResolvedObjective(advantage=advantage_file(tmp_path, each)))
+    each = (
+        "[[None if s.reward is None else [s.reward] * s.num_trained for s in g] for g in "
+        "inputs.groups]"
+    )
+    _, of_tokens = assign_credit(
+        groups, ResolvedObjective(advantage=advantage_file(tmp_path, each))
+    )
     assert of_tokens == [(1.0,), (0.5, 0.5, 0.5), (0.0,), (2.0, 2.0)]
-    tensors = "[[None if r is None else __import__('torch').tensor(r) for r in row] for row in inputs.totals()]"
-    _, of_tensors = assign_credit(groups, ResolvedObjective(advantage=advantage_file(tmp_path, tensors)))
+    tensors = (
+        "[[None if r is None else __import__('torch').tensor(r) for r in row] for row in "
+        "inputs.totals()]"
+    )
+    _, of_tensors = assign_credit(
+        groups, ResolvedObjective(advantage=advantage_file(tmp_path, tensors))
+    )
     assert of_tensors == [1.0, 0.5, 0.0, 2.0]
 
 
@@ -192,15 +229,23 @@ def test_advantages_of_completions_and_of_tokens(tmp_path: Path) -> None:
         ("None", "expected one list for each group: returned NoneType, expected a list of 1"),
         ("[]", "expected one list for each group: returned 0 values, expected 1"),
         ("[[1.0]]", "group 0: returned 1 values, expected 3"),
-        ("[[1.0, 2.0, 3.0]]", "group 0, completion 1: expected None exactly where the reward is None, which is None"),
-        ("[[None, None, 3.0]]", "group 0, completion 0: expected None exactly where the reward is None, which is 1.0"),
+        (
+            "[[1.0, 2.0, 3.0]]",
+            "group 0, completion 1: expected None exactly where the reward is None, which is None",
+        ),
+        (
+            "[[None, None, 3.0]]",
+            "group 0, completion 0: expected None exactly where the reward is None, which is 1.0",
+        ),
         ("[[float('nan'), None, 1.0]]", "group 0, completion 0: expected finite numbers, got nan"),
         ("[[1.0, None, [1.0]]]", "group 0, completion 2: returned 1 values, expected 3"),
         ("[['much', None, 1.0]]", "group 0, completion 0"),
         ("inputs.rewards[7]", "IndexError: list index out of range (advantages.py, line 2)"),
     ],
 )
-def test_what_an_advantage_does_wrong_is_one_line(tmp_path: Path, expression: str, message: str) -> None:
+def test_what_an_advantage_does_wrong_is_one_line(
+    tmp_path: Path, expression: str, message: str
+) -> None:
     reference = advantage_file(tmp_path, expression)
     groups = scored([[1.0, None, 0.5]])
     line = line_of(lambda: assign_credit(groups, ResolvedObjective(advantage=reference)))
@@ -226,17 +271,30 @@ def test_the_inputs_are_as_documented() -> None:
 
     model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
-    learner = make_learner(model, ResolvedObjective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8))
+    learner = make_learner(
+        model, ResolvedObjective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8)
+    )
     learner.differentiation.loss = loss
     learner.learn(samples, alternating(samples), 0)
     (inputs,) = seen
     count = sum(len(s.completion_ids) for s in samples)
     for name in (
-        *("policy_logprobs", "old_logprobs", "rollout_logprobs", "advantages", "importance_weights", "token_weights"),
+        *(
+            "policy_logprobs",
+            "old_logprobs",
+            "rollout_logprobs",
+            "advantages",
+            "importance_weights",
+            "token_weights",
+        ),
         *("entropy", "reference_logprobs"),
     ):
         tensor = getattr(inputs, name)
-        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((count,), torch.float32, "cpu"), name
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (
+            (count,),
+            torch.float32,
+            "cpu",
+        ), name
         assert tensor.requires_grad is (name == "policy_logprobs"), name
     assert inputs.sequence.dtype == torch.int64
     assert inputs.sequence.unique_consecutive().tolist() == list(range(len(samples)))

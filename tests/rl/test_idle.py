@@ -1,4 +1,5 @@
-"""Samples that teach nothing are left out: weights, moments and metrics keep every bit, at any number of ranks."""
+"""Samples that teach nothing are left out: weights, moments and metrics keep every bit, at any
+number of ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,14 @@ from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model
-from isobit.rl import OBJECTIVES, Objective, OptimizerSettings, ResolvedObjective, Sample, for_precision
+from isobit.rl import (
+    OBJECTIVES,
+    Objective,
+    OptimizerSettings,
+    ResolvedObjective,
+    Sample,
+    for_precision,
+)
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.algorithm.loss import LossInputs, LossOutputs
 from isobit.rl.learner.agreement import Disagreement
@@ -39,7 +47,9 @@ MEASURED = (
 )  # of the tokens that are computed
 State = dict[str, Tensor]
 GRPO = Objective()
-make_learner = partial(helpers.make_learner, share_prompts=False)  # so that a few tokens are a micro-batch
+make_learner = partial(
+    helpers.make_learner, share_prompts=False
+)  # so that a few tokens are a micro-batch
 
 
 def credit(samples: Sequence[Sample], teaching: Sequence[int] = (0, 2)) -> list[float]:
@@ -52,7 +62,9 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call it, and from then on nothing is left out."""
 
     def compute_all() -> None:
-        monkeypatch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
+        monkeypatch.setattr(
+            "isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset()
+        )
 
     return compute_all
 
@@ -67,10 +79,13 @@ def learn(
     given: Mapping[str, Any] = {},
     **options: Any,
 ) -> tuple[State, list[Mapping[str, float]]]:
-    """(masters and moments, metrics) after a step for each of `teaching`: the prompts whose samples teach."""
+    """(masters and moments, metrics) after a step for each of `teaching`: the prompts whose samples
+    teach."""
     model = tiny_model(precision, family, scale=4, ranks=ranks)
     shards = model.transformer.masters.shards
-    settings = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01, **{"share_prompts": False, **given})
+    settings = OptimizerSettings(
+        learning_rate=1e-2, weight_decay=0.01, **{"share_prompts": False, **given}
+    )
     optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
     chosen = for_precision(ResolvedObjective.of(objective, max_new_tokens=5), model.precision)
     options = {"micro_batch_tokens": 40, "seed": 7, "measured_zero_advantage": 2, **options}
@@ -78,9 +93,15 @@ def learn(
     for step, prompts in enumerate(teaching):
         found.append(learner.learn(samples, credit(samples, prompts), step).metrics)
         model.sync()
-    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
+    state = {
+        f"{name}|{key}": value
+        for name, each in optimizer._tensors().items()
+        for key, value in each.items()
+    }
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
-    return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), found
+    return whole(
+        ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}
+    ), found
 
 
 def same_metrics(left: Sequence[Mapping[str, float]], right: Sequence[Mapping[str, float]]) -> bool:
@@ -97,10 +118,14 @@ def long_groups(precision: str = "fp8", family: str = "qwen3", **given: Any) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-unified", "fp8-rollout", "fp8-e2e", "mxfp8"])
-def test_no_bit_of_weights_and_moments_changes(precision: str, family: str, everything: Any) -> None:
-    """Over a step of which some groups teach, one of few, and one in which none does and the moments alone move the
-    weights."""
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp8", "fp8-unified", "fp8-rollout", "fp8-e2e", "mxfp8"]
+)
+def test_no_bit_of_weights_and_moments_changes(
+    precision: str, family: str, everything: Any
+) -> None:
+    """Over a step of which some groups teach, one of few, and one in which none does and the
+    moments alone move the weights."""
     samples = long_groups(precision, family)
     state, metrics = learn(samples, precision, family)
     shares = [row["learn/skipped_share"] for row in metrics]
@@ -110,7 +135,9 @@ def test_no_bit_of_weights_and_moments_changes(precision: str, family: str, ever
     assert [row["learn/skipped_share"] for row in all_metrics] == [0.0, 0.0, 0.0]
     assert same_bits(state, full)
     assert same_metrics(metrics, all_metrics)
-    assert not same_bits(state, learn(samples, precision, family, teaching=((0, 2), (1,)))[0])  # the moments do move
+    assert not same_bits(
+        state, learn(samples, precision, family, teaching=((0, 2), (1,)))[0]
+    )  # the moments do move
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -129,13 +156,25 @@ def test_no_bit_changes_where_prompts_are_shared(family: str, everything: Any) -
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "gspo", "cispo"])
 def test_no_bit_changes_under_any_objective(preset: str, aggregation: str, everything: Any) -> None:
-    """With several updates on a batch, whose weights have moved, so that ratios are not 1 and tokens are clipped."""
+    """With several updates on a batch, whose weights have moved, so that ratios are not 1 and
+    tokens are clipped."""
     samples = long_groups()
     objective = replace(
-        OBJECTIVES[preset], loss_aggregation=aggregation, epochs=2, clip_low=1e-4, clip_high=1e-4, dual_clip=None
+        OBJECTIVES[preset],
+        loss_aggregation=aggregation,
+        epochs=2,
+        clip_low=1e-4,
+        clip_high=1e-4,
+        dual_clip=None,
     )
-    dual = replace(objective, dual_clip=1.0001) if preset == "grpo" else replace(objective, loss="reinforce")
-    found = [learn(samples, "fp8", objective=each, teaching=((0, 2),)) for each in (objective, dual)]
+    dual = (
+        replace(objective, dual_clip=1.0001)
+        if preset == "grpo"
+        else replace(objective, loss="reinforce")
+    )
+    found = [
+        learn(samples, "fp8", objective=each, teaching=((0, 2),)) for each in (objective, dual)
+    ]
     everything()
     for each, (state, metrics) in zip((objective, dual), found, strict=True):
         full, all_metrics = learn(samples, "fp8", objective=each, teaching=((0, 2),))
@@ -154,7 +193,9 @@ def test_any_number_of_ranks_leaves_out_the_same(family: str, group: int, everyt
     given = {"given": {"sum_group": group}, "objective": objective, "micro_batch_tokens": 17}
     state, metrics = learn(samples, "fp8", family, **given)  # type: ignore[arg-type]
     for size in (2, 3, 4):
-        for found, measured in run(size, lambda ranks: learn(samples, "fp8", family, ranks=ranks, **given)):  # type: ignore[arg-type]
+        for found, measured in run(
+            size, lambda ranks: learn(samples, "fp8", family, ranks=ranks, **given)
+        ):  # type: ignore[arg-type]
             assert same_bits(found, state), size
             assert repr(measured) == repr(metrics), size
     everything()
@@ -164,7 +205,9 @@ def test_any_number_of_ranks_leaves_out_the_same(family: str, group: int, everyt
         assert not same_bits(learn(samples, "fp8", family, **other)[0], state)  # type: ignore[arg-type]
 
 
-def test_control_a_sample_cannot_leave_a_micro_batch_that_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_sample_cannot_leave_a_micro_batch_that_it_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its rows take part in the scales of FP8 WGrad, and in where blocks of 128 tokens begin."""
     model = tiny_model("fp8-unified", scale=4)
     samples = long_groups("fp8-unified")
@@ -195,26 +238,35 @@ def test_the_least_advantage_teaches() -> None:
     assert same_bits(found[1e-50][0], found[0.0][0])
     assert found[1e-8][1] == 0
     assert not same_bits(found[1e-8][0], found[0.0][0])
-    of_tokens = [a if isinstance(a, tuple) else (a,) * s.num_trained for s, a in zip(samples, credit(samples))]
+    of_tokens = [
+        a if isinstance(a, tuple) else (a,) * s.num_trained
+        for s, a in zip(samples, credit(samples))
+    ]
     assert _share(samples, of_tokens) == found[0.0][1]
     last = [(*row[:-1], row[-1] or 1.0) for row in of_tokens]
     assert _share(samples, last) == 0  # one token of each sample teaches
 
 
-def _share(samples: Sequence[Sample], advantages: Sequence[Any], objective: Objective = GRPO) -> float:
+def _share(
+    samples: Sequence[Sample], advantages: Sequence[Any], objective: Objective = GRPO
+) -> float:
     learner = make_learner(tiny_model(scale=4), objective, micro_batch_tokens=40)
     return float(learner.learn(samples, advantages, 0).metrics["learn/skipped_share"])
 
 
 def _squared(inputs: LossInputs) -> LossOutputs:
     """A loss that does not vanish with the advantage."""
-    return LossOutputs(-inputs.advantages * inputs.policy_logprobs + 0.1 * inputs.policy_logprobs.square())
+    return LossOutputs(
+        -inputs.advantages * inputs.policy_logprobs + 0.1 * inputs.policy_logprobs.square()
+    )
 
 
 @pytest.mark.parametrize("term", ["kl", "router", "loss"])
-def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KL penalty, a load-balancing loss, a user's own loss. The control leaves out what has no advantage all the
-    same."""
+def test_nothing_is_left_out_where_another_term_needs_it(
+    term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KL penalty, a load-balancing loss, a user's own loss. The control leaves out what has no
+    advantage all the same."""
     family = "qwen3_moe" if term == "router" else "qwen3"
     samples = long_groups(family=family)
     objective = {
@@ -236,7 +288,8 @@ def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch:
     state, share = found()
     assert share == 0
     monkeypatch.setattr(
-        "isobit.rl.learner.batch.zero_advantage_samples", lambda objective, rows: [not bool(r.any()) for r in rows]
+        "isobit.rl.learner.batch.zero_advantage_samples",
+        lambda objective, rows: [not bool(r.any()) for r in rows],
     )
     other, left_out = found()
     assert left_out > 0.2
@@ -245,23 +298,29 @@ def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch:
 
 
 def test_an_expert_that_idle_tokens_chose_has_a_gradient_of_zeros() -> None:
-    """Not none, which AdamW leaves alone; also where the learner repeats the rollout's choices. The control forgets
-    whom idle tokens went to."""
+    """Not none, which AdamW leaves alone; also where the learner repeats the rollout's choices. The
+    control forgets whom idle tokens went to."""
     model = tiny_model("fp8", "qwen3_moe", scale=4, experts=Experts(16, 2, 24))
     samples = _recorded(model)
     teaching = [float(i == 0) for i in range(len(samples))]
     for objective in (Objective(), Objective(router_replay=True)):
         learner = make_learner(model, objective, micro_batch_tokens=1)
         found = gradients(learner, samples, teaching)
-        zeros = [name for name, gradient in found.items() if ".experts." in name and not gradient.any()]
+        zeros = [
+            name for name, gradient in found.items() if ".experts." in name and not gradient.any()
+        ]
         assert zeros
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("isobit.rl.learner.gradient.served_experts", lambda *given: set())
             forgetful = make_learner(model, objective, micro_batch_tokens=1)
             assert gradients(forgetful, samples, teaching).keys() < found.keys()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
-            full = gradients(make_learner(model, objective, micro_batch_tokens=1), samples, teaching)
+            patch.setattr(
+                "isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset()
+            )
+            full = gradients(
+                make_learner(model, objective, micro_batch_tokens=1), samples, teaching
+            )
         assert same_bits(found, full)
 
 
@@ -270,7 +329,8 @@ def _recorded(model: Model) -> list[Sample]:
     engine = Engine(model, kv_pages=64, page_size=4, record_routes=True)
     groups = engine.generate(["1+1=", "23*4="], Sampling(n=2, max_new_tokens=3))
     return [
-        Sample(c.prompt_id, c.sample_index, tuple(c.prompt_token_ids), tuple(c.token_ids), tuple(c.logprobs), "",
+        Sample(c.prompt_id, c.sample_index, tuple(c.prompt_token_ids), tuple(c.token_ids),
+            tuple(c.logprobs), "",
                False, 0, routes=c.routes)
         for group in groups
         for c in group
@@ -278,9 +338,13 @@ def _recorded(model: Model) -> list[Sample]:
 
 
 def test_the_mismatch_is_measured_on_some_that_are_left_out() -> None:
-    """The same ones at any time, others in another step; all of them if they are asked for, and none if none are."""
+    """The same ones at any time, others in another step; all of them if they are asked for, and
+    none if none are."""
     samples = long_groups()
-    trained = {n: sum(s.num_trained for s in samples if s.prompt_index in n) for n in ((0, 1, 2, 3, 4), (0, 2))}
+    trained = {
+        n: sum(s.num_trained for s in samples if s.prompt_index in n)
+        for n in ((0, 1, 2, 3, 4), (0, 2))
+    }
     compared = {}
     for count in (0, 2, 1000):
         learned = _learned(samples, measured_zero_advantage=count)
@@ -294,7 +358,12 @@ def test_the_mismatch_is_measured_on_some_that_are_left_out() -> None:
         < tokens_of(samples, compared[1000])
         == sum(s.num_trained for s in samples)
     )
-    assert compared[0] < compared[2] < compared[1000] == {(s.prompt_index, s.sample_index) for s in samples}
+    assert (
+        compared[0]
+        < compared[2]
+        < compared[1000]
+        == {(s.prompt_index, s.sample_index) for s in samples}
+    )
     assert len(compared[2]) == len(compared[0]) + 2
     assert set(_learned(samples, measured_zero_advantage=2).compared) == compared[2]
     assert drawn(range(9), 3, 0, 1) != drawn(range(9), 3, 0, 2)
@@ -319,30 +388,42 @@ def test_a_difference_is_found_in_what_is_left_out() -> None:
     """Where it is measured; the control measures none."""
     samples = long_groups()
     broken = [
-        s if s.prompt_index in (0, 2) else replace(s, rollout_logprobs=tuple(x - 1 for x in s.rollout_logprobs))
+        s
+        if s.prompt_index in (0, 2)
+        else replace(s, rollout_logprobs=tuple(x - 1 for x in s.rollout_logprobs))
         for s in samples
     ]
     for count, precision in ((2, "fp8"), (0, "fp8")):
         learner = make_learner(
-            tiny_model(precision, scale=4), on_mismatch="stop", micro_batch_tokens=1, measured_zero_advantage=count
+            tiny_model(precision, scale=4),
+            on_mismatch="stop",
+            micro_batch_tokens=1,
+            measured_zero_advantage=count,
         )
         if count:
             with pytest.raises(Disagreement):
                 learner.learn(broken, credit(broken), 0)
         else:
-            assert learner.learn(broken, credit(broken), 0).metrics["mismatch/differing_tokens"] == 0
+            assert (
+                learner.learn(broken, credit(broken), 0).metrics["mismatch/differing_tokens"] == 0
+            )
 
 
 _RULES = {
     "token_tis": (CorrectionRule("token", cap=2.0), True),
     "normalized": (CorrectionRule("token", cap=2.0, normalize=True), False),
     "rejection": (CorrectionRule("token", rejection=Rejection("ratio", "token", 0.8, 1.25)), False),
-    "kept": (CorrectionRule(rejection=Rejection("ratio", "token", 0.8, 1.25), denominator="kept"), False),
+    "kept": (
+        CorrectionRule(rejection=Rejection("ratio", "token", 0.8, 1.25), denominator="kept"),
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize("rule", _RULES)
-def test_old_logprobs_are_computed_of_what_teaches(rule: str, everything: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_logprobs_are_computed_of_what_teaches(
+    rule: str, everything: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And of what is measured; of all, where a correction decides over the batch."""
     samples = long_groups("fp8-rollout")
     correction, spared = _RULES[rule]
@@ -370,7 +451,10 @@ def test_old_logprobs_are_computed_of_what_teaches(rule: str, everything: Any, m
 def test_stale_samples_that_teach_nothing_are_left_out(everything: Any) -> None:
     """Old log-probabilities are computed under one flow too, where samples are of older weights."""
     samples = [replace(s, weights_version=-(s.sample_index % 2)) for s in long_groups()]
-    objective = replace(for_precision(Objective(), tiny_model().precision, stale=True), recompute_old_logprobs="always")
+    objective = replace(
+        for_precision(Objective(), tiny_model().precision, stale=True),
+        recompute_old_logprobs="always",
+    )
     state, metrics = learn(samples, "fp8", objective=objective)
     assert 0.2 < metrics[0]["learn/skipped_share"] < 1
     everything()
@@ -378,10 +462,16 @@ def test_stale_samples_that_teach_nothing_are_left_out(everything: Any) -> None:
 
 
 def test_idle_samples_apart_are_all_left_out(everything: Any) -> None:
-    """What teaches is then grouped as if it were alone, which rounds gradients differently; leaving out the rest
-    changes no bit of that."""
-    samples = [s for pair in zip(*(long_groups()[i::2] for i in (0, 1)), strict=True) for s in reversed(pair)]
-    samples.sort(key=lambda s: s.sample_index)  # so that groups are mixed, as several updates of a batch mix them
+    """What teaches is then grouped as if it were alone, which rounds gradients differently; leaving
+    out the rest changes no bit of that."""
+    samples = [
+        s
+        for pair in zip(*(long_groups()[i::2] for i in (0, 1)), strict=True)
+        for s in reversed(pair)
+    ]
+    samples.sort(
+        key=lambda s: s.sample_index
+    )  # so that groups are mixed, as several updates of a batch mix them
     given: dict[str, Any] = {"teaching": ((0, 2), (1,)), "micro_batch_tokens": 60}
     state, metrics = learn(samples, "fp8", given={"idle_apart": True}, **given)
     rows = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
@@ -414,7 +504,8 @@ def test_the_first_that_teaches_is_differentiated_twice(monkeypatch: pytest.Monk
 
 
 def test_groups_of_sums_keep_their_places() -> None:
-    """Where micro-batches are added in groups, an idle one keeps its place in a group that teaches."""
+    """Where micro-batches are added in groups, an idle one keeps its place in a group that
+    teaches."""
     one = Update(range(8), [[i] for i in range(8)], frozenset((0, 2, 3, 6)))
     assert one.dealt(1) == [1, 4, 5, 7]
     assert one.dealt(2) == [None, 1, 4, 5, None, 7]

@@ -1,4 +1,5 @@
-"""The learner on tiny models: gradients, old log-probabilities, mismatch, KL, several updates, resuming."""
+"""The learner on tiny models: gradients, old log-probabilities, mismatch, KL, several updates,
+resuming."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,21 @@ from isobit.rl.learner.supervised import supervised_update
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import metrics
 from tests.models import tiny_model
-from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot
+from tests.rl.helpers import (
+    alternating,
+    distance,
+    gradients,
+    make_learner,
+    roll_out,
+    same_bits,
+    snapshot,
+)
 
 
 @pytest.mark.parametrize("preset", list(OBJECTIVES))
 def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
-    """Sample by sample, token by token, in the plain formulas of the papers; off-policy, so that some tokens clip."""
+    """Sample by sample, token by token, in the plain formulas of the papers; off-policy, so that
+    some tokens clip."""
     model = tiny_model("float32", scale=8)
     samples = [
         replace(s, rollout_logprobs=tuple(x + 0.1 * i for i, x in enumerate(s.rollout_logprobs, 1)))
@@ -40,7 +50,9 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
         logprobs, _ = forward(model, pack([sample]), 1.0)
         terms = []
         log_ratios = logprobs - torch.tensor(sample.rollout_logprobs)
-        whole = torch.exp(log_ratios.sum() if objective.ratio == "sequence_sum" else log_ratios.mean())
+        whole = torch.exp(
+            log_ratios.sum() if objective.ratio == "sequence_sum" else log_ratios.mean()
+        )
         for logprob, old in zip(logprobs, sample.rollout_logprobs):
             ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
             bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
@@ -55,15 +67,20 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
         }
         loss = loss + sum(terms) * scale[objective.loss_aggregation]
     loss.backward()
-    written_out = {n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None}
+    written_out = {
+        n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None
+    }
     assert len(written_out) == len(model.parameters())
     assert distance(packed_way, written_out) < 1e-5
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("fp8", 0.1)])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_gradients_do_not_depend_on_the_split(precision: str, bound: float, aggregation: str) -> None:
-    """To the rounding of sums; under FP8 WGrad to that of its scales, which 128 tokens of a micro-batch share."""
+def test_gradients_do_not_depend_on_the_split(
+    precision: str, bound: float, aggregation: str
+) -> None:
+    """To the rounding of sums; under FP8 WGrad to that of its scales, which 128 tokens of a
+    micro-batch share."""
     model = tiny_model(precision, scale=8)
     samples = roll_out(model)
     objective = ResolvedObjective(loss_aggregation=aggregation, max_new_tokens=5)
@@ -79,7 +96,9 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
     model = tiny_model(scale=8)
     samples = roll_out(model)
     results = [
-        make_learner(tiny_model(scale=8), micro_batch_tokens=budget).learn(samples, alternating(samples), 0).metrics
+        make_learner(tiny_model(scale=8), micro_batch_tokens=budget)
+        .learn(samples, alternating(samples), 0)
+        .metrics
         for budget in (1, 17, 10_000)
     ]
     for name in ("mismatch/differing_tokens", "mismatch/kl_k3", "clip_fraction"):
@@ -91,7 +110,11 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
     model = tiny_model(precision, scale=8)
     samples = roll_out(model, temperature=0.7)
-    result = make_learner(model, ResolvedObjective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
+    result = (
+        make_learner(model, ResolvedObjective(temperature=0.7))
+        .learn(samples, alternating(samples), 0)
+        .metrics
+    )
     assert result["mismatch/differing_tokens"] == 0
     assert result["mismatch/token_mult_prob_error"] == 1
     assert result["clip_fraction"] == 0
@@ -100,12 +123,16 @@ def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: 
 
 
 def test_what_must_differ_differs() -> None:
-    """Negative controls: another temperature, weights that have moved, a learner in BF16 under FP8 rollouts."""
+    """Negative controls: another temperature, weights that have moved, a learner in BF16 under FP8
+    rollouts."""
     model = tiny_model(scale=8)
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
     warm = make_learner(model, ResolvedObjective(temperature=0.7))
-    assert warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"] > 0.9 * count
+    assert (
+        warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"]
+        > 0.9 * count
+    )
     model.sync()
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
     assert moved["mismatch/differing_tokens"] > 0.9 * count
@@ -123,17 +150,25 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
     samples = roll_out(model)
     advantages = alternating(samples)
     rule = CorrectionRule("token", cap=1.01)
-    objective = for_precision(Objective(loss_aggregation="token_mean", correction=rule), model.precision)
+    objective = for_precision(
+        Objective(loss_aggregation="token_mean", correction=rule), model.precision
+    )
     result = make_learner(model, objective).learn(samples, advantages, 0).metrics
     fresh = tiny_model("fp8-rollout", scale=8)
     weighted, losses = [], []
     for sample, advantage in zip(samples, advantages):
-        old = fresh.logprobs([sample.prompt_ids + sample.completion_ids])[0][len(sample.prompt_ids) - 1 :]
-        ratio = torch.exp(old.double() - torch.tensor(sample.rollout_logprobs, dtype=torch.float64)).tolist()
+        old = fresh.logprobs([sample.prompt_ids + sample.completion_ids])[0][
+            len(sample.prompt_ids) - 1 :
+        ]
+        ratio = torch.exp(
+            old.double() - torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
+        ).tolist()
         weighted += [min(w, 1.01) for w in ratio]
         losses += [-advantage * min(w, 1.01) for w in ratio]
     assert result["loss/policy"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert result["correction/mean_weight"] == pytest.approx(sum(weighted) / len(weighted), rel=1e-6)
+    assert result["correction/mean_weight"] == pytest.approx(
+        sum(weighted) / len(weighted), rel=1e-6
+    )
     assert 0 < result["correction/clipped_fraction"] < 1
     assert 0 < result["correction/effective_sample_size_untruncated"] < 1
     assert result["clip_fraction"] == 0
@@ -142,9 +177,10 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
-    """verl's `agg_loss` over a mask that has lost the rejected tokens, policy and KL alike, for any split; the control
-    is the average over all."""
-    model, reference = tiny_model("fp8-rollout", scale=8), tiny_model("fp8-rollout", seed=1, scale=8)
+    """verl's `agg_loss` over a mask that has lost the rejected tokens, policy and KL alike, for any
+    split; the control is the average over all."""
+    model = tiny_model("fp8-rollout", scale=8)
+    reference = tiny_model("fp8-rollout", seed=1, scale=8)
     samples = roll_out(model)
     rejection = Rejection("ratio", "token", 0.8, 1.25)
 
@@ -170,7 +206,9 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
     assert 0 < kept < sum(len(mask) for mask in masks)
     loss = {
         "token_mean": lambda: sum(row.sum() for row in losses) / kept,
-        "sequence_mean": lambda: sum(row.sum() / (m.sum() + 1e-8) for row, m in zip(losses, masks)) / len(losses),
+        "sequence_mean": lambda: (
+            sum(row.sum() / (m.sum() + 1e-8) for row, m in zip(losses, masks)) / len(losses)
+        ),
         "constant": lambda: sum(row.sum() for row in losses) / len(losses) / 5,
     }[aggregation]()
     for parameter in model.parameters():
@@ -185,7 +223,9 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
 def test_bypass_takes_the_ratio_to_the_rollout() -> None:
     model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
-    objective = for_precision(Objective(clip_low=1e-4, clip_high=1e-4, recompute_old_logprobs="never"), model.precision)
+    objective = for_precision(
+        Objective(clip_low=1e-4, clip_high=1e-4, recompute_old_logprobs="never"), model.precision
+    )
     result = make_learner(model, objective).learn(samples, alternating(samples), 0).metrics
     assert result["clip_fraction"] > 0.1  # before any update: the mismatch itself is what clips
     assert result["mismatch/differing_tokens"] > 0
@@ -246,7 +286,9 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
     samples = roll_out(tiny_model("float32", scale=8))
     plain = make_learner(tiny_model("float32", scale=8))
     objective = Objective(kl_coefficient=0.5)
-    penalized = make_learner(tiny_model("float32", scale=8), objective, reference=tiny_model("float32", scale=8))
+    penalized = make_learner(
+        tiny_model("float32", scale=8), objective, reference=tiny_model("float32", scale=8)
+    )
     first = penalized.learn(samples, alternating(samples), 0).metrics
     plain.learn(samples, alternating(samples), 0)
     assert first["loss/kl"] == 0
@@ -257,7 +299,8 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3-unbiased"])
 def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
-    """With no advantage it is all that is learned; the reference computes under a precision of its own."""
+    """With no advantage it is all that is learned; the reference computes under a precision of its
+    own."""
     model, reference = tiny_model("fp8", scale=8), tiny_model("bf16", seed=1, scale=8)
     objective = Objective(kl_coefficient=1.0, kl_estimator=estimator, loss_aggregation="token_mean")
     learner = make_learner(model, objective, rate=3e-3, reference=reference)
@@ -278,10 +321,14 @@ def test_the_probability_of_a_rewarded_token_rises() -> None:
     for step in range(16):
         model.sync()
         samples = roll_out(model, group_size=8, seed=step)
-        rewards = [sum(t == seven for t in s.completion_ids) / len(s.completion_ids) for s in samples]
+        rewards = [
+            sum(t == seven for t in s.completion_ids) / len(s.completion_ids) for s in samples
+        ]
         mean = sum(rewards) / len(rewards)
         shares.append(mean)
-        differing += learner.learn(samples, [r - mean for r in rewards], step).metrics["mismatch/differing_tokens"]
+        differing += learner.learn(samples, [r - mean for r in rewards], step).metrics[
+            "mismatch/differing_tokens"
+        ]
     assert shares[0] < 0.15
     assert shares[-1] > 0.8
     assert differing == 0
@@ -291,7 +338,9 @@ def test_supervised_learning_is_the_same_gradient_as_reinforcing_the_completion(
     """At ratio 1 with advantage 1 the token-mean surrogate has the gradient of cross-entropy."""
     model = tiny_model("float32", scale=8)
     samples = roll_out(model)
-    reinforced = gradients(make_learner(model, Objective(loss_aggregation="token_mean")), samples, [1.0] * len(samples))
+    reinforced = gradients(
+        make_learner(model, Objective(loss_aggregation="token_mean")), samples, [1.0] * len(samples)
+    )
     optimizer = make_learner(model).optimizer
     taken: list[dict[str, Tensor]] = []
     optimizer.step = lambda rate, norm: taken.append(  # type: ignore[method-assign]
@@ -308,7 +357,9 @@ def test_supervised_learning_is_the_same_gradient_as_reinforcing_the_completion(
 def test_supervised_learning_fits_its_data() -> None:
     model = tiny_model("fp8")
     prompt, answer = model.tokenizer.encode("1+1="), model.tokenizer.encode("2", add_special=False)
-    data = [Sample(0, 0, tuple(prompt), (*answer, *model.tokenizer.eos_ids), (0.0, 0.0), "", False, 0)]
+    data = [
+        Sample(0, 0, tuple(prompt), (*answer, *model.tokenizer.eos_ids), (0.0, 0.0), "", False, 0)
+    ]
     optimizer = ShardedOptimizer(model.named_parameters(), make_learner(model).optimizer.settings)
     losses = []
     for _ in range(25):

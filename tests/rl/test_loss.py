@@ -1,4 +1,5 @@
-"""Losses against closed forms, their gradients against analytic ones, and sums that do not depend on the split."""
+"""Losses against closed forms, their gradients against analytic ones, and sums that do not depend
+on the split."""
 
 import math
 
@@ -20,7 +21,8 @@ def f64(*values: float) -> Tensor:
 
 
 def test_clipped_surrogate_and_its_gradient_case_by_case() -> None:
-    """Below, inside and above the clip range, for both signs; the gradient is -ratio·A where the clip is not active."""
+    """Below, inside and above the clip range, for both signs; the gradient is -ratio·A where the
+    clip is not active."""
     ratios = f64(0.5, 0.9, 1.0, 1.2, 1.27, 1.3, 2.0).repeat(2)
     advantages = torch.cat([f64(*[1.5] * 7), f64(*[-2.0] * 7)])
     policy = ratios.log().requires_grad_()
@@ -57,9 +59,14 @@ def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float) -> None:
     policy = torch.tensor([log_ratio], requires_grad=True)
-    result = policy_loss(policy, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2)
+    result = policy_loss(
+        policy, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2
+    )
     result.loss.sum().backward()
-    expected = -min(math.exp(math.copysign(20, log_ratio)) * advantage, min(max(log_ratio, 0.8), 1.2) * advantage)
+    expected = -min(
+        math.exp(math.copysign(20, log_ratio)) * advantage,
+        min(max(log_ratio, 0.8), 1.2) * advantage,
+    )
     assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert policy.grad is not None
     assert policy.grad.item() == 0
@@ -67,7 +74,9 @@ def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float) -> None:
 
 def test_the_step_adds_losses_by_both_weights() -> None:
     policy, weights, shares = f64(0.1, -0.1).requires_grad_(), f64(0.5, 2.0), f64(0.1, 0.3)
-    inputs = loss_inputs(policy, f64(0, 0), f64(1, -1), Objective(), importance_weights=weights, token_weights=shares)
+    inputs = loss_inputs(
+        policy, f64(0, 0), f64(1, -1), Objective(), importance_weights=weights, token_weights=shares
+    )
     outputs = clip(inputs)
     total = weighted_sum(outputs, inputs)
     torch.testing.assert_close(total, (outputs.loss * f64(0.05, 0.6)).sum())
@@ -107,7 +116,11 @@ def test_kl_estimators_have_the_mean_and_the_mean_gradient_that_they_claim() -> 
     for estimator, kl in (("k1", None), ("k2", forward_kl), ("k3", reverse_kl)):
         value = (weight * kl_penalty(policy, reference, estimator)).sum()
         (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
-        (expected,) = (torch.zeros_like(logits),) if kl is None else torch.autograd.grad(kl, logits, retain_graph=True)
+        (expected,) = (
+            (torch.zeros_like(logits),)
+            if kl is None
+            else torch.autograd.grad(kl, logits, retain_graph=True)
+        )
         torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-9)
         if estimator != "k2":  # k2 is biased in value
             assert value.item() == pytest.approx(forward_kl.item(), rel=1e-12)
@@ -144,7 +157,8 @@ def test_no_tokens_are_no_error(aggregation: str) -> None:
 
 
 def test_averages_per_micro_batch_would_not_be_the_average_of_the_batch() -> None:
-    """The negative control of split-independence: the mean of the parts' own means is another number."""
+    """The negative control of split-independence: the mean of the parts' own means is another
+    number."""
     whole = token_weights([4, 1], "token_mean", 10)
     parts = [token_weights([length], "token_mean", 10)[0] / 2 for length in (4, 1)]
     assert whole == pytest.approx([0.2, 0.2])
@@ -152,10 +166,13 @@ def test_averages_per_micro_batch_would_not_be_the_average_of_the_batch() -> Non
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
-    """ratio 5 with A = -2 costs 10; with c = 3 it costs 6 and has no gradient. Good tokens are as before."""
+    """ratio 5 with A = -2 costs 10; with c = 3 it costs 6 and has no gradient. Good tokens are as
+    before."""
     policy = f64(5.0, 2.0, 5.0).log().requires_grad_()
     advantages = f64(-2.0, -2.0, 2.0)
-    result = policy_loss(policy, f64(0, 0, 0), advantages, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    result = policy_loss(
+        policy, f64(0, 0, 0), advantages, clip_low=LOW, clip_high=HIGH, dual_clip=3.0
+    )
     torch.testing.assert_close(result.loss, f64(6.0, 4.0, -2.0 * (1 + HIGH)))
     result.loss.sum().backward()
     assert policy.grad is not None
@@ -164,7 +181,8 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
 
 
 def test_cispo_keeps_a_gradient_where_the_clip_has_none() -> None:
-    """-sg(clip(ratio))·A·log p: the gradient is the clipped ratio times -A, for clipped tokens too."""
+    """-sg(clip(ratio))·A·log p: the gradient is the clipped ratio times -A, for clipped tokens
+    too."""
     ratios, advantages = f64(0.5, 1.0, 3.0, 9.0), f64(1.0, -1.0, 2.0, -2.0)
     policy = ratios.log().requires_grad_()
     options = {"clip_low": 1.0, "clip_high": 4.0}
@@ -176,11 +194,14 @@ def test_cispo_keeps_a_gradient_where_the_clip_has_none() -> None:
 
 
 def test_one_ratio_for_a_sequence_is_the_geometric_mean() -> None:
-    """GSPO: ratios 2 and 0.5 make 1, 4 and 1 make 2; the gradient of a token is its share, ratio·A / tokens."""
+    """GSPO: ratios 2 and 0.5 make 1, 4 and 1 make 2; the gradient of a token is its share, ratio·A
+    / tokens."""
     policy = f64(2.0, 0.5, 4.0, 1.0, 1.1).log().requires_grad_()
     advantages, sequence = f64(1.0, 1.0, -1.0, -1.0, 3.0), torch.tensor([0, 0, 2, 2, 3])
     options = {"clip_low": 0.2, "clip_high": 0.2}
-    result = policy_loss(policy, torch.zeros(5), advantages, ratio="sequence", sequence=sequence, **options)
+    result = policy_loss(
+        policy, torch.zeros(5), advantages, ratio="sequence", sequence=sequence, **options
+    )
     torch.testing.assert_close(result.ratio, f64(1.0, 1.0, 2.0, 2.0, 1.1))
     torch.testing.assert_close(result.loss, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
     result.loss.sum().backward()
@@ -192,5 +213,7 @@ def test_one_ratio_for_a_sequence_is_the_geometric_mean() -> None:
 
 def test_one_sequence_is_a_batch_of_one() -> None:
     assert token_weights([3], "constant", 10) == [1 / 10]
-    assert token_weights([3], "sequence_mean", 10) == token_weights([3], "token_mean", 10) == [1 / 3]
+    assert (
+        token_weights([3], "sequence_mean", 10) == token_weights([3], "token_mean", 10) == [1 / 3]
+    )
     assert token_weights([1], "token_mean", 10) == [1.0]

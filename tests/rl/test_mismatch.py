@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from isobit.rl.algorithm.mismatch import differing, mismatch_metrics, position_metrics, sequence_metrics
+from isobit.rl.algorithm.mismatch import (
+    differing,
+    mismatch_metrics,
+    position_metrics,
+    sequence_metrics,
+)
 from isobit.run import metrics
 
 
@@ -46,14 +51,20 @@ def test_every_formula_on_two_tokens() -> None:
         "compared_tokens": 2,
     }
     values = mismatch_metrics(learner, rollout)
-    assert values == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-12)
+    assert values == pytest.approx(
+        {f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-12
+    )
     metrics.check(values)
 
 
 def test_k1_shows_the_direction_of_a_corruption() -> None:
     rollout = torch.linspace(-3, -1, 7)
-    assert mismatch_metrics(rollout - 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(0.1, rel=1e-5)
-    assert mismatch_metrics(rollout + 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(-0.1, rel=1e-5)
+    assert mismatch_metrics(rollout - 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(
+        0.1, rel=1e-5
+    )
+    assert mismatch_metrics(rollout + 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(
+        -0.1, rel=1e-5
+    )
 
 
 def test_one_unit_in_the_last_place_is_a_difference() -> None:
@@ -102,7 +113,11 @@ def test_sequence_metrics_stay_finite_at_the_extremes() -> None:
     values = sequence_metrics([torch.full((40,), -30.0)], [torch.full((40,), -1e-3)])
     assert all(math.isfinite(value) for value in values.values())
     same = sequence_metrics([torch.tensor([-2.0])], [torch.tensor([-2.0])])
-    assert (same["mismatch/ppl_ratio"], same["mismatch/chi2_sequence"], same["mismatch/log_ppl_diff"]) == (1, 0, 0)
+    assert (
+        same["mismatch/ppl_ratio"],
+        same["mismatch/chi2_sequence"],
+        same["mismatch/log_ppl_diff"],
+    ) == (1, 0, 0)
 
 
 def test_ratios_are_bounded_at_the_exponential_of_20_and_not_before() -> None:
@@ -135,10 +150,14 @@ def test_by_position_each_token_counts_in_its_power_of_two() -> None:
 
     values = position_metrics(learner, rollout, positions)
     expected = {1: k3(0.1, 0.6), 2: k3(0.2, 0.3, 0.7), 4: k3(0.4), 8: k3(0.5)}
-    assert values == {f"mismatch/kl_k3_from_{n}": pytest.approx(value, rel=1e-5) for n, value in expected.items()}
+    assert values == {
+        f"mismatch/kl_k3_from_{n}": pytest.approx(value, rel=1e-5) for n, value in expected.items()
+    }
     metrics.check(values)
     moved = position_metrics(learner, rollout, positions + 8)
-    assert moved.keys() == {"mismatch/kl_k3_from_8", "mismatch/kl_k3_from_16"}, "the control: other positions"
+    assert moved.keys() == {"mismatch/kl_k3_from_8", "mismatch/kl_k3_from_16"}, (
+        "the control: other positions"
+    )
 
 
 def test_by_position_the_ends_of_every_power_of_two() -> None:

@@ -1,4 +1,5 @@
-"""Muon against the published implementations, and its promise: the same bits on any number of ranks and threads."""
+"""Muon against the published implementations, and its promise: the same bits on any number of ranks
+and threads."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -54,11 +55,14 @@ def optimizer(
     kept = {name: rows.clone() for name, rows in own_rows(given, ranks).items()}
     masters = Masters(kept, shapes, torch.device("cpu"), ranks, dtype)
     shards = Shards.of(shapes, ranks)
-    return ShardedOptimizer(masters.parameters, settings, shards, get_ops("native"), masters.holders, matrices)
+    return ShardedOptimizer(
+        masters.parameters, settings, shards, get_ops("native"), masters.holders, matrices
+    )
 
 
 def descend(chosen: ShardedOptimizer, steps: range) -> dict[str, Tensor]:
-    """Steps with random gradients, of which every second leaves an expert out. This rank's masters and state."""
+    """Steps with random gradients, of which every second leaves an expert out. This rank's masters
+    and state."""
     shards = chosen.shards
     for step in steps:
         for name, gradient in drawn(100 + step, shards.shapes).items():
@@ -68,12 +72,17 @@ def descend(chosen: ShardedOptimizer, steps: range) -> dict[str, Tensor]:
     masters = {f"{name}|master": p.detach().clone() for name, p in chosen.parameters.items()}
     states = chosen._tensors()
     return masters | {
-        f"{name}|{key}": value.clone() for name, state in states.items() for key, value in state.items() if value.ndim
+        f"{name}|{key}": value.clone()
+        for name, state in states.items()
+        for key, value in state.items()
+        if value.ndim
     }
 
 
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def jordan(gradient: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -91,14 +100,18 @@ def jordan(gradient: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64), (128, 128), (33, 65), (1, 7)])
 def test_orthogonalized_is_the_published_iteration(shape: tuple[int, int]) -> None:
-    """In BF16 it is as near to the iteration in float64 as Jordan's own is. The control has one step fewer."""
+    """In BF16 it is as near to the iteration in float64 as Jordan's own is. The control has one
+    step fewer."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     exact, theirs = jordan(matrix, 5, torch.float64), jordan(matrix, 5, torch.bfloat16).double()
     for ops in (get_ops("native"), get_ops("reference"), get_ops("reference", "exact")):
         mine = orthogonalized(matrix, 5, ops).double()
         apart = float((mine - exact).norm() / exact.norm())
         assert apart < max(1.5 * float((theirs - exact).norm() / exact.norm()), 4e-3)
-        assert float((orthogonalized(matrix, 4, ops).double() - exact).norm() / exact.norm()) > 4 * apart
+        assert (
+            float((orthogonalized(matrix, 4, ops).double() - exact).norm() / exact.norm())
+            > 4 * apart
+        )
     values = torch.linalg.svdvals(mine)  # all but those that began far below the largest
     assert float(values[int(0.9 * len(values))]) > 0.6
     assert float(values.max()) < 1.3
@@ -111,20 +124,25 @@ def test_a_gradient_of_zeros_changes_nothing_but_by_decay() -> None:
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_steps_are_those_of_pytorchs_muon(rule: str, nesterov: bool) -> None:
-    """Up to the rounding of BF16, which differs by the order of sums; momentum to a last place. Masters move by what
-    `torch.optim.Muon` moves matrices of their own by; the control takes the other momentum, or decays with another."""
+    """Up to the rounding of BF16, which differs by the order of sums; momentum to a last place.
+    Masters move by what `torch.optim.Muon` moves matrices of their own by; the control takes the
+    other momentum, or decays with another."""
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch has no Muon")
     settings = replace(SETTINGS, adjust_lr=rule, nesterov=nesterov)
     chosen, start = optimizer(settings), drawn(0)
-    parts = {name: start[name].split(list(MATRICES.get(name, (len(start[name]),)))) for name in start}
+    parts = {
+        name: start[name].split(list(MATRICES.get(name, (len(start[name]),)))) for name in start
+    }
     theirs = {
         name: [nn.Parameter(part.clone()) for part in parts[name]]
         for name in start
         if start[name].ndim == 2 and name != "embed"
     }
     options = {"momentum": 0.95, "adjust_lr_fn": rule, "weight_decay": 0.1}
-    published = torch.optim.Muon([p for each in theirs.values() for p in each], nesterov=nesterov, **options)
+    published = torch.optim.Muon(
+        [p for each in theirs.values() for p in each], nesterov=nesterov, **options
+    )
     for step in range(4):
         for name, gradient in drawn(100 + step).items():
             chosen.holders[name].grad = gradient.clone()
@@ -144,29 +162,41 @@ def test_steps_are_those_of_pytorchs_muon(rule: str, nesterov: bool) -> None:
 
     def apart(given: ShardedOptimizer, name: str) -> float:
         wanted = torch.cat([p.detach() for p in theirs[name]])
-        return float((given.parameters[name].detach() - wanted).norm() / (wanted - start[name]).norm())
+        return float(
+            (given.parameters[name].detach() - wanted).norm() / (wanted - start[name]).norm()
+        )
 
     for name, each in theirs.items():
         assert apart(chosen, name) < 0.015, name
         assert apart(other, name) > 0.1, name
         assert apart(undecayed, name) > 0.015, name
         buffers = torch.cat([published.state[p]["momentum_buffer"] for p in each])
-        torch.testing.assert_close(chosen._tensors()[name]["momentum_buffer"], buffers, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            chosen._tensors()[name]["momentum_buffer"], buffers, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_the_rate_is_adjusted_as_published() -> None:
     assert adjustment((300, 100), "original") == math.sqrt(3)
     assert adjustment((100, 300), "original") == 1.0
     assert (
-        adjustment((300, 100), "match_rms_adamw") == adjustment((100, 300), "match_rms_adamw") == 0.2 * math.sqrt(300)
+        adjustment((300, 100), "match_rms_adamw")
+        == adjustment((100, 300), "match_rms_adamw")
+        == 0.2 * math.sqrt(300)
     )
     assert COEFFICIENTS == (3.4445, -4.7750, 2.0315)
 
 
 def test_matrices_of_a_fused_master_are_orthogonalized_one_by_one() -> None:
-    """A fused master has the bits of its three as masters of their own. The control takes it as one matrix."""
+    """A fused master has the bits of its three as masters of their own. The control takes it as one
+    matrix."""
     fused, one = descend(optimizer(), range(2)), descend(optimizer(matrices={}), range(2))
-    apart = dict(zip(("layers.1.o", "layers.2.o", "layers.3.o"), drawn(0)["layers.0.qkv"].split([256, 128, 128])))
+    apart = dict(
+        zip(
+            ("layers.1.o", "layers.2.o", "layers.3.o"),
+            drawn(0)["layers.0.qkv"].split([256, 128, 128]),
+        )
+    )
     chosen = optimizer(values=apart)
     for step in range(2):
         for name, gradient in zip(apart, drawn(100 + step)["layers.0.qkv"].split([256, 128, 128])):
@@ -188,7 +218,10 @@ def test_who_updates_what(family: str) -> None:
     assert rest <= {
         *("embed", "head", "router", "router_bias", "gates", "conv", "decay", "step_bias", "sinks"),
         *(f"{role}_bias" for role in roles),
-        *(f"{norm}_norm" for norm in ("input", "post", "final", "q", "k", "state", "attention_out", "mlp_out")),
+        *(
+            f"{norm}_norm"
+            for norm in ("input", "post", "final", "q", "k", "state", "attention_out", "mlp_out")
+        ),
     }
     heights = chosen._masters.matrices
     assert all(sum(heights[name]) == len(p) for name, p in chosen.parameters.items())
@@ -197,17 +230,25 @@ def test_who_updates_what(family: str) -> None:
 
 
 @pytest.mark.parametrize("masters", ["fp32", "bf16"])
-def test_a_step_is_the_same_bits_on_any_number_of_ranks(masters: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matrices whose rows several ranks keep, one turn at a time or all at once. The control orthogonalizes the rows
-    that a rank keeps, which are other matrices."""
+def test_a_step_is_the_same_bits_on_any_number_of_ranks(
+    masters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices whose rows several ranks keep, one turn at a time or all at once. The control
+    orthogonalizes the rows that a rank keeps, which are other matrices."""
     settings = replace(SETTINGS, masters=masters)
 
     def on(ranks: Ranks, matrices: Mapping[str, Sequence[int]] = MATRICES) -> dict[str, Tensor]:
-        chosen, found = optimizer(settings, ranks=ranks, matrices=matrices), dict[str, list[tuple[int, Tensor]]]()
+        chosen = optimizer(settings, ranks=ranks, matrices=matrices)
+        found = dict[str, list[tuple[int, Tensor]]]()
         for rank, tensors in enumerate(ranks.all_gather_tensors(descend(chosen, range(3)))):
             for name, rows in tensors.items():
-                found.setdefault(name, []).append((chosen.shards.rows[name.partition("|")[0]][rank][0], rows))
-        return {n: torch.cat([t for _, t in sorted(each, key=lambda e: e[0])]) for n, each in found.items()}
+                found.setdefault(name, []).append(
+                    (chosen.shards.rows[name.partition("|")[0]][rank][0], rows)
+                )
+        return {
+            n: torch.cat([t for _, t in sorted(each, key=lambda e: e[0])])
+            for n, each in found.items()
+        }
 
     whole = on(ALONE)
     for size in (1, 2, 3, 4):
@@ -228,8 +269,13 @@ def test_a_step_is_the_same_bits_on_any_number_of_ranks(masters: str, monkeypatc
 
 
 def test_ranks_share_the_work() -> None:
-    """Every matrix is assigned to one rank, and no rank has more than another by over the costliest one."""
-    shapes = {f"layers.{i}.{role}": shape for i in range(8) for role, shape in (("o", (64, 64)), ("down", (64, 256)))}
+    """Every matrix is assigned to one rank, and no rank has more than another by over the costliest
+    one."""
+    shapes = {
+        f"layers.{i}.{role}": shape
+        for i in range(8)
+        for role, shape in (("o", (64, 64)), ("down", (64, 256)))
+    }
     assigned = muon._assigned(shapes, 3)
     assert sorted(name for names in assigned for name in names) == sorted(shapes)
     assert {sum(name.endswith("down") for name in names) for names in assigned} == {2, 3}
@@ -254,7 +300,9 @@ def test_state_goes_back_bit_for_bit(masters: str) -> None:
     again, forgetful = (optimizer(settings, values) for _ in "12")
     again.load_state(cut.state())
     assert same(descend(again, range(2, 4)), whole)
-    assert not same(descend(forgetful, range(2, 4)), whole), "the control: without the state it differs"
+    assert not same(descend(forgetful, range(2, 4)), whole), (
+        "the control: without the state it differs"
+    )
 
 
 def test_bytes_are_counted_before_there_are_any() -> None:
@@ -262,7 +310,9 @@ def test_bytes_are_counted_before_there_are_any() -> None:
     counted = sum(bytes_of_state(name, shape, SETTINGS) for name, shape in SHAPES.items())
     assert counted == chosen.nbytes
     descend(chosen, range(1))
-    assert counted == sum(t.nbytes for key, t in chosen.state().items() if not key.endswith(".step"))
+    assert counted == sum(
+        t.nbytes for key, t in chosen.state().items() if not key.endswith(".step")
+    )
     linear = sum(math.prod(s) for n, s in SHAPES.items() if optimizer_type(n, s, SETTINGS) is Muon)
     adamw = optimizer(replace(SETTINGS, name="adamw"))
     assert adamw.nbytes - chosen.nbytes == 4 * linear
@@ -274,7 +324,10 @@ def test_another_optimizers_state_is_refused() -> None:
         descend(each, range(1))
     two = ("adamw, state fp32", "muon")
     for given, into, (its, ours) in ((adamw, chosen, two), (chosen, adamw, two[::-1])):
-        line = f"layers.0.qkv is of a run with {its}, and this run trains it with {ours}; a run goes on with its own"
+        line = (
+            f"layers.0.qkv is of a run with {its}, and this run trains it with {ours}; a run "
+            "goes on with its own"
+        )
         with pytest.raises(IsobitError, match=line):
             into.load_state(given.state())
     with pytest.raises(IsobitError, match=r"layers\.0\.o does not fit the model"):
@@ -295,12 +348,20 @@ def test_a_flipped_bit_is_seen() -> None:
     ("given", "message"),
     [
         (["optimizer={name: muon, state: 8bit}"], "optimizer.state: 8bit is for AdamW's moments"),
-        (["optimizer={momentum: 0.9}"], "optimizer.momentum is Muon's: set optimizer.name: muon, or leave it out"),
+        (
+            ["optimizer={momentum: 0.9}"],
+            "optimizer.momentum is Muon's: set optimizer.name: muon, or leave it out",
+        ),
         (["optimizer={adjust_lr: original}"], "optimizer.adjust_lr is Muon's"),
-        (["optimizer={name: muon}", "adapter={rank: 2}"], "optimizer.name: muon is for whole matrices"),
+        (
+            ["optimizer={name: muon}", "adapter={rank: 2}"],
+            "optimizer.name: muon is for whole matrices",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused(given: list[str], message: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(
+    given: list[str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(IsobitError, match=message):
         load_config(write_config(tmp_path, tmp_path), given)
 
@@ -311,26 +372,40 @@ def settings_of(config: Callable[..., Path], folder: Path, base: Path, **optimiz
 
 
 @pytest.mark.parametrize("masters", ["fp32", "bf16"])
-def test_a_run_goes_on_bit_for_bit_and_not_with_another_optimizer(tmp_path: Path, masters: str) -> None:
+def test_a_run_goes_on_bit_for_bit_and_not_with_another_optimizer(
+    tmp_path: Path, masters: str
+) -> None:
     base = tmp_path / "model"
     tiny_model("fp8", hidden_size=64, intermediate_size=128).save(base)
     whole = train(load_config(settings_of(write_config, tmp_path / "whole", base, masters=masters)))
     assert [row["mismatch/differing_tokens"] for row in whole.metrics] == [0.0] * 4
     assert all(row["steps/skipped"] == 0 for row in whole.metrics)
     saved = load_file(whole.run_dir / "checkpoints/step-000004/trainer/optimizer.safetensors")
-    assert {key.rpartition(".")[2] for key in saved} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-    train(replace(load_config(settings_of(write_config, tmp_path / "cut", base, masters=masters)), steps=2))
+    assert {key.rpartition(".")[2] for key in saved} == {
+        "momentum_buffer",
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    train(
+        replace(
+            load_config(settings_of(write_config, tmp_path / "cut", base, masters=masters)), steps=2
+        )
+    )
     resume(tmp_path / "cut/run", ["steps=4"])
     assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
     config = tmp_path / "cut/run/config.yaml"
     config.write_text(config.read_text().replace("name: muon", "name: adamw"))
-    with pytest.raises(IsobitError, match="is of a run with muon, and this run trains it with adamw"):
+    with pytest.raises(
+        IsobitError, match="is of a run with muon, and this run trains it with adamw"
+    ):
         resume(tmp_path / "cut/run", ["steps=5"])
 
 
 def test_matrices_move_as_much_as_under_adamw() -> None:
-    """With one rate: by a root mean square of about 0.2 of it in each matrix, where AdamW's first step moves the
-    embedding by all of it. The control is the other rule, where it depends on the matrix's size."""
+    """With one rate: by a root mean square of about 0.2 of it in each matrix, where AdamW's first
+    step moves the embedding by all of it. The control is the other rule, where it depends on the
+    matrix's size."""
     model = tiny_model("fp8", hidden_size=64, intermediate_size=128)
     start = {name: p.detach().clone() for name, p in model.named_parameters().items()}
     found = {}
@@ -340,7 +415,10 @@ def test_matrices_move_as_much_as_under_adamw() -> None:
             chosen.parameters[name].data.copy_(start[name])
             chosen.holders[name].grad = gradient
         chosen.step(1.0, 0.0)
-        moved = {n: float((p.detach() - start[n]).square().mean().sqrt()) for n, p in chosen.parameters.items()}
+        moved = {
+            n: float((p.detach() - start[n]).square().mean().sqrt())
+            for n, p in chosen.parameters.items()
+        }
         found[rule] = [value for name, value in moved.items() if chosen._kinds[name] is Muon]
         assert moved["embed"] == pytest.approx(1.0, rel=0.01)
     assert all(0.15 < value < 0.25 for value in found["match_rms_adamw"])

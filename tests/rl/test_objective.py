@@ -15,7 +15,10 @@ from isobit.rl.algorithm.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTI
 
 
 def test_presets_are_the_papers() -> None:
-    parts = {name: (o.advantage, o.loss_aggregation, o.clip_low, o.clip_high) for name, o in OBJECTIVES.items()}
+    parts = {
+        name: (o.advantage, o.loss_aggregation, o.clip_low, o.clip_high)
+        for name, o in OBJECTIVES.items()
+    }
     assert parts == {
         "grpo": ("grpo", "sequence_mean", 0.2, 0.2),
         "dr_grpo": ("dr_grpo", "constant", 0.2, 0.2),
@@ -26,7 +29,9 @@ def test_presets_are_the_papers() -> None:
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
         "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
-    assert [name for name, objective in OBJECTIVES.items() if objective.dynamic_sampling] == ["dapo"]
+    assert [name for name, objective in OBJECTIVES.items() if objective.dynamic_sampling] == [
+        "dapo"
+    ]
     assert {name: o.ratio for name, o in OBJECTIVES.items() if o.ratio != "token"} == {
         "rloo": "sequence_sum",
         "gspo": "sequence",
@@ -51,8 +56,14 @@ def algorithm(*overrides: str, **given: Any) -> Objective:
 def test_a_config_has_the_parts_of_its_preset_under_what_it_gives(name: str) -> None:
     assert algorithm(preset=name) == OBJECTIVES[name]
     changed = algorithm(preset=name, clip_high=0.5, ratio="token")
-    assert changed == dataclasses.replace(OBJECTIVES[name], clip_high=0.5, ratio="token") != OBJECTIVES[name]
-    nothing = dict.fromkeys(("advantage", "loss", "ratio", "clip_low", "clip_high", "dynamic_sampling"))
+    assert (
+        changed
+        == dataclasses.replace(OBJECTIVES[name], clip_high=0.5, ratio="token")
+        != OBJECTIVES[name]
+    )
+    nothing = dict.fromkeys(
+        ("advantage", "loss", "ratio", "clip_low", "clip_high", "dynamic_sampling")
+    )
     assert algorithm(preset=name, **nothing) == OBJECTIVES[name]
 
 
@@ -68,8 +79,8 @@ def test_a_kl_in_the_reward_is_k1_unless_another_is_given() -> None:
 
 
 def test_another_preset_over_the_config_of_a_run_sets_its_parts() -> None:
-    """A run's config.yaml has every part; an override with another preset counts all the same, and what differed from
-    the first preset stays."""
+    """A run's config.yaml has every part; an override with another preset counts all the same, and
+    what differed from the first preset stays."""
     kept = load_config({"model": "base", "algorithm": {"preset": "gspo", "clip_high": 0.5}})
     assert load_config(kept) == kept
     other = load_config(kept, ["algorithm.preset=dapo"]).algorithm
@@ -86,7 +97,13 @@ def test_a_part_that_is_given_stays_whatever_preset_comes_before_or_after_it() -
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
     resolved = for_precision(Objective(), PRESETS[name])
-    two_flows = name in ("fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout")
+    two_flows = name in (
+        "fp8-rollout",
+        "fp8-rollout-kv",
+        "fp8-e2e",
+        "mxfp8-rollout",
+        "nvfp4-rollout",
+    )
     assert (resolved.recompute_old, resolved.rule) == (
         two_flows,
         CORRECTIONS["token_tis" if two_flows else "none"],
@@ -118,5 +135,8 @@ def test_stale_samples_are_recomputed_and_corrected_even_under_one_flow() -> Non
     assert resolved.rule == CORRECTIONS["token_tis"]
     own = dataclasses.replace(PRESETS["fp8-rollout"], correction="sequence_mis")
     assert for_precision(Objective(), own, stale=True).rule == CORRECTIONS["sequence_mis"]
-    assert for_precision(Objective(correction="none"), PRESETS["fp8"], stale=True).rule == CORRECTIONS["none"]
+    assert (
+        for_precision(Objective(correction="none"), PRESETS["fp8"], stale=True).rule
+        == CORRECTIONS["none"]
+    )
     assert not for_precision(Objective(), PRESETS["fp8"]).stale_samples

@@ -15,13 +15,18 @@ from isobit.rl import OptimizerSettings, learning_rate
 from isobit.rl.optim import adamw, eight_bit
 from isobit.rl.optim.sharded import ShardedOptimizer
 
-SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9)
+SETTINGS = OptimizerSettings(
+    learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9
+)
 SHAPES = {"matrix": (7, 5), "norm": (5,), "bias": (3,)}
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
@@ -50,7 +55,9 @@ def test_adamw_follows_its_equations_and_decays_matrices_only() -> None:
             second = 0.95 * second + 0.05 * gradient**2
             corrected = (first / (1 - 0.9 ** (step + 1)), second / (1 - 0.95 ** (step + 1)))
             weight = weight - rate * corrected[0] / (corrected[1].sqrt() + 1e-8)
-        torch.testing.assert_close(optimizer.parameters[name].detach().double(), weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            optimizer.parameters[name].detach().double(), weight, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_step_is_the_same_bits_on_any_number_of_threads() -> None:
@@ -78,14 +85,20 @@ def test_resumed_state_goes_on_bit_for_bit(tmp_path: Path, through_file: bool) -
     if through_file:
         save_file(state, tmp_path / "optimizer.safetensors")
         state = load_file(tmp_path / "optimizer.safetensors")
-    after = ShardedOptimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
+    after = ShardedOptimizer(
+        {n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS
+    )
     after.load_state(state)
     advance(after, range(3, 6))
-    forgetful = ShardedOptimizer({n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS)
+    forgetful = ShardedOptimizer(
+        {n: nn.Parameter(p.detach().clone()) for n, p in before.parameters.items()}, SETTINGS
+    )
     advance(forgetful, range(3, 6))
     for name, parameter in straight.parameters.items():
         assert torch.equal(after.parameters[name], parameter)
-        assert not torch.equal(forgetful.parameters[name], parameter)  # the control: without the state it differs
+        assert not torch.equal(
+            forgetful.parameters[name], parameter
+        )  # the control: without the state it differs
     assert straight.state().keys() == after.state().keys()
     assert all(torch.equal(value, after.state()[name]) for name, value in straight.state().items())
 
@@ -113,16 +126,21 @@ def test_state_is_a_copy_and_loading_replaces_all_of_it() -> None:
         ({"norm.step": None}, "norm does not fit"),
     ],
 )
-def test_a_state_of_another_model_is_refused(change: dict[str, Tensor | None], message: str) -> None:
+def test_a_state_of_another_model_is_refused(
+    change: dict[str, Tensor | None], message: str
+) -> None:
     optimizer = ShardedOptimizer(parameters(), SETTINGS)
     advance(optimizer, range(1))
-    state = {name: value for name, value in (optimizer.state() | change).items() if value is not None}
+    state = {
+        name: value for name, value in (optimizer.state() | change).items() if value is not None
+    }
     with pytest.raises(IsobitError, match=message):
         optimizer.load_state(state)
 
 
 def test_clipping_scales_the_whole_gradient() -> None:
-    """Seen in the first moment, which after one step is (1 - beta1) times the gradient that was applied."""
+    """Seen in the first moment, which after one step is (1 - beta1) times the gradient that was
+    applied."""
     settings = OptimizerSettings(learning_rate=0.01, max_grad_norm=1.5)
     optimizer = ShardedOptimizer(parameters(), settings)
     for name, gradient in gradients(0).items():
@@ -151,7 +169,9 @@ def test_a_gradient_that_is_not_finite_has_an_infinite_norm(bad: float) -> None:
     optimizer = ShardedOptimizer(parameters(), SETTINGS)
     optimizer.parameters["bias"].grad = torch.tensor([1.0, bad, 2.0])
     assert optimizer.gradient_norm() == math.inf
-    optimizer.parameters["bias"].grad = torch.tensor([1e30, 1e38, 0.0])  # finite, though its square is not in float32
+    optimizer.parameters["bias"].grad = torch.tensor(
+        [1e30, 1e38, 0.0]
+    )  # finite, though its square is not in float32
     assert optimizer.gradient_norm() == pytest.approx(1e38)
 
 
@@ -163,7 +183,9 @@ def rates(schedule: str, warmup: int = 0, total: int = 10, final: float = 0.0) -
 def test_schedules_by_hand() -> None:
     assert rates("constant") == [2.0] * 12
     assert rates("linear", total=4) == pytest.approx([2, 1.5, 1, 0.5, 0, 0])
-    assert rates("cosine", total=4) == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0, 0])
+    assert rates("cosine", total=4) == pytest.approx(
+        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0, 0]
+    )
     assert rates("linear", total=4, final=0.5) == pytest.approx([2, 1.75, 1.5, 1.25, 1, 1])
 
 
@@ -177,7 +199,9 @@ def test_warmup_rises_linearly_to_the_peak_and_never_starts_at_zero(schedule: st
 
 
 @pytest.mark.parametrize(("state", "at_once"), [("fp32", 1), ("fp32", 1 << 26), ("8bit", 1)])
-def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_freed_as_they_are_applied(
+    state: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By calls of the update; the control is one call for all. The weights have the same bits."""
     found = []
     for each in (at_once, 1 << 26):
@@ -189,7 +213,13 @@ def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monke
         for module, name in ((adamw, "adamw"), (eight_bit.Moment, "zeros")):
             call = getattr(module, name)
 
-            def counted(*given_: Any, call: Any = call, given: Any = given, alive: Any = alive, **options: Any) -> Any:
+            def counted(
+                *given_: Any,
+                call: Any = call,
+                given: Any = given,
+                alive: Any = alive,
+                **options: Any,
+            ) -> Any:
                 alive.append(sum(p.grad is not None for p in given.values()))
                 return call(*given_, **options)
 
@@ -197,7 +227,9 @@ def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monke
         ShardedOptimizer(given, replace(SETTINGS, state=state)).step(0.1, 1.0)
         monkeypatch.undo()
         assert all(parameter.grad is None for parameter in given.values())
-        found.append((sorted(set(alive), reverse=True), [p.detach().clone() for p in given.values()]))
+        found.append(
+            (sorted(set(alive), reverse=True), [p.detach().clone() for p in given.values()])
+        )
     (seen, weights), (whole, wanted) = found
     assert seen == ([4, 3, 2, 1] if at_once == 1 else [4])
     assert whole == ([4] if state == "fp32" else seen)

@@ -21,8 +21,13 @@ SHAPES = {"large": (64, 128), "ragged": (63, 65), "norm": (300,)}
 
 def optimizer(state: str, rate: float = 1e-2) -> ShardedOptimizer:
     generator = torch.Generator().manual_seed(0)
-    parameters = {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-    return ShardedOptimizer(parameters, OptimizerSettings(learning_rate=rate, weight_decay=0.1, state=state))
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
+    return ShardedOptimizer(
+        parameters, OptimizerSettings(learning_rate=rate, weight_decay=0.1, state=state)
+    )
 
 
 def descend(optimizer: ShardedOptimizer, steps: int, first: int = 0) -> float:
@@ -30,7 +35,9 @@ def descend(optimizer: ShardedOptimizer, steps: int, first: int = 0) -> float:
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in optimizer.parameters.values():
-            parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.grad = parameter.detach() + 0.1 * torch.randn(
+                parameter.shape, generator=generator
+            )
         optimizer.step(optimizer.settings.learning_rate, 0.0)
     return sum(float(p.detach().square().sum()) for p in optimizer.parameters.values())
 
@@ -46,11 +53,15 @@ def test_the_first_steps_are_those_of_fp32_up_to_rounding() -> None:
     start, end, other = (o.parameters["large"].detach() for o in (optimizer("fp32"), plain, small))
     moved, apart = float((end - start).norm()), float((end - other).norm())
     assert 0 < apart < 0.1 * moved
-    assert torch.equal(plain.parameters["ragged"], small.parameters["ragged"])  # too ragged for blocks: FP32 on both
+    assert torch.equal(
+        plain.parameters["ragged"], small.parameters["ragged"]
+    )  # too ragged for blocks: FP32 on both
 
 
 def test_it_descends_as_far() -> None:
-    assert descend(optimizer("8bit"), 150) == pytest.approx(descend(optimizer("fp32"), 150), rel=0.15)
+    assert descend(optimizer("8bit"), 150) == pytest.approx(
+        descend(optimizer("fp32"), 150), rel=0.15
+    )
 
 
 def test_a_quarter_of_the_memory() -> None:
@@ -58,7 +69,11 @@ def test_a_quarter_of_the_memory() -> None:
     large = 64 * 128
     assert plain.nbytes - small.nbytes == 8 * large - 2 * (large + 4 * large // 256)
     descend(small, 1)
-    stored = sum(t.numel() * t.element_size() for name, t in small.state().items() if not name.endswith("step"))
+    stored = sum(
+        t.numel() * t.element_size()
+        for name, t in small.state().items()
+        if not name.endswith("step")
+    )
     assert stored == small.nbytes
 
 
@@ -75,9 +90,13 @@ def test_state_goes_back_bit_for_bit_and_a_wrong_one_is_refused() -> None:
         assert torch.equal(again.parameters[name], parameter)
     plain = optimizer("fp32")
     descend(plain, 1)
-    with pytest.raises(IsobitError, match=r"of a run with adamw, state fp32, and this run trains .* 8bit"):
+    with pytest.raises(
+        IsobitError, match=r"of a run with adamw, state fp32, and this run trains .* 8bit"
+    ):
         optimizer("8bit").load_state(plain.state())
-    with pytest.raises(IsobitError, match=r"of a run with adamw, state 8bit, and this run trains .* fp32"):
+    with pytest.raises(
+        IsobitError, match=r"of a run with adamw, state 8bit, and this run trains .* fp32"
+    ):
         optimizer("fp32").load_state(whole.state())
 
 
@@ -89,8 +108,14 @@ def test_a_run_logs_what_it_saves_and_resumes_bit_for_bit(tmp_path: Path) -> Non
     settings = {"optimizer": {"state": "8bit"}}
     whole = train(load_config(write_config(tmp_path / "whole", base_model, **settings)))
     plain = train(load_config(write_config(tmp_path / "plain", base_model, steps=1)))
-    assert whole.metrics[0]["memory/optimizer_mib"] < 0.35 * plain.metrics[0]["memory/optimizer_mib"]
-    train(dataclasses.replace(load_config(write_config(tmp_path / "cut", base_model, **settings)), steps=2))
+    assert (
+        whole.metrics[0]["memory/optimizer_mib"] < 0.35 * plain.metrics[0]["memory/optimizer_mib"]
+    )
+    train(
+        dataclasses.replace(
+            load_config(write_config(tmp_path / "cut", base_model, **settings)), steps=2
+        )
+    )
     resume(tmp_path / "cut/run", ["steps=4"])
     assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
 
@@ -98,12 +123,15 @@ def test_a_run_logs_what_it_saves_and_resumes_bit_for_bit(tmp_path: Path) -> Non
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("up", [False, True])
 def test_a_moment_is_a_neighbour_among_its_blocks_values(signed: bool, up: bool) -> None:
-    """The value below or above, of all 256 in float64, with the distance from the one below as the chance."""
+    """The value below or above, of all 256 in float64, with the distance from the one below as the
+    chance."""
     values = torch.tensor([float(value) for value in code_book(signed)], dtype=torch.float64)
     assert len(set(values.tolist())) == 256
     assert (values.min(), values.max()) == (-0.99296875 if signed else 0, 1)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 256, generator=generator) * 10.0 ** torch.randint(-12, 3, (16, 1), generator=generator)
+    x = torch.randn(16, 256, generator=generator) * 10.0 ** torch.randint(
+        -12, 3, (16, 1), generator=generator
+    )
     x = x if signed else x.square()
     x[3] = 0.0
     moment = Moment.zeros(x, signed)
@@ -123,7 +151,9 @@ def test_a_moment_is_a_neighbour_among_its_blocks_values(signed: bool, up: bool)
     torch.testing.assert_close(drawn[0].view_as(x).double(), chances, atol=1e-3, rtol=0)
     wanted = below + up
     wanted = wanted if signed else torch.where(x > 0, wanted.clamp_min(1), wanted)
-    assert (moment.codes.long() == wanted).float().mean() > 0.999  # float32 may take a neighbour for the other
+    assert (
+        moment.codes.long() == wanted
+    ).float().mean() > 0.999  # float32 may take a neighbour for the other
     assert torch.equal(moment.read(whole).view_as(x), values.float()[moment.codes.long()] * scale)
     if not up:
         assert not moment.read(whole).view_as(x)[3].any()
@@ -131,7 +161,8 @@ def test_a_moment_is_a_neighbour_among_its_blocks_values(signed: bool, up: bool)
 
 
 def test_the_values_are_those_of_the_library_that_old_checkpoints_are_from() -> None:
-    """To some last places, which its values have from the processor: codes and scales of such a checkpoint go on."""
+    """To some last places, which its values have from the processor: codes and scales of such a
+    checkpoint go on."""
     library = pytest.importorskip("torchao.optim.subclass_8bit", reason="torchao is not installed")
     for signed, theirs in ((True, library.get_qmap_signed()), (False, library.get_qmap_unsigned())):
         mine = torch.tensor([float(value) for value in code_book(signed)])
@@ -147,10 +178,14 @@ def test_parts_of_a_parameter_have_the_bits_of_the_whole(monkeypatch: pytest.Mon
     assert all(torch.equal(value, parts.state()[name]) for name, value in whole.state().items())
     assert torch.equal(whole.parameters["large"], parts.parameters["large"])
     descend(parts, 1, 3)
-    assert not torch.equal(whole.parameters["large"], parts.parameters["large"]), "the control: another step"
+    assert not torch.equal(whole.parameters["large"], parts.parameters["large"]), (
+        "the control: another step"
+    )
 
 
-@pytest.mark.parametrize("key", ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"])
+@pytest.mark.parametrize(
+    "key", ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"]
+)
 def test_a_flipped_bit_is_seen(key: str) -> None:
     """In what follows from an update; the control is the update itself, which changes them all."""
     small = optimizer("8bit")

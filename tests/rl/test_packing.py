@@ -15,7 +15,14 @@ def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:
 
 
 def test_rows_targets_and_sequences_by_hand() -> None:
-    packed = pack([sample((1, 2, 3), (4, 5)), sample((6,), (7,)), sample((8, 9), ()), sample((10,), (11, 12, 13))])
+    packed = pack(
+        [
+            sample((1, 2, 3), (4, 5)),
+            sample((6,), (7,)),
+            sample((8, 9), ()),
+            sample((10,), (11, 12, 13)),
+        ]
+    )
     assert packed.tokens.tolist() == [1, 2, 3, 4, 6, 8, 9, 10, 11, 12]
     assert packed.layout.row_start.tolist() == [0, 4, 5, 7, 10]
     assert packed.layout.positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 0, 1, 2]
@@ -26,9 +33,14 @@ def test_rows_targets_and_sequences_by_hand() -> None:
 
 
 def test_the_row_before_a_target_in_its_sequence_predicts_it() -> None:
-    samples = [sample(tuple(range(10 * i, 10 * i + 1 + i % 4)), tuple(range(5, 5 + i % 3))) for i in range(12)]
+    samples = [
+        sample(tuple(range(10 * i, 10 * i + 1 + i % 4)), tuple(range(5, 5 + i % 3)))
+        for i in range(12)
+    ]
     packed = pack(samples)
-    for row, target, index in zip(packed.rows.tolist(), packed.targets.tolist(), packed.sequence.tolist()):
+    for row, target, index in zip(
+        packed.rows.tolist(), packed.targets.tolist(), packed.sequence.tolist()
+    ):
         whole = (*samples[index].prompt_ids, *samples[index].completion_ids)
         position = int(packed.layout.positions[row])
         assert whole[position] == packed.tokens[row]
@@ -67,7 +79,9 @@ def test_several_optimizer_batches_are_a_shuffled_partition() -> None:
     assert [len(part) for part in parts] == [13, 13, 12, 12]
     assert sorted(i for part in parts for i in part) == list(range(50))
     assert parts == minibatches(50, 4, seed=1, step=2, epoch=0)
-    others = [minibatches(50, 4, seed=s, step=t, epoch=e) for s, t, e in ((2, 2, 0), (1, 3, 0), (1, 2, 1))]
+    others = [
+        minibatches(50, 4, seed=s, step=t, epoch=e) for s, t, e in ((2, 2, 0), (1, 3, 0), (1, 2, 1))
+    ]
     assert all(other != parts for other in others)
 
 

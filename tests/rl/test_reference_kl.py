@@ -1,5 +1,5 @@
-"""The KL in the reward is between the learner's old log-probabilities and the reference's, whatever engine samples; and
-the pass that computes them is the only one."""
+"""The KL in the reward is between the learner's old log-probabilities and the reference's, whatever
+engine samples; and the pass that computes them is the only one."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,8 @@ def objective(model: Model, estimator: str = "k1") -> ResolvedObjective:
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("preset", ["fp8-rollout", "fp8-e2e", "fp8"])
 def test_a_reference_that_is_the_policy_costs_exactly_nothing(preset: str, estimator: str) -> None:
-    """With two engines too; the control is rollout minus reference, which there is noise and here is 0."""
+    """With two engines too; the control is rollout minus reference, which there is noise and here
+    is 0."""
     model, reference = tiny_model(preset, scale=8), tiny_model(preset, scale=8)
     samples = roll_out(model)
     learner = make_learner(model, objective(model, estimator), reference=reference)
@@ -65,10 +66,13 @@ def test_the_distance_is_by_hand_once_the_policy_has_moved() -> None:
 
 
 def count_passes(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The samples of each pass over the policy that computes log-probabilities without a gradient."""
+    """The samples of each pass over the policy that computes log-probabilities without a
+    gradient."""
     passes: list[int] = []
 
-    def counted(policy: PolicyForward, samples: list[Sample], parts: MicroBatches, ranks: Ranks) -> object:
+    def counted(
+        policy: PolicyForward, samples: list[Sample], parts: MicroBatches, ranks: Ranks
+    ) -> object:
         if policy.model is learner.model:
             passes.append(sum(map(len, parts)))
         return logprobs_of(policy, samples, parts, ranks)
@@ -78,8 +82,8 @@ def count_passes(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 
 def test_old_logprobs_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before scoring, and not again while learning, whose result is that of a learner that computes them itself; other
-    weights have others."""
+    """Before scoring, and not again while learning, whose result is that of a learner that computes
+    them itself; other weights have others."""
     model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
     learner = make_learner(model, objective(model), reference=tiny_model("fp8-rollout", scale=8))
@@ -98,10 +102,15 @@ def test_old_logprobs_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("preset", ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e"])
-def test_a_run_with_two_engines_begins_at_no_distance(tmp_path: Path, base_model: Path, preset: str) -> None:
-    """0 in the first step, something later, and the learning repeated from the recorded rollouts."""
+def test_a_run_with_two_engines_begins_at_no_distance(
+    tmp_path: Path, base_model: Path, preset: str
+) -> None:
+    """0 in the first step, something later, and the learning repeated from the recorded
+    rollouts."""
     algorithm = "algorithm={preset: reinforce_pp, kl_coefficient: 0.5, kl_in_reward: true}"
-    config = load_config(write_config(tmp_path, base_model), [f"precision={preset}", algorithm, "steps=2"])
+    config = load_config(
+        write_config(tmp_path, base_model), [f"precision={preset}", algorithm, "steps=2"]
+    )
     result = train(config)
     assert result.metrics[0]["reward/reference_kl"] == 0
     assert result.metrics[0]["mismatch/differing_tokens"] > 0
@@ -109,6 +118,11 @@ def test_a_run_with_two_engines_begins_at_no_distance(tmp_path: Path, base_model
     rows = [row for row in read(result.run_dir / COMPLETIONS) if row["step"] == 2]
     assert all(len(row["reference_kl"]) == len(row["completion_ids"]) for row in rows)
     charged = [math.fsum(row["reference_kl"]) for row in rows]
-    assert sum(charged) / len(charged) == pytest.approx(result.metrics[1]["reward/reference_kl"], rel=1e-6)
+    assert sum(charged) / len(charged) == pytest.approx(
+        result.metrics[1]["reward/reference_kl"], rel=1e-6
+    )
     again = replay(result.run_dir, tmp_path / "again")
-    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(result.run_dir)["model.safetensors"]
+    assert (
+        fingerprint(again.run_dir)["model.safetensors"]
+        == fingerprint(result.run_dir)["model.safetensors"]
+    )

@@ -36,7 +36,8 @@ def test_draws_are_without_replacement_and_repeat() -> None:
 
 
 def test_chances_follow_age_and_spread() -> None:
-    """A single draw hits a group in proportion to its weight: half as old, twice; half the deviation, half."""
+    """A single draw hits a group in proportion to its weight: half as old, twice; half the
+    deviation, half."""
     hits: Counter[int] = Counter()
     for seed in range(3000):
         buffer = ReplayBuffer(ReplaySettings(capacity=3, groups_per_step=1, half_life=2.0), seed)

@@ -1,4 +1,5 @@
-"""The load-balancing loss is the whole optimizer batch's: transformers' value and gradient, however it is split."""
+"""The load-balancing loss is the whole optimizer batch's: transformers' value and gradient, however
+it is split."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,13 @@ BALANCED = ResolvedObjective(router_aux_coefficient=0.5, max_new_tokens=5)
 def batch() -> list[Sample]:
     """Ten completions of several lengths."""
     sizes = [(4, 5), (7, 1), (2, 9), (11, 3), (1, 6), (5, 5), (3, 2), (6, 8), (2, 2), (9, 4)]
-    drawn = [(tokens(prompt, i), tokens(length, 100 + i)) for i, (prompt, length) in enumerate(sizes)]
-    return [Sample(i, 0, tuple(p), tuple(c), (-2.0,) * len(c), "", False, 0) for i, (p, c) in enumerate(drawn)]
+    drawn = [
+        (tokens(prompt, i), tokens(length, 100 + i)) for i, (prompt, length) in enumerate(sizes)
+    ]
+    return [
+        Sample(i, 0, tuple(p), tuple(c), (-2.0,) * len(c), "", False, 0)
+        for i, (p, c) in enumerate(drawn)
+    ]
 
 
 def auxiliary(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:
@@ -34,19 +40,26 @@ def auxiliary(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:
 
 
 def sequences(samples: list[Sample]) -> list[list[int]]:
-    """The rows that a learner computes: all tokens but the last, from which nothing is predicted."""
+    """The rows that a learner computes: all tokens but the last, from which nothing is
+    predicted."""
     return [[*s.prompt_ids, *s.completion_ids[:-1]] for s in samples]
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-moe-mixed", "mixtral"])
-def test_value_and_gradient_are_transformers_of_the_whole_batch(tmp_path: Path, family: str) -> None:
-    """For a batch in one piece and in many; the controls are its halves, each with a load of its own."""
+def test_value_and_gradient_are_transformers_of_the_whole_batch(
+    tmp_path: Path, family: str
+) -> None:
+    """For a batch in one piece and in many; the controls are its halves, each with a load of its
+    own."""
     theirs, path = directory(tmp_path, family)
     model = Model.load(path, "float32")
     experts = model.config.experts
     assert experts is not None
     samples = batch()
-    routed = [theirs(torch.tensor([ids]), output_router_logits=True).router_logits for ids in sequences(samples)]
+    routed = [
+        theirs(torch.tensor([ids]), output_router_logits=True).router_logits
+        for ids in sequences(samples)
+    ]
 
     def loss_of(part: slice) -> Tensor:
         gates = tuple(torch.cat(layer) for layer in zip(*routed[part], strict=True))
@@ -75,7 +88,8 @@ def test_value_and_gradient_are_transformers_of_the_whole_batch(tmp_path: Path, 
 
 @pytest.mark.parametrize("precision", ["float32", "fp8"])
 def test_the_gradient_does_not_depend_on_the_split(precision: str, tmp_path: Path) -> None:
-    """With empty completions among them, which have no part in it; the control weighs each part by its own load."""
+    """With empty completions among them, which have no part in it; the control weighs each part by
+    its own load."""
     model = Model.load(directory(tmp_path, "qwen3-moe")[1], precision)
     samples = batch()
     samples[3:5] = [replace(s, completion_ids=(), rollout_logprobs=()) for s in samples[3:5]]
@@ -97,8 +111,12 @@ def test_the_parts_of_a_batch_add_up_to_its_loss() -> None:
     balanced = BatchLoad(torch.tensor([2, 2, 2, 2]), 4)
     assert balanced.loss(torch.full((4,), 1.0)).item() == pytest.approx(2.0)
     unbalanced = BatchLoad(torch.tensor([4, 4, 0, 0]), 4)
-    assert unbalanced.loss(torch.tensor([2.8, 0.4, 0.4, 0.4])).item() == pytest.approx(4 * (0.7 + 0.1))
+    assert unbalanced.loss(torch.tensor([2.8, 0.4, 0.4, 0.4])).item() == pytest.approx(
+        4 * (0.7 + 0.1)
+    )
     both = balanced + unbalanced
     parts = both.loss(torch.full((4,), 1.0)) + both.loss(torch.tensor([2.8, 0.4, 0.4, 0.4]))
     assert parts.item() == pytest.approx(both.loss(torch.tensor([3.8, 1.4, 1.4, 1.4])).item())
-    assert parts.item() != pytest.approx((2.0 + 4 * (0.7 + 0.1)) / 2)  # the control: each by its own load
+    assert parts.item() != pytest.approx(
+        (2.0 + 4 * (0.7 + 0.1)) / 2
+    )  # the control: each by its own load

@@ -32,7 +32,9 @@ def test_the_text_holds_the_bits_of_every_float32(values: list[float]) -> None:
     again = Sample.from_json(json.loads(json.dumps(original.to_json())))
     assert again == original
     pack = struct.Struct("<f").pack
-    assert [pack(v) for v in again.rollout_logprobs] == [pack(v) for v in values]  # -0.0 == 0.0, but not in bits
+    assert [pack(v) for v in again.rollout_logprobs] == [
+        pack(v) for v in values
+    ]  # -0.0 == 0.0, but not in bits
 
 
 def test_rounded_text_would_not_hold_them() -> None:
@@ -41,7 +43,9 @@ def test_rounded_text_would_not_hold_them() -> None:
     assert struct.pack("<f", float(f"{value:.6f}")) != struct.pack("<f", value)
 
 
-@pytest.mark.parametrize("changes", [{"reward": None, "rewards": {}}, {"logprobs": ()}, {"reward": -0.0}])
+@pytest.mark.parametrize(
+    "changes", [{"reward": None, "rewards": {}}, {"logprobs": ()}, {"reward": -0.0}]
+)
 def test_edge_cases_survive(changes: dict[str, object]) -> None:
     original = sample(**changes)  # type: ignore[arg-type]
     again = Sample.from_json(json.loads(json.dumps(original.to_json())))

@@ -1,4 +1,5 @@
-"""Completions of one prompt share its rows: the same log-probabilities bit for bit, the gradient up to rounding."""
+"""Completions of one prompt share its rows: the same log-probabilities bit for bit, the gradient up
+to rounding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,14 @@ from isobit.rl.learner.schedule import micro_batches
 from tests.models import require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "olmo3", "gemma3_text", "gpt_oss"]  # windows, mixtures, sinks
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "olmo3",
+    "gemma3_text",
+    "gpt_oss",
+]  # windows, mixtures, sinks
 FLOWS = ["fp8", "fp8-unified", "bf16", "fp8-e2e", "mxfp8"]
 
 
@@ -37,11 +45,18 @@ def gradients(model: Model, samples: Sequence[Sample], share: bool) -> dict[str,
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """The largest over parameters of ‖found - wanted‖ / ‖wanted‖."""
     assert found.keys() == wanted.keys()
-    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted if wanted[n].any())
+    return max(
+        float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted if wanted[n].any()
+    )
 
 
 def test_rows_by_hand() -> None:
-    samples = [sample((1, 2), (3, 4)), sample((1, 2), (5, 6, 7)), sample((9,), (8, 8)), sample((1, 2), (4,))]
+    samples = [
+        sample((1, 2), (3, 4)),
+        sample((1, 2), (5, 6, 7)),
+        sample((9,), (8, 8)),
+        sample((1, 2), (4,)),
+    ]
     packed = pack(samples, share_prompts=True)
     assert packed.tokens.tolist() == [1, 2, 3, 5, 6, 9, 8]
     assert packed.layout.row_start.tolist() == [0, 3, 5, 7]
@@ -59,9 +74,13 @@ def test_rows_by_hand() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=16), st.integers(1, 40))
-def test_every_row_sees_the_tokens_of_its_own_sequence(drawn: list[tuple[int, int]], budget: int) -> None:
+def test_every_row_sees_the_tokens_of_its_own_sequence(
+    drawn: list[tuple[int, int]], budget: int
+) -> None:
     prompts = [(1,), (2, 3), (2, 3, 4), (5, 6, 7, 8)]
-    samples = [sample(prompts[p], tuple(range(10 * i, 10 * i + n))) for i, (p, n) in enumerate(drawn)]
+    samples = [
+        sample(prompts[p], tuple(range(10 * i, 10 * i + n))) for i, (p, n) in enumerate(drawn)
+    ]
     parts = list(micro_batches(samples, budget, share_prompts=True))
     assert [i for part in parts for i in part] == list(range(len(samples)))
     for part in parts:
@@ -70,14 +89,18 @@ def test_every_row_sees_the_tokens_of_its_own_sequence(drawn: list[tuple[int, in
         assert len(packed.tokens) <= budget or len(part) == 1
         layout = packed.layout
         seen = []
-        for s, (start, stop) in enumerate(zip(layout.row_start.tolist(), layout.row_start.tolist()[1:])):
+        for s, (start, stop) in enumerate(
+            zip(layout.row_start.tolist(), layout.row_start.tolist()[1:])
+        ):
             for row in range(start, stop):
                 position = torch.arange(int(layout.positions[row]) + 1)
                 slots = layout.page_table[s, position // layout.page_size] * layout.page_size
                 where = {int(slot): at for at, slot in enumerate(layout.slots)}
                 keys = (slots + position % layout.page_size).tolist()
                 seen.append([int(packed.tokens[where[key]]) for key in keys])
-        for row, target, index in zip(packed.rows.tolist(), packed.targets.tolist(), packed.sequence.tolist()):
+        for row, target, index in zip(
+            packed.rows.tolist(), packed.targets.tolist(), packed.sequence.tolist()
+        ):
             whole = (*chosen[index].prompt_ids, *chosen[index].completion_ids)
             assert seen[row] == list(whole[: len(seen[row])])
             assert whole[len(seen[row])] == target
@@ -107,7 +130,9 @@ def test_every_flow_has_those_bits(precision: str) -> None:
     model = tiny_model(precision, scale=4)
     samples = roll_out(model)
     with torch.no_grad():
-        wanted, found = (forward(model, pack(samples, share), 0.7, (9, 0.9, 0.0, 1.3)) for share in (False, True))
+        wanted, found = (
+            forward(model, pack(samples, share), 0.7, (9, 0.9, 0.0, 1.3)) for share in (False, True)
+        )
     assert torch.equal(found[0], wanted[0])
 
 
@@ -125,8 +150,11 @@ def test_another_prompt_has_other_bits() -> None:
 
 @pytest.mark.parametrize("recompute", [False, "mlp", True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gradient_is_that_of_whole_sequences(family: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, up to its rounding; without the gradients of the other copies it is another one."""
+def test_the_gradient_is_that_of_whole_sequences(
+    family: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, up to its rounding; without the gradients of the other copies it is another
+    one."""
     model = tiny_model("float32", family, scale=4)
     samples = roll_out(model, length=7)
     wanted, found = (gradients(model, samples, share) for share in (False, True))
@@ -143,7 +171,8 @@ def test_the_gradient_is_that_of_whole_sequences(family: str, recompute: bool, m
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_backends_agree_on_the_gradient(backend: str) -> None:
-    """Under FP8 it is near that of whole sequences, whose blocks of 128 tokens have other scales; and it repeats."""
+    """Under FP8 it is near that of whole sequences, whose blocks of 128 tokens have other scales;
+    and it repeats."""
     require(backend)
     model = tiny_model("fp8", "qwen3", backend=backend, scale=4)
     samples = roll_out(model, length=7)

@@ -1,5 +1,5 @@
-"""How far a step of AdamW moves an element, in learning rates, with moments in 8 bits and in 32: over gradients that
-are sparse, begin late, or differ in size within a block of moments."""
+"""How far a step of AdamW moves an element, in learning rates, with moments in 8 bits and in 32:
+over gradients that are sparse, begin late, or differ in size within a block of moments."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,19 +25,25 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def rare_rows(decades: float) -> Gradients:
-    """Rows that are touched always or almost never, four of them in a block, of sizes that differ by `decades`."""
+    """Rows that are touched always or almost never, four of them in a block, of sizes that differ
+    by `decades`."""
     size, often = 10 ** (-decades * random(ROWS, 1, seed=1)), random(ROWS, 1, seed=2) ** 3
     base = normal(ROWS, COLUMNS, seed=3)
-    return lambda step: (random(ROWS, 1, seed=step) < often) * size * (base + normal(ROWS, COLUMNS, seed=-step))
+    return lambda step: (
+        (random(ROWS, 1, seed=step) < often) * size * (base + normal(ROWS, COLUMNS, seed=-step))
+    )
 
 
 def columns(step: int) -> Tensor:
     """Dense gradients whose columns differ by three decades, as activations' do."""
-    return 10 ** (-3 * random(COLUMNS, seed=1)) * (normal(ROWS, COLUMNS, seed=2) + normal(ROWS, COLUMNS, seed=-step))
+    return 10 ** (-3 * random(COLUMNS, seed=1)) * (
+        normal(ROWS, COLUMNS, seed=2) + normal(ROWS, COLUMNS, seed=-step)
+    )
 
 
 def bursts(step: int) -> Tensor:
-    """Small elements that begin late, keep their sign and end after 20 steps, beside large ones that never end."""
+    """Small elements that begin late, keep their sign and end after 20 steps, beside large ones
+    that never end."""
     start = (random(ROWS, COLUMNS, seed=1) * STEPS).int()
     size = 10 ** (-4 * random(ROWS, COLUMNS, seed=2))
     large = torch.arange(COLUMNS) < 16
@@ -59,7 +65,9 @@ GRADIENTS: Mapping[str, Gradients] = {
 }
 
 
-def moved(gradients: Gradients, state: str, name: str = "layers.0.o", masters: str = "fp32") -> tuple[float, Tensor]:
+def moved(
+    gradients: Gradients, state: str, name: str = "layers.0.o", masters: str = "fp32"
+) -> tuple[float, Tensor]:
     """(the largest |step| / rate of any element and step, the sum of all steps / rate)."""
     parameter = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
     optimizer = ShardedOptimizer({name: parameter}, OptimizerSettings(state=state, masters=masters))
@@ -69,12 +77,14 @@ def moved(gradients: Gradients, state: str, name: str = "layers.0.o", masters: s
             parameter.zero_()
         parameter.grad = gradients(step)
         optimizer.step(RATE, 0.0)
-        largest, total = max(largest, float(parameter.detach().abs().max()) / RATE), total + parameter.detach() / RATE
+        largest = max(largest, float(parameter.detach().abs().max()) / RATE)
+        total = total + parameter.detach() / RATE
     return largest, total
 
 
 def to_nearest(moment: Moment, part: slice, moments: Tensor, draw: object) -> None:
-    """`Moment.write` as torchao and bitsandbytes have it: to the nearest value, also if that is 0."""
+    """`Moment.write` as torchao and bitsandbytes have it: to the nearest value, also if that is
+    0."""
     values = torch.tensor([float(value) for value in code_book(moment.signed)])
     blocks = moments.view(-1, 256)
     scale = blocks.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -91,7 +101,8 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_largest_step_is_about_that_of_32_bits(name: str) -> None:
-    """At most that of 32 bits and one and a half rates, and the same way in the end up to a fifth."""
+    """At most that of 32 bits and one and a half rates, and the same way in the end up to a
+    fifth."""
     plain, path = moved(GRADIENTS[name], "fp32")
     largest, other = moved(GRADIENTS[name], "8bit")
     assert plain < 4
@@ -126,13 +137,18 @@ def adam(gradients: Gradients, steps: int, betas: tuple[float, float]) -> tuple[
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9)])
 @pytest.mark.parametrize("steps", [1, 2, 30])
-def test_no_gradients_give_a_second_moment_below_the_smallest(betas: tuple[float, float], steps: int) -> None:
-    """And those whose size is (a/b)^j for the one of j updates ago give just that: a larger one would be wrong."""
+def test_no_gradients_give_a_second_moment_below_the_smallest(
+    betas: tuple[float, float], steps: int
+) -> None:
+    """And those whose size is (a/b)^j for the one of j updates ago give just that: a larger one
+    would be wrong."""
     for gradients in GRADIENTS.values():
         first, second = adam(gradients, steps, betas)
         assert bool((second >= smallest_second(first, betas, steps) - 1e-12 * second).all())
     worst = betas[0] / betas[1]
-    first, second = adam(lambda step: torch.tensor(worst ** (steps - 1 - step)).double(), steps, betas)
+    first, second = adam(
+        lambda step: torch.tensor(worst ** (steps - 1 - step)).double(), steps, betas
+    )
     if betas[0] ** 2 < betas[1]:
         assert float(smallest_second(first, betas, steps)) == pytest.approx(float(second), rel=1e-6)
     else:
@@ -141,14 +157,19 @@ def test_no_gradients_give_a_second_moment_below_the_smallest(betas: tuple[float
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_mean_of_many_roundings_is_the_moment(signed: bool) -> None:
-    """To four standard errors. The control is a rounding to the nearest value, whose mean is that value."""
-    optimizer = ShardedOptimizer({"w": torch.nn.Parameter(torch.zeros(16, 256))}, OptimizerSettings(state="8bit"))
+    """To four standard errors. The control is a rounding to the nearest value, whose mean is that
+    value."""
+    optimizer = ShardedOptimizer(
+        {"w": torch.nn.Parameter(torch.zeros(16, 256))}, OptimizerSettings(state="8bit")
+    )
     x = normal(4096, seed=0) if signed else normal(4096, seed=0).square()
     x.view(-1, 256)[:, 0] = 5.0  # a block's largest: 1, which both books have
     total, part, rounds = torch.zeros(4096, dtype=torch.float64), slice(0, 4096), 400
     for step in range(rounds):
         moment = Moment.zeros(optimizer.parameters["w"], signed)
-        moment.write(part, x.clone(), lambda chances: optimizer._masters.draw("it", "w", part, step, chances))  # noqa: B023
+        moment.write(
+            part, x.clone(), lambda chances: optimizer._masters.draw("it", "w", part, step, chances)
+        )
         total += moment.read(part)
     nearest = Moment.zeros(optimizer.parameters["w"], signed)
     to_nearest(nearest, part, x, None)
@@ -156,4 +177,6 @@ def test_the_mean_of_many_roundings_is_the_moment(signed: bool) -> None:
     middle = x.abs() > 1e-3  # above the values that are not rounded to 0
     apart = ((total / rounds).float() - x)[middle].abs()
     assert float(apart.max()) < 4.5 * gap / 2 / rounds**0.5
-    assert float(apart.square().mean()) < 0.1 * float((nearest.read(part) - x)[middle].square().mean())
+    assert float(apart.square().mean()) < 0.1 * float(
+        (nearest.read(part) - x)[middle].square().mean()
+    )

@@ -1,4 +1,5 @@
-"""REINFORCE++ against the formulas of verl and NeMo RL, restated here on padded batches; and what they leave out."""
+"""REINFORCE++ against the formulas of verl and NeMo RL, restated here on padded batches; and what
+they leave out."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ class TokenRewards:
         return self.outcome - math.fsum(self.penalties)
 
 
-def token_advantages(groups: list[list[TokenRewards | None]], kind: str, discount: float = 1.0) -> Any:
+def token_advantages(
+    groups: list[list[TokenRewards | None]], kind: str, discount: float = 1.0
+) -> Any:
     inputs = AdvantageInputs(
         rewards=[[None if r is None else r.outcome for r in group] for group in groups],
         penalties=[[() if r is None else r.penalties for r in group] for group in groups],
@@ -45,13 +48,18 @@ def rewards(beta: float = 0.3) -> list[list[TokenRewards | None]]:
     generator = torch.Generator().manual_seed(0)
 
     def penalties(length: int) -> tuple[float, ...]:
-        return tuple((beta * torch.randn(length, generator=generator, dtype=torch.float64)).tolist())
+        return tuple(
+            (beta * torch.randn(length, generator=generator, dtype=torch.float64)).tolist()
+        )
 
-    return [[TokenRewards(outcome, penalties(length)) for outcome, length in group] for group in GROUPS]
+    return [
+        [TokenRewards(outcome, penalties(length)) for outcome, length in group] for group in GROUPS
+    ]
 
 
 def padded(groups: list[list[TokenRewards | None]]) -> tuple[Tensor, Tensor]:
-    """Token-level rewards [samples, longest] as verl has them, after `apply_kl_penalty`, and the mask."""
+    """Token-level rewards [samples, longest] as verl has them, after `apply_kl_penalty`, and the
+    mask."""
     samples = [r for group in groups for r in group if r is not None]
     longest = max(len(r.penalties) for r in samples)
     token_rewards, mask = torch.zeros(2, len(samples), longest, dtype=torch.float64)
@@ -76,7 +84,8 @@ def verl(groups: list[list[TokenRewards | None]], kind: str, gamma: float) -> Te
     `compute_reinforce_plus_plus_baseline_outcome_advantage`."""
     token_rewards, mask = padded(groups)
     if kind == "reinforce_pp":
-        returns, running = torch.zeros_like(token_rewards), torch.zeros(len(mask), dtype=torch.float64)
+        returns = torch.zeros_like(token_rewards)
+        running = torch.zeros(len(mask), dtype=torch.float64)
         for t in reversed(range(mask.shape[1])):
             new = token_rewards[:, t] + gamma * running
             returns[:, t] = new * mask[:, t]
@@ -101,13 +110,16 @@ def close(found: list[float], theirs: Tensor, mask: Tensor) -> bool:
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 def test_advantages_are_verls(kind: str, gamma: float) -> None:
-    """With a KL in the reward and without; the controls normalize over samples, and charge each token the whole KL."""
+    """With a KL in the reward and without; the controls normalize over samples, and charge each
+    token the whole KL."""
     for beta in (0.0, 0.3):
         groups = rewards(beta)
         _, mask = padded(groups)
         found = flat(token_advantages(groups, kind, gamma))
         assert close(found, verl(groups, kind, gamma), mask)
-        totals = torch.tensor([r.total for group in groups for r in group if r is not None], dtype=torch.float64)
+        totals = torch.tensor(
+            [r.total for group in groups for r in group if r is not None], dtype=torch.float64
+        )
         of_samples = ((totals - totals.mean()) / totals.std()).unsqueeze(-1) * mask
         assert not close(found, of_samples, mask)
         summed = whitened(totals.unsqueeze(-1) * mask, mask)
@@ -115,12 +127,16 @@ def test_advantages_are_verls(kind: str, gamma: float) -> None:
 
 
 def test_the_baseline_is_nemo_rls_without_a_kl_in_the_reward() -> None:
-    """nemo_rl/algorithms/advantage_estimator.py, `ReinforcePlusPlusAdvantageEstimator` with `minus_baseline`: its
-    variance is over n. With a KL in the reward it charges each token its own, and differs (docs/from-nemo-rl.md)."""
+    """nemo_rl/algorithms/advantage_estimator.py, `ReinforcePlusPlusAdvantageEstimator` with
+    `minus_baseline`: its variance is over n. With a KL in the reward it charges each token its own,
+    and differs (docs/from-nemo-rl.md)."""
 
     def theirs(groups: list[list[TokenRewards | None]]) -> tuple[Tensor, Tensor]:
         token_rewards, mask = padded(groups)
-        outcomes = [torch.tensor([r.outcome for r in group if r is not None], dtype=torch.float64) for group in groups]
+        outcomes = [
+            torch.tensor([r.outcome for r in group if r is not None], dtype=torch.float64)
+            for group in groups
+        ]
         own = torch.cat([row - row.mean() for row in outcomes]).unsqueeze(-1).expand(mask.shape)
         charged = torch.zeros_like(token_rewards)
         for i, r in enumerate(r for group in groups for r in group if r is not None):
@@ -140,7 +156,10 @@ def test_the_baseline_is_nemo_rls_without_a_kl_in_the_reward() -> None:
 
 def test_by_hand() -> None:
     """Returns 1 and 1, and 0: over three tokens their mean is 2/3 and their deviation sqrt(1/3)."""
-    groups: list[list[TokenRewards | None]] = [[TokenRewards(1.0, (0.0, 0.0)), None], [TokenRewards(0.0, (0.0,))]]
+    groups: list[list[TokenRewards | None]] = [
+        [TokenRewards(1.0, (0.0, 0.0)), None],
+        [TokenRewards(0.0, (0.0,))],
+    ]
     found = token_advantages(groups, "reinforce_pp")
     up, down = (1 / 3) / math.sqrt(1 / 3), (-2 / 3) / math.sqrt(1 / 3)
     assert found[0][0] == pytest.approx((up, up))
@@ -153,7 +172,9 @@ def test_by_hand() -> None:
 def test_lone_success_and_lone_failure(kind: str) -> None:
     """Of 16 completions of one token, in one group: the deviation is 1/4."""
     for lone, others in ((1.0, 0.0), (0.0, 1.0)):
-        group: list[TokenRewards | None] = [TokenRewards(lone if i == 5 else others, (0.0,)) for i in range(16)]
+        group: list[TokenRewards | None] = [
+            TokenRewards(lone if i == 5 else others, (0.0,)) for i in range(16)
+        ]
         found, sign = flat(token_advantages([group], kind)), 1 if lone else -1
         assert found[5] == pytest.approx(sign * 3.75, rel=1e-5)
         assert found[:5] + found[6:] == pytest.approx([-sign * 0.25] * 15, rel=1e-5)
@@ -162,7 +183,9 @@ def test_lone_success_and_lone_failure(kind: str) -> None:
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 def test_what_cannot_be_normalized_is_exactly_zero(kind: str) -> None:
     """Equal rewards, one token, none; an empty completion has no token, and its place."""
-    equal: list[list[TokenRewards | None]] = [[TokenRewards(0.1, (0.0,) * 3), TokenRewards(0.1, (0.0,))]]
+    equal: list[list[TokenRewards | None]] = [
+        [TokenRewards(0.1, (0.0,) * 3), TokenRewards(0.1, (0.0,))]
+    ]
     assert token_advantages(equal, kind) == [[(0.0,) * 3, (0.0,)]]
     assert token_advantages([[TokenRewards(3.0, (0.5,))]], kind) == [[(0.0,)]]
     assert token_advantages([[TokenRewards(1.0, ()), None], []], kind) == [[(), None], []]

@@ -1,5 +1,6 @@
-"""`kl_estimator: k3-unbiased` against TRL 1.16's GRPOTrainer (`use_bias_correction_kl`, its default): its formula
-restated, and where trl is installed its own code, loss and gradient, on and off policy."""
+"""`kl_estimator: k3-unbiased` against TRL 1.16's GRPOTrainer (`use_bias_correction_kl`, its
+default): its formula restated, and where trl is installed its own code, loss and gradient, on and
+off policy."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -20,9 +21,12 @@ BETA = 0.3
 
 def case(level: str, off_policy: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Policy (with a gradient), old, reference and advantages of each token, in float64."""
-    policy = (-torch.rand(sum(LENGTHS), generator=generator(3), dtype=torch.float64) * 3).requires_grad_()
+    policy = (
+        -torch.rand(sum(LENGTHS), generator=generator(3), dtype=torch.float64) * 3
+    ).requires_grad_()
     old, reference = (
-        policy.detach() + spread * torch.randn(len(policy), generator=generator(seed), dtype=torch.float64)
+        policy.detach()
+        + spread * torch.randn(len(policy), generator=generator(seed), dtype=torch.float64)
         for spread, seed in ((off_policy, 4), (0.8, 5))
     )
     per_sequence = torch.randn(len(LENGTHS), generator=generator(6), dtype=torch.float64)
@@ -32,7 +36,9 @@ def case(level: str, off_policy: float) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def ours(level: str, off_policy: float, estimator: str = "k3-unbiased") -> tuple[Tensor, Tensor]:
     """Loss, and its gradient by the policy's log-probabilities."""
     policy, old, reference, advantages = case(level, off_policy)
-    objective = Objective(ratio=level, kl_coefficient=BETA, kl_estimator=estimator, loss_aggregation="token_mean")
+    objective = Objective(
+        ratio=level, kl_coefficient=BETA, kl_estimator=estimator, loss_aggregation="token_mean"
+    )
     weights = torch.tensor(token_weights(LENGTHS, "token_mean", 10), dtype=torch.float64)
     given = {
         "reference_logprobs": reference,
@@ -40,7 +46,10 @@ def ours(level: str, off_policy: float, estimator: str = "k3-unbiased") -> tuple
         "sequence": torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
     }
     inputs = loss_inputs(policy, old, advantages, objective, **given)
-    total = weighted_sum(clip(inputs), inputs) + BETA * (kl_in_loss(inputs) * inputs.token_weights).sum()
+    total = (
+        weighted_sum(clip(inputs), inputs)
+        + BETA * (kl_in_loss(inputs) * inputs.token_weights).sum()
+    )
     (gradient,) = torch.autograd.grad(total, policy)
     return total.detach(), gradient
 
@@ -68,10 +77,14 @@ def trls(level: str, off_policy: float) -> tuple[Tensor, Tensor]:
     flat, *others, per_token = case(level, off_policy)
     policy, mask = padded(flat)
     old, reference, advantages = (padded(each)[0] for each in (*others, per_token))
-    settings = SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1, use_liger_kernel=False)
+    settings = SimpleNamespace(
+        use_bias_correction_kl=True, delta=None, steps_per_generation=1, use_liger_kernel=False
+    )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros_like(mask), None),
-        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
+        accelerator=SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
+        ),
         model=SimpleNamespace(training=True),
         args=settings,
         beta=BETA,
@@ -112,7 +125,11 @@ class _Anything(dict[str, Any]):
 
 
 INSTALLED = pytest.param(
-    trls, marks=pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed"), id="trl"
+    trls,
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason="trl is not installed"
+    ),
+    id="trl",
 )
 
 
@@ -130,20 +147,26 @@ def test_loss_and_gradient_are_trls(level: str, off_policy: float, theirs: Any) 
 
 
 def test_on_policy_the_gradient_is_that_of_k2() -> None:
-    torch.testing.assert_close(ours("token", 0.0)[1], ours("token", 0.0, "k2")[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        ours("token", 0.0)[1], ours("token", 0.0, "k2")[1], rtol=1e-9, atol=1e-12
+    )
     assert not torch.allclose(ours("token", 0.5)[1], ours("token", 0.5, "k2")[1], rtol=1e-3)
 
 
 def test_off_policy_its_mean_and_its_gradient_are_those_of_the_kl() -> None:
-    """By summing over a whole distribution: tokens of an old policy, weighed by how often it draws them; the control is
-    k3, which takes the old policy's tokens for the policy's."""
+    """By summing over a whole distribution: tokens of an old policy, weighed by how often it draws
+    them; the control is k3, which takes the old policy's tokens for the policy's."""
     logits = torch.randn(6, generator=generator(0), dtype=torch.float64).requires_grad_()
-    old, reference = torch.log_softmax(torch.randn(2, 6, generator=generator(1), dtype=torch.float64), -1)
+    old, reference = torch.log_softmax(
+        torch.randn(2, 6, generator=generator(1), dtype=torch.float64), -1
+    )
     policy = torch.log_softmax(logits, 0)
     expected = (policy.exp() * (policy - reference)).sum()
     objective = Objective(kl_coefficient=1.0, kl_estimator="k3-unbiased")
     inputs = loss_inputs(policy, old, torch.zeros(6), objective, reference_logprobs=reference)
-    value, plain = ((old.exp() * kl).sum() for kl in (kl_in_loss(inputs), kl_penalty(policy, reference, "k3")))
+    value, plain = (
+        (old.exp() * kl).sum() for kl in (kl_in_loss(inputs), kl_penalty(policy, reference, "k3"))
+    )
     wanted = torch.autograd.grad(expected, logits, retain_graph=True)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(torch.autograd.grad(value, logits, retain_graph=True), wanted)
@@ -156,7 +179,9 @@ def test_extreme_ratios_leave_it_finite(level: str) -> None:
     policy = torch.tensor([0.0, -200.0], requires_grad=True)
     old, reference = torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -0.0])
     objective = Objective(ratio=level, kl_coefficient=1.0, kl_estimator="k3-unbiased")
-    value = kl_in_loss(loss_inputs(policy, old, torch.zeros(2), objective, reference_logprobs=reference))
+    value = kl_in_loss(
+        loss_inputs(policy, old, torch.zeros(2), objective, reference_logprobs=reference)
+    )
     (gradient,) = torch.autograd.grad(value.sum(), policy)
     assert torch.isfinite(value).all()
     assert torch.isfinite(gradient).all()

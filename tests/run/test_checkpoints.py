@@ -18,7 +18,14 @@ from isobit import cli
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints
-from isobit.run.checkpoints import all_checkpoints, damage, go_on_from, newest, remove_leftovers, save
+from isobit.run.checkpoints import (
+    all_checkpoints,
+    damage,
+    go_on_from,
+    newest,
+    remove_leftovers,
+    save,
+)
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -59,16 +66,21 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     harm=st.lists(st.sampled_from(["no", "damaged", "set aside"]), min_size=12, max_size=12),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_number_is_kept_of_any_number_of_checkpoints(keep_last: int, steps: list[int], harm: list[str]) -> None:
-    """After each save: the one just written, and of the others the newest, also where some are damaged (they count
-    until a run that goes on sets them aside) or were set aside (they do not)."""
+def test_any_number_is_kept_of_any_number_of_checkpoints(
+    keep_last: int, steps: list[int], harm: list[str]
+) -> None:
+    """After each save: the one just written, and of the others the newest, also where some are
+    damaged (they count until a run that goes on sets them aside) or were set aside (they do
+    not)."""
     with tempfile.TemporaryDirectory() as folder:
         kept: list[int] = []
         for step, what in zip(steps, harm):
             path = save(Path(folder), step, content(str(step)), keep_last)
             others = sorted(other for other in kept if other != step)
             kept = [*others[max(len(others) - (keep_last - 1), 0) :], step]
-            assert [checkpoints.step_of(each) for each in all_checkpoints(Path(folder))] == sorted(kept)
+            assert [checkpoints.step_of(each) for each in all_checkpoints(Path(folder))] == sorted(
+                kept
+            )
             assert damage(path) is None
             if what == "damaged":
                 flip(path)
@@ -79,7 +91,9 @@ def test_any_number_is_kept_of_any_number_of_checkpoints(keep_last: int, steps: 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, content("good"), keep_last=1)
-    with pytest.raises(RunFailed, match=r"step-000002: .*No space left on device.*; earlier checkpoints are intact"):
+    with pytest.raises(
+        RunFailed, match=r"step-000002: .*No space left on device.*; earlier checkpoints are intact"
+    ):
         save(tmp_path, 2, failing(OSError(errno.ENOSPC, "No space left on device")), keep_last=1)
     assert names(tmp_path) == ["step-000001"]
     assert damage(tmp_path / "step-000001") is None
@@ -118,7 +132,9 @@ def no_manifest(path: Path) -> None:
         (no_manifest, "manifest.json is missing"),
     ],
 )
-def test_damage_is_seen_and_passed_over(tmp_path: Path, harm: Callable[[Path], None], said: str) -> None:
+def test_damage_is_seen_and_passed_over(
+    tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
     for step in (1, 2):
         save(tmp_path, step, content(str(step)), keep_last=2)
     assert damage(tmp_path / "step-000002") is None
@@ -137,7 +153,10 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".writing-000002").mkdir()
     (tmp_path / ".writing-000002" / "model.safetensors").write_text("half")
     path, _ = newest(tmp_path)
-    assert names(tmp_path) == [".writing-000002", "step-000001"]  # the directory may be that of a run at work
+    assert names(tmp_path) == [
+        ".writing-000002",
+        "step-000001",
+    ]  # the directory may be that of a run at work
     go_on_from(path)
     assert names(tmp_path) == ["step-000001"]
 
@@ -151,7 +170,9 @@ def test_a_write_that_was_interrupted_between_its_two_renames_is_undone(tmp_path
     assert damage(path) is None
 
 
-def test_what_was_just_saved_is_never_dropped_and_what_is_damaged_never_counted(tmp_path: Path) -> None:
+def test_what_was_just_saved_is_never_dropped_and_what_is_damaged_never_counted(
+    tmp_path: Path,
+) -> None:
     for step in (5, 10):
         save(tmp_path, step, content(str(step)), keep_last=2)
     flip(tmp_path / "step-000010")
@@ -179,8 +200,11 @@ def test_a_manifest_of_nothing_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_full_disk_fails_cleanly_and_goes_on_later(tmp_path: Path, base_model: Path) -> None:
-    """A limit on the size of files stands for the disk: the second checkpoint's optimizer state exceeds it."""
+def test_a_run_on_a_full_disk_fails_cleanly_and_goes_on_later(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """A limit on the size of files stands for the disk: the second checkpoint's optimizer state
+    exceeds it."""
     config = write_config(tmp_path, base_model)
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     limit = (base_model / "model.safetensors").stat().st_size + 2048
@@ -207,4 +231,7 @@ def test_a_run_on_a_full_disk_fails_cleanly_and_goes_on_later(tmp_path: Path, ba
 
 def test_the_manifest_names_every_file(tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path, 3, content("x"), keep_last=1)
-    assert sorted(json.loads((path / "manifest.json").read_text())) == ["model.safetensors", "trainer/state.json"]
+    assert sorted(json.loads((path / "manifest.json").read_text())) == [
+        "model.safetensors",
+        "trainer/state.json",
+    ]

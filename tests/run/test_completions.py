@@ -1,4 +1,5 @@
-"""completions.jsonl.gz: readable by any gzip, exact, cut by steps; and what `run.completions` leaves out."""
+"""completions.jsonl.gz: readable by any gzip, exact, cut by steps; and what `run.completions`
+leaves out."""
 
 import gzip
 import json
@@ -15,13 +16,27 @@ from isobit.model import Model
 from isobit.monitor.report import write_report
 from isobit.monitor.report.rollouts import read_rollouts
 from isobit.monitor.screen.watch import Watched
-from isobit.run.completions import COMPLETIONS, SAME, CompletionTail, Member, lines, members, pack, parse, read
+from isobit.run.completions import (
+    COMPLETIONS,
+    SAME,
+    CompletionTail,
+    Member,
+    lines,
+    members,
+    pack,
+    parse,
+    read,
+)
 from isobit.run.directory import read_jsonl
 from isobit.training.recording.rows import LONGEST_COLUMN, SAMPLED, _compact, _shortened
 from isobit.training.train import replay, resume, train
 from tests.runs import fingerprint, write_config
 
-STEPS = [[{"step": 1, "text": "ü\r\u2028\n"}, {"step": 1, "text": "\ud800 half a pair"}], [], [{"step": 3, "text": ""}]]
+STEPS = [
+    [{"step": 1, "text": "ü\r\u2028\n"}, {"step": 1, "text": "\ud800 half a pair"}],
+    [],
+    [{"step": 3, "text": ""}],
+]
 
 
 def test_any_gzip_reads_it_and_so_do_we(tmp_path: Path) -> None:
@@ -31,7 +46,10 @@ def test_any_gzip_reads_it_and_so_do_we(tmp_path: Path) -> None:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         assert [json.loads(line) for line in file] == wanted
     assert list(read(path)) == wanted
-    assert [list(map(parse, lines(path, member))) for member in members(path)] == [STEPS[0], STEPS[2]]
+    assert [list(map(parse, lines(path, member))) for member in members(path)] == [
+        STEPS[0],
+        STEPS[2],
+    ]
     assert list(read(tmp_path / "nothing")) == []
     assert pack(STEPS[0]) == pack(iter(STEPS[0]))
 
@@ -56,7 +74,8 @@ def test_what_is_half_written_is_left_out_and_what_is_damaged_said(tmp_path: Pat
 
 
 def test_log_probabilities_are_short_and_the_same_bits() -> None:
-    """Every exponent, zeros of both signs, the smallest and the largest; the control takes one digit less."""
+    """Every exponent, zeros of both signs, the smallest and the largest; the control takes one
+    digit less."""
     generator = np.random.Generator(np.random.Philox(key=0))
     words = generator.integers(0, 1 << 32, 50_000, dtype=np.uint32)
     values = np.concatenate([words.view(np.float32), np.float32([0.0, -0.0, 1e-45, 3.4028235e38])])
@@ -64,9 +83,13 @@ def test_log_probabilities_are_short_and_the_same_bits() -> None:
     plain = values.astype(np.float64).tolist()
     row = {"step": 1, "rollout_logprobs": _compact(plain), "policy_logprobs": SAME}
     found = parse(json.dumps(row).encode())
-    assert struct.pack(f"{len(plain)}d", *found["rollout_logprobs"]) == struct.pack(f"{len(plain)}d", *plain)
+    assert struct.pack(f"{len(plain)}d", *found["rollout_logprobs"]) == struct.pack(
+        f"{len(plain)}d", *plain
+    )
     assert found["policy_logprobs"] == found["rollout_logprobs"]
-    shorter = parse(json.dumps({"step": 1, "rollout_logprobs": [float(f"{x:.8g}") for x in plain]}).encode())
+    shorter = parse(
+        json.dumps({"step": 1, "rollout_logprobs": [float(f"{x:.8g}") for x in plain]}).encode()
+    )
     assert shorter["rollout_logprobs"] != plain
     with pytest.raises(AssertionError, match="are float32"):
         _compact([0.1])
@@ -77,12 +100,20 @@ def recorded(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("precision", "same"), [("fp8", True), ("fp8-rollout", False)])
-def test_a_row_says_where_it_came_from(tmp_path: Path, base_model: Path, precision: str, same: bool) -> None:
-    """The data's row and its columns, the prompt as the model read it, and that both sides computed the same bits."""
-    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "tests": "x" * 9000, "tags": ["a", None]} for i in range(9)]
+def test_a_row_says_where_it_came_from(
+    tmp_path: Path, base_model: Path, precision: str, same: bool
+) -> None:
+    """The data's row and its columns, the prompt as the model read it, and that both sides computed
+    the same bits."""
+    rows = [
+        {"prompt": f"{i}+{i}=", "answer": str(2 * i), "tests": "x" * 9000, "tags": ["a", None]}
+        for i in range(9)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "held_out_size": 2, "options": {}}
-    config = load_config(write_config(tmp_path, base_model, task=task, precision=precision), ["steps=2"])
+    config = load_config(
+        write_config(tmp_path, base_model, task=task, precision=precision), ["steps=2"]
+    )
     run = train(config).run_dir
     tokenizer = Model.load(base_model).tokenizer
     found = recorded(run)
@@ -104,18 +135,24 @@ def test_columns_are_plain_json() -> None:
     assert _shortened({"a": [1.5, float("nan")], "b": Path("x")}) == {"a": [1.5, None], "b": "x"}
 
 
-def test_a_chats_special_tokens_are_in_its_rendered_prompt(tmp_path: Path, base_model: Path) -> None:
+def test_a_chats_special_tokens_are_in_its_rendered_prompt(
+    tmp_path: Path, base_model: Path
+) -> None:
     row = recorded(train(load_config(write_config(tmp_path, base_model), ["steps=1"])).run_dir)[0]
     tokenizer = Model.load(base_model).tokenizer
     ids = [*tokenizer.encode("1+1="), *tokenizer.eos_ids]
-    assert tokenizer.decode(ids, special=True) != tokenizer.decode(ids) == "1+1="  # what tells the two apart
+    assert (
+        tokenizer.decode(ids, special=True) != tokenizer.decode(ids) == "1+1="
+    )  # what tells the two apart
     assert row["prompt_rendered"] == row["prompt"]  # this prompt has none
 
 
 @pytest.mark.parametrize("kind", ["all", "sample", "none"])
 def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
     """The same weights; a sampled run keeps the report's figures, and neither can be repeated."""
-    config = write_config(tmp_path, base_model, run={"completions": kind}, sampling={"group_size": 8})
+    config = write_config(
+        tmp_path, base_model, run={"completions": kind}, sampling={"group_size": 8}
+    )
     run = train(load_config(config, ["steps=2"])).run_dir
     resume(run, ["steps=3", "run.report=true"])
     (tmp_path / "all").mkdir()
@@ -127,7 +164,9 @@ def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
         assert rows == whole
         assert fingerprint(run) == fingerprint(everything)
         return
-    with pytest.raises(IsobitError, match=f"it recorded run.completions: {kind}, and only with all"):
+    with pytest.raises(
+        IsobitError, match=f"it recorded run.completions: {kind}, and only with all"
+    ):
         replay(run, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     page = (run / "report.html").read_text()
@@ -141,14 +180,20 @@ def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
     assert len(rows) == len(whole)
     for step in (1, 2, 3):
         of_step = [row for row in rows if row["step"] == step]
-        shown, possible = ([row for row in found if row["step"] == step] for found in (of_step, whole))
+        shown, possible = (
+            [row for row in found if row["step"] == step] for found in (of_step, whole)
+        )
         shown = [row for row in shown if "completion" in row]
         assert len(shown) == SAMPLED
         assert all(row in whole for row in shown)
         for pick in (min, max):
             assert pick(row["reward"] for row in shown) == pick(row["reward"] for row in possible)
     found, wanted = read_rollouts(run / COMPLETIONS), read_rollouts(everything / COMPLETIONS)
-    assert (found.visits, found.count, found.solved_from) == (wanted.visits, wanted.count, wanted.solved_from)
+    assert (found.visits, found.count, found.solved_from) == (
+        wanted.visits,
+        wanted.count,
+        wanted.solved_from,
+    )
     assert found.reward_intervals() == wanted.reward_intervals()
     assert f"{3 * SAMPLED} of {len(whole)} completions, of 3 of 3 steps." in page
     assert watched.history.best is not None
@@ -156,19 +201,27 @@ def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
     assert watched.history.best.reward == best
 
 
-@pytest.mark.parametrize(("first", "second", "step"), [("none", "all", 1), ("all", "none", 3), ("sample", "all", 1)])
+@pytest.mark.parametrize(
+    ("first", "second", "step"), [("none", "all", 1), ("all", "none", 3), ("sample", "all", 1)]
+)
 def test_a_run_that_changed_its_mind_is_not_repeated_in_part(
     tmp_path: Path, base_model: Path, first: str, second: str, step: int
 ) -> None:
     config = write_config(tmp_path, base_model, run={"completions": first})
     run = train(load_config(config, ["steps=2"])).run_dir
     resume(run, ["steps=4", f"run.completions={second}"])
-    message = f"recorded run.completions: {second}" if second != "all" else f"step {step} was recorded with"
+    message = (
+        f"recorded run.completions: {second}"
+        if second != "all"
+        else f"step {step} was recorded with"
+    )
     with pytest.raises(IsobitError, match=message):
         replay(run, tmp_path / "again")
 
 
-def test_a_run_whose_last_steps_are_missing_is_not_repeated(tmp_path: Path, base_model: Path) -> None:
+def test_a_run_whose_last_steps_are_missing_is_not_repeated(
+    tmp_path: Path, base_model: Path
+) -> None:
     run = train(load_config(write_config(tmp_path, base_model))).run_dir
     path = run / COMPLETIONS
     places = list(members(path))

@@ -38,15 +38,24 @@ def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
         run.write_completions([{"step": 2, "completion": "ü"}])
     with RunDirectory(tmp_path / "run", kept) as run:
         run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
-        assert run.written() == {"rows": 2, "offsets": {COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}}
+        assert run.written() == {
+            "rows": 2,
+            "offsets": {COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0},
+        }
         state = {"step": 2, **run.written()}
         found, lost = ends(run.directory, state)
         assert found[METRICS] > kept[METRICS]
         assert lost == []
         assert ends(run.directory, state | {"unrecorded": {}, "rows": 1}) == (kept, [])
-        said = "metrics.jsonl has 2 rows up to step 2, and had 3; the run goes on, and its weights are sound"
+        said = (
+            "metrics.jsonl has 2 rows up to step 2, and had 3; the run goes on, and its "
+            "weights are sound"
+        )
         assert ends(run.directory, state | {"rows": 3})[1] == [f"{run.directory}: {said}"]
-    assert list(read_jsonl(tmp_path / "run" / METRICS)) == [{"step": 1.0}, {"step": 2.0, "grad_norm": None}]
+    assert list(read_jsonl(tmp_path / "run" / METRICS)) == [
+        {"step": 1.0},
+        {"step": 2.0, "grad_norm": None},
+    ]
     assert (tmp_path / "run" / COMPLETIONS).read_bytes() == b""
     with pytest.raises(IsobitError, match=r"metrics\.jsonl is shorter than its checkpoint says"):
         RunDirectory(tmp_path / "run", {METRICS: 10_000})
@@ -61,13 +70,19 @@ def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     assert capsys.readouterr().err == ""
     assert list(read_jsonl(path)) == [{"step": 1}, {"step": 3}]
-    assert "rows.jsonl: 1 row cannot be read and left out; line 2: not valid JSON" in capsys.readouterr().err
+    assert (
+        "rows.jsonl: 1 row cannot be read and left out; line 2: not valid JSON"
+        in capsys.readouterr().err
+    )
     with pytest.raises(IsobitError, match="cannot read"):
         list(read_jsonl(tmp_path / "gone.jsonl"))
 
 
 def test_a_metric_without_a_definition_cannot_be_logged(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", "") as run, pytest.raises(AssertionError, match="mismatch/vibes"):
+    with (
+        RunDirectory.create(tmp_path / "run", "") as run,
+        pytest.raises(AssertionError, match="mismatch/vibes"),
+    ):
         run.write_metrics({"step": 1.0, "mismatch/vibes": 0.0})
 
 
@@ -75,16 +90,22 @@ def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "") as run:
         run._files[METRICS].close()
         run._files[METRICS] = open("/dev/full", "wb")  # noqa: SIM115
-        with pytest.raises(RunFailed, match=r"No space left on device; go on with: isobit train --resume"):
+        with pytest.raises(
+            RunFailed, match=r"No space left on device; go on with: isobit train --resume"
+        ):
             run.write_metrics({"step": 1.0})
 
 
-def test_a_run_that_has_not_begun_is_nothing_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_not_begun_is_nothing_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(durable, "write_text", full)
-    with pytest.raises(IsobitError, match=r"cannot write into run directory .*: No space left on device$"):
+    with pytest.raises(
+        IsobitError, match=r"cannot write into run directory .*: No space left on device$"
+    ):
         RunDirectory.create(tmp_path / "run", "steps: 1\n")
     refuse_existing(tmp_path / "run")
 
@@ -95,7 +116,11 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    held = ((tmp_path, "is not empty"), (tmp_path / "file", "is a file"), (tmp_path / "model", "is a model"))
+    held = (
+        (tmp_path, "is not empty"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "model", "is a model"),
+    )
     for path, what in held:
         with pytest.raises(IsobitError, match=f"exists and {what}; choose another") as caught:
             refuse_existing(path)

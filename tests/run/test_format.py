@@ -1,4 +1,5 @@
-"""A run of another format is refused in one line by every command that opens one, and a run of this format is not."""
+"""A run of another format is refused in one line by every command that opens one, and a run of this
+format is not."""
 
 import shutil
 from collections.abc import Callable
@@ -30,7 +31,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_another_format_is_refused(finished: Path, tmp_path: Path, refused: Callable[..., str], command: str) -> None:
+def test_another_format_is_refused(
+    finished: Path, tmp_path: Path, refused: Callable[..., str], command: str
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     words = [run if word == "RUN" else word for word in COMMANDS[command]]

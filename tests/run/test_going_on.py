@@ -1,5 +1,5 @@
-"""What a run goes on from: its newest checkpoint that is whole and finite, whatever its logs have become; alone in its
-directory."""
+"""What a run goes on from: its newest checkpoint that is whole and finite, whatever its logs have
+become; alone in its directory."""
 
 import hashlib
 import json
@@ -27,7 +27,9 @@ from tests.runs import fingerprint, write_config
 @pytest.fixture
 def run(tmp_path: Path, base_model: Path) -> Path:
     """A finished run of four steps, with checkpoints after two and four."""
-    return train(load_config(write_config(tmp_path, base_model, evaluation={"every": 2, "samples": 4}))).run_dir
+    return train(
+        load_config(write_config(tmp_path, base_model, evaluation={"every": 2, "samples": 4}))
+    ).run_dir
 
 
 def spoil(checkpoint: Path) -> None:
@@ -40,11 +42,15 @@ def spoil(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {path.name: file_digest(path)}))
 
 
-def test_it_falls_back_to_a_checkpoint_that_is_finite(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_falls_back_to_a_checkpoint_that_is_finite(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = fingerprint(run)
     spoil(all_checkpoints(run / "checkpoints")[-1])
     assert resume(run).exit_code == 0
-    line = next(line for line in capsys.readouterr().err.splitlines() if "step-000004 is damaged" in line)
+    line = next(
+        line for line in capsys.readouterr().err.splitlines() if "step-000004 is damaged" in line
+    )
     assert "is not finite" in line
     assert fingerprint(run) == whole
     assert (run / "checkpoints" / ".damaged-step-000004").is_dir()
@@ -72,20 +78,35 @@ def _shorten(name: str) -> Callable[[Path], None]:
 _DEEP = b'{"step": 1, "a": ' + b"[" * 100_000 + b"\n"
 LOGS: dict[str, tuple[Callable[[Path], None], str]] = {
     "emptied": (_metrics(lambda rows: []), "metrics.jsonl has 0 rows up to step 4, and had 5"),
-    "gone": (lambda run: (run / METRICS).unlink(), "metrics.jsonl has 0 rows up to step 4, and had 5"),
-    "half a line": (_metrics(lambda rows: [*rows[:-1], rows[-1][:-9]]), "has 4 rows up to step 4, and had 5"),
+    "gone": (
+        lambda run: (run / METRICS).unlink(),
+        "metrics.jsonl has 0 rows up to step 4, and had 5",
+    ),
+    "half a line": (
+        _metrics(lambda rows: [*rows[:-1], rows[-1][:-9]]),
+        "has 4 rows up to step 4, and had 5",
+    ),
     "a text value": (
         _metrics(lambda rows: [*rows[:2], b'{"step": 2, "grad_norm": "high"}\n', *rows[3:]]),
         "has 4 rows up to step 4, and had 5",
     ),
-    "nested": (_metrics(lambda rows: [*rows[:2], _DEEP, *rows[3:]]), "has 4 rows up to step 4, and had 5"),
+    "nested": (
+        _metrics(lambda rows: [*rows[:2], _DEEP, *rows[3:]]),
+        "has 4 rows up to step 4, and had 5",
+    ),
     "garbage in the middle": (
         _metrics(lambda rows: [*rows[:2], b"\0\xff\n" * 3, *rows[3:]]),
         "has 4 rows up to step 4",
     ),
-    "no JSON and no UTF-8": (_metrics(lambda rows: [b"\xff\n", b"{\n", b"[]\n", b"1\n"]), "has 0 rows up to step 4"),
+    "no JSON and no UTF-8": (
+        _metrics(lambda rows: [b"\xff\n", b"{\n", b"[]\n", b"1\n"]),
+        "has 0 rows up to step 4",
+    ),
     "zeros at the end": (_metrics(lambda rows: [*rows, b"\0" * 4096]), ""),
-    "a flipped bit in completions": (_flip_completions, "completions.jsonl.gz: completions are damaged, of step 2"),
+    "a flipped bit in completions": (
+        _flip_completions,
+        "completions.jsonl.gz: completions are damaged, of step 2",
+    ),
     "completions cut off": (_shorten(COMPLETIONS), "completions.jsonl.gz has "),
     "quantization cut off": (_shorten("quantization.jsonl"), "quantization.jsonl has "),
     "the certificate cut off": (_shorten(CERTIFICATE), "certificate.jsonl has "),
@@ -93,8 +114,11 @@ LOGS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_costs_its_rows_and_not_the_run(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest checkpoint is taken, whose weights are sound; a line says what is lost; later steps are recorded."""
+def test_a_log_costs_its_rows_and_not_the_run(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest checkpoint is taken, whose weights are sound; a line says what is lost; later
+    steps are recorded."""
     whole, before = fingerprint(run), newest(run / "checkpoints")
     harm, said = LOGS[name]
     harm(run)
@@ -105,7 +129,10 @@ def test_a_log_costs_its_rows_and_not_the_run(name: str, run: Path, capsys: pyte
     assert "damaged (" not in err  # of a checkpoint
     assert ("the run goes on, and its weights are sound" in err) == bool(said)
     assert before[0] in all_checkpoints(run / "checkpoints")
-    assert hashlib.sha256((before[0] / "model.safetensors").read_bytes()).hexdigest() == whole["model.safetensors"]
+    assert (
+        hashlib.sha256((before[0] / "model.safetensors").read_bytes()).hexdigest()
+        == whole["model.safetensors"]
+    )
     steps = [int(row["step"]) for row in read_jsonl(run / METRICS)]
     assert steps[-2:] == [5, 6]
     assert steps == sorted(set(steps))
@@ -114,11 +141,13 @@ def test_a_log_costs_its_rows_and_not_the_run(name: str, run: Path, capsys: pyte
 
 
 def test_checkpoints_that_are_gone_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that has recorded a step does not begin again without a word; one that has not begins again."""
+    """A run that has recorded a step does not begin again without a word; one that has not begins
+    again."""
     files = {name: (run / name).read_bytes() for name in (METRICS, COMPLETIONS, CERTIFICATE)}
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(
-        IsobitError, match=r"its checkpoints are gone, after step 4: bring .*checkpoints back, or begin"
+        IsobitError,
+        match=r"its checkpoints are gone, after step 4: bring .*checkpoints back, or begin",
     ) as said:
         resume(run)
     assert "--out" in str(said.value)
@@ -129,7 +158,9 @@ def test_checkpoints_that_are_gone_are_said(run: Path, capsys: pytest.CaptureFix
         with pytest.raises(IsobitError, match="its checkpoints are gone"):
             resume(run)
     (run / CERTIFICATE).write_bytes(files[CERTIFICATE].splitlines(keepends=True)[0])
-    (run / METRICS).write_bytes(files[METRICS].splitlines(keepends=True)[0])  # the evaluation before step 1
+    (run / METRICS).write_bytes(
+        files[METRICS].splitlines(keepends=True)[0]
+    )  # the evaluation before step 1
     (run / COMPLETIONS).write_bytes(b"")
     assert resume(run).exit_code == 0
 
@@ -139,7 +170,8 @@ def test_going_back_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     whole = (run / COMPLETIONS).read_bytes()
     assert resume(run).exit_code == 0
     assert (
-        f"{run} goes on after step 2: steps up to 4, which it had recorded, are done again" in capsys.readouterr().err
+        f"{run} goes on after step 2: steps up to 4, which it had recorded, are done again"
+        in capsys.readouterr().err
     )
     assert (run / COMPLETIONS).read_bytes() == whole
 
@@ -171,9 +203,14 @@ def test_weights_that_are_not_finite_are_not_saved(
             self.checksums.renew()  # as if the update had written it
 
     monkeypatch.setattr(ShardedOptimizer, "step", breaking)
-    with pytest.raises(RunFailed, match=r"is not finite; the last good checkpoint is .*step-000002"):
+    with pytest.raises(
+        RunFailed, match=r"is not finite; the last good checkpoint is .*step-000002"
+    ):
         train(load_config(write_config(tmp_path, base_model, steps=3)))
-    assert [path.name for path in all_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000000", "step-000002"]
+    assert [path.name for path in all_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        "step-000000",
+        "step-000002",
+    ]
 
 
 def test_export_names_what_it_took_and_refuses_a_damaged_best(
@@ -185,12 +222,17 @@ def test_export_names_what_it_took_and_refuses_a_damaged_best(
     assert "step-000004 is damaged (model.safetensors does not match" in capsys.readouterr().err
     assert Model.load(tmp_path / "out", "float32").parameters()
     (run / "best" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(IsobitError, match=r"best is damaged .*; take the newest checkpoint: leave out --best"):
+    with pytest.raises(
+        IsobitError, match=r"best is damaged .*; take the newest checkpoint: leave out --best"
+    ):
         export(run, tmp_path / "other", "fp32", None, best=True)
 
 
 def test_a_lost_machine_file_is_said_and_written_anew(run: Path) -> None:
     (run / "machine.json").write_text("")
     with RunDirectory(run, {}) as directory:
-        assert "what the run began on is not known" in directory.record_machine({"backend": "native"})[0]
+        assert (
+            "what the run began on is not known"
+            in directory.record_machine({"backend": "native"})[0]
+        )
         assert directory.record_machine({"backend": "native"}) == []

@@ -1,4 +1,5 @@
-"""Every metric has one definition, every definition is used, and the document is generated from them."""
+"""Every metric has one definition, every definition is used, and the document is generated from
+them."""
 
 from pathlib import Path
 
@@ -23,34 +24,50 @@ def test_unknown_names_are_refused_and_families_match() -> None:
 
 
 def test_json_has_no_nan() -> None:
-    assert metrics.plain({"a": float("nan"), "b": float("-inf"), "c": 0.5}) == {"a": None, "b": None, "c": 0.5}
+    assert metrics.plain({"a": float("nan"), "b": float("-inf"), "c": 0.5}) == {
+        "a": None,
+        "b": None,
+        "c": 0.5,
+    }
 
 
 def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path) -> None:
-    everything = ["precision=fp8-rollout-kv", "algorithm.kl_coefficient=0.1", "evaluation={every: 1, samples: 4}"]
+    everything = [
+        "precision=fp8-rollout-kv",
+        "algorithm.kl_coefficient=0.1",
+        "evaluation={every: 1, samples: 4}",
+    ]
     run = train(load_config(write_config(tmp_path, base_model), ["steps=1", *everything]))
     logged = {name for row in run.metrics for name in row}
     metrics.check(dict.fromkeys(logged, 0.0))
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}
-    # tests/test_device.py: peaks of a GPU's memory
-    # tests/training/test_loop.py: mixtures of experts, replay and rollouts ahead
-    # tests/training/test_scoring.py: reward models; tests/training/test_quantization.py
-    # tests/fleet/test_training.py: what a fleet is sent and how long the learner waits for it
-    # tests/training/test_adapter.py: adapters
-    # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py: calibrated queries
+    # tests/test_device.py: peaks of a GPU's memory tests/training/test_loop.py: mixtures of
+    # experts, replay and rollouts ahead tests/training/test_scoring.py: reward models;
+    # tests/training/test_quantization.py tests/fleet/test_training.py: what a fleet is sent and how
+    # long the learner waits for it tests/training/test_adapter.py: adapters
+    # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py:
+    # calibrated queries
     elsewhere = {
         name
         for name in metrics.METRICS
         if name.startswith(
             (
                 *("router/", "replay/", "staleness/", "memory/reward", "memory/peak_rollout"),
-                *("memory/peak_learn", "quant/activation", "quant/gradient", "quant/query", "mismatch/corrected"),
+                *(
+                    "memory/peak_learn",
+                    "quant/activation",
+                    "quant/gradient",
+                    "quant/query",
+                    "mismatch/corrected",
+                ),
                 *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
             )
         )
         and name[-1] != "*"
     }
-    assert unused == elsewhere | {"reward/reference_kl"}  # the same: with KL in the reward there is none in the loss
+    assert unused == elsewhere | {
+        "reward/reference_kl"
+    }  # the same: with KL in the reward there is none in the loss
     assert "reward/function/digits" in logged
 
 

@@ -1,4 +1,5 @@
-"""Runs that learn nothing say so: while they work, at their end, in what watches them and in the report."""
+"""Runs that learn nothing say so: while they work, at their end, in what watches them and in the
+report."""
 
 import math
 from functools import reduce
@@ -38,7 +39,10 @@ def test_it_is_said_from_twenty_steps_on_and_taken_back() -> None:
     """The control: one step that taught something."""
     nothing = [row(False)] * PATIENCE
     assert after(*nothing[1:]).line is None
-    assert after(*nothing).line == "no group had a spread for 20 steps (every reward was 0): nothing is learned"
+    assert (
+        after(*nothing).line
+        == "no group had a spread for 20 steps (every reward was 0): nothing is learned"
+    )
     assert after(*nothing, row(True)).line is None
     assert after(*nothing, row(True), *nothing[1:]).line is None
     assert after(row(True), *nothing).verdict == (
@@ -47,7 +51,10 @@ def test_it_is_said_from_twenty_steps_on_and_taken_back() -> None:
 
 
 def test_a_short_run_that_never_learned_is_told_from_one_that_paused() -> None:
-    assert after(row(False)).verdict == "no group had a spread in any step (every reward was 0): nothing was learned"
+    assert (
+        after(row(False)).verdict
+        == "no group had a spread in any step (every reward was 0): nothing was learned"
+    )
     assert after(row(True), row(False)).verdict is None
     assert after(row(True)).verdict is None
     assert after().verdict is None
@@ -61,10 +68,22 @@ def test_a_short_run_that_never_learned_is_told_from_one_that_paused() -> None:
         ([row(False, 0.5, 0.4)], "no group had a spread in any step:"),
         ([row(False, None, None)], "no completion could be scored in any step:"),
         ([row(False, math.nan, math.nan)], "no completion could be scored in any step:"),
-        ([{**row(False), "advantage/nonzero_fraction": math.nan}], "no group had a spread in any step (every"),
-        ([{**row(False), "advantage/nonzero_fraction": None}], "no group had a spread in any step (every"),
-        ([{"groups/zero_spread_fraction": 1.0, "reward/mean": 0.0}], "no group had a spread in any step (every"),
-        ([{"step": 0.0, "accuracy/held_out": 0.1}, row(False)], "no group had a spread in any step (every"),
+        (
+            [{**row(False), "advantage/nonzero_fraction": math.nan}],
+            "no group had a spread in any step (every",
+        ),
+        (
+            [{**row(False), "advantage/nonzero_fraction": None}],
+            "no group had a spread in any step (every",
+        ),
+        (
+            [{"groups/zero_spread_fraction": 1.0, "reward/mean": 0.0}],
+            "no group had a spread in any step (every",
+        ),
+        (
+            [{"step": 0.0, "accuracy/held_out": 0.1}, row(False)],
+            "no group had a spread in any step (every",
+        ),
     ],
 )
 def test_why(rows: list[Row], line: str) -> None:
@@ -83,19 +102,29 @@ REWARDS = {
 def test_a_run_says_it_at_its_end(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str], reward: str, preset: str
 ) -> None:
-    """Also one that is shorter, and one that goes on; the control is a reward that tells completions apart."""
-    (tmp_path / "constant.py").write_text(f"def constant(completions, **k):\n    return {REWARDS[reward]}\n")
+    """Also one that is shorter, and one that goes on; the control is a reward that tells
+    completions apart."""
+    (tmp_path / "constant.py").write_text(
+        f"def constant(completions, **k):\n    return {REWARDS[reward]}\n"
+    )
     functions = [{"function": f"{tmp_path}/constant.py:constant"}]
-    config = write_config(tmp_path, base_model, rewards={"functions": functions}, algorithm={"preset": preset})
+    config = write_config(
+        tmp_path, base_model, rewards={"functions": functions}, algorithm={"preset": preset}
+    )
     run = train(load_config(config, ["steps=3", "run.report=true"]), quiet=False).run_dir
-    what = {"none": "no completion could be scored in any step", "zero": "no group had a spread in any step"}
+    what = {
+        "none": "no completion could be scored in any step",
+        "zero": "no group had a spread in any step",
+    }
     said, page = capsys.readouterr().err, (run / "report.html").read_text()
     nonzero = [line["advantage/nonzero_fraction"] for line in read_jsonl(run / "metrics.jsonl")]
     if reward == "learns":
         assert "nothing was learned" not in said + page
         assert any(nonzero)
         return
-    assert f"{what[reward]} (every reward was 0)" in said if reward == "zero" else what[reward] in said
+    assert (
+        f"{what[reward]} (every reward was 0)" in said if reward == "zero" else what[reward] in said
+    )
     assert what[reward] in page
     assert not any(nonzero)
 
@@ -103,9 +132,13 @@ def test_a_run_says_it_at_its_end(
 def test_it_goes_on_over_a_resume_and_is_seen_from_outside(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "constant.py").write_text("def constant(completions, **k):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "constant.py").write_text(
+        "def constant(completions, **k):\n    return [0.0] * len(completions)\n"
+    )
     functions = [{"function": f"{tmp_path}/constant.py:constant"}]
-    config = write_config(tmp_path, base_model, rewards={"functions": functions}, prompts_per_step=1)
+    config = write_config(
+        tmp_path, base_model, rewards={"functions": functions}, prompts_per_step=1
+    )
     run = train(load_config(config, ["steps=12"]), quiet=False).run_dir
     resume(run, [f"steps={PATIENCE - 1}"], quiet=False)
     line = "no group had a spread for 20 steps (every reward was 0): nothing is learned"

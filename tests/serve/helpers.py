@@ -21,7 +21,9 @@ from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
 KEY = "tml-test-key-0123456789"
-ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ALPHABET = (
+    "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)
 TEMPLATE = (
     "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}"
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
@@ -62,7 +64,9 @@ class Running:
 
     def stream(self, path: str, value: Any) -> list[str]:
         """The data of a stream's events."""
-        with httpx.stream("POST", self.url + path, headers=self.headers, json=value, timeout=60) as response:
+        with httpx.stream(
+            "POST", self.url + path, headers=self.headers, json=value, timeout=60
+        ) as response:
             assert response.status_code == 200, response.read()
             lines = [line for line in response.iter_lines() if line]
         assert all(line.startswith("data: ") for line in lines)
@@ -86,7 +90,13 @@ def serving(
     for name, folder in (adapters or {}).items():
         gateway.device.snapshots.put(name, folder)
     config = uvicorn.Config(
-        make_app(gateway, TOKENS), port=0, log_config=None, access_log=False, lifespan="off", ws="none", http="h11"
+        make_app(gateway, TOKENS),
+        port=0,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
     )
     server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
 

@@ -1,5 +1,5 @@
-"""Hostile requests over all routes: each is answered in JSON with a status below 500 and one clear line, and
-an honest request among them has the answer that it has alone.
+"""Hostile requests over all routes: each is answered in JSON with a status below 500 and one clear
+line, and an honest request among them has the answer that it has alone.
 
     python -m tests.serve.hostile --cases 10000
 """
@@ -43,7 +43,9 @@ ROUTES: dict[str, dict[str, Any]] = {
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [{"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}],
+                "tool_calls": [
+                    {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+                ],
             },
             {"role": "tool", "content": "3", "tool_call_id": "c"},
         ],
@@ -55,17 +57,27 @@ ROUTES: dict[str, dict[str, Any]] = {
         "top_k": 4,
         "min_p": 0.1,
     },
-    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "temperature": 0.0}},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 3, "temperature": 0.0},
+    },
     "/tokenize": {"prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"tokens": [4, 5, 6]},
 }
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 10**299, -(10**30), 0.5, -0.0, 1e308, float("inf"), float("nan"),
-    "", "a", "\x00", "</s>", "<s>user\n", "a" * 3000, "é\ud7ff", "~", "null", "{{ 7 * 7 }}", "{% for x in y %}",
-    [], [[]], [None], ["a", 1], [1.5], [True], list(range(300)), ["x"] * 40, {}, {"a": {}}, {"role": "user"},
-    {"type": "image_url"}, {"messages": []}, [{"role": "user", "content": "a"}], {"include_usage": 3},
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**299, -(10**30), 0.5, -0.0, 1e308, float("inf"),
+    float("nan"),
+    "", "a", "\x00", "</s>", "<s>user\n", "a" * 3000, "é\ud7ff", "~", "null", "{{ 7 * 7 }}",
+    "{% for x in y %}",
+    [], [[]], [None], ["a", 1], [1.5], [True], list(range(300)), ["x"] * 40, {}, {"a": {}},
+    {"role": "user"},
+    {"type": "image_url"}, {"messages": []}, [{"role": "user", "content": "a"}],
+    {"include_usage": 3},
 ]  # fmt: skip
-HONEST = ("/v1/completions", {"model": "tiny", "prompt": "abc", "max_tokens": 6, "seed": 9, "logprobs": 0})
+HONEST = (
+    "/v1/completions",
+    {"model": "tiny", "prompt": "abc", "max_tokens": 6, "seed": 9, "logprobs": 0},
+)
 
 
 def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
@@ -126,17 +138,30 @@ def body(rng: random.Random, routes: dict[str, dict[str, Any]]) -> tuple[str, by
         return path, text[:place] + rng.randbytes(rng.randrange(1, 20)) + text[place:]
     if kind < 0.1:
         return path, rng.choice(
-            [b"[" * 5000, b'{"a":' * 300, b"9" * 5000, b'{"seed": ' + b"9" * 400 + b"}", b"\xff\xfe"]
+            [
+                b"[" * 5000,
+                b'{"a":' * 300,
+                b"9" * 5000,
+                b'{"seed": ' + b"9" * 400 + b"}",
+                b"\xff\xfe",
+            ]
         )
     if kind < 0.11:
         return path, b'{"prompt": "' + b"a" * 70000 + b'"}'
     return path, text
 
 
-def check(server: Running, rng: random.Random, client: httpx.Client, routes: dict[str, dict[str, Any]] = ROUTES) -> int:
+def check(
+    server: Running,
+    rng: random.Random,
+    client: httpx.Client,
+    routes: dict[str, dict[str, Any]] = ROUTES,
+) -> int:
     """Send one case; its status. Raises AssertionError for an answer that it should not have."""
     path, content = body(rng, routes)
-    headers = server.headers | rng.choice([{}, {}, {"X-Session-ID": rng.choice(["a", "b" * 500, "é"])}])
+    headers = server.headers | rng.choice(
+        [{}, {}, {"X-Session-ID": rng.choice(["a", "b" * 500, "é"])}]
+    )
     method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "DELETE"])
     target = (
         path
@@ -176,7 +201,8 @@ def raw(server: Running, rng: random.Random) -> None:
 
 
 def run(server: Running, cases: int, seed: int) -> Counter[int]:
-    """Statuses of `cases` hostile requests; after each hundredth an honest one is answered as before."""
+    """Statuses of `cases` hostile requests; after each hundredth an honest one is answered as
+    before."""
     rng, found = random.Random(seed), Counter[int]()
     logged: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -207,9 +233,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, serving(base_model(Path(folder) / "base"), limits=LIMITS) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(base_model(Path(folder) / "base"), limits=LIMITS) as server,
+    ):
         found = run(server, given.cases, given.seed)
-    print(f"{given.cases:,} cases in {time.monotonic() - began:.0f} s: {dict(sorted(found.items()))}", file=sys.stderr)
+    print(
+        f"{given.cases:,} cases in {time.monotonic() - began:.0f} s: {dict(sorted(found.items()))}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The same request has the same tokens and log-probabilities, as bytes: alone, among many others, streamed
-or not, before and after a restart."""
+"""The same request has the same tokens and log-probabilities, as bytes: alone, among many others,
+streamed or not, before and after a restart."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,42 @@ CHAT = [{"role": "user", "content": "count to 9"}]
 def request(number: int) -> tuple[str, dict[str, Any]]:
     """Requests of many kinds, each its own."""
     model = ["tiny", "math", "code"][number % 3]
-    given: dict[str, Any] = {"model": model, "max_tokens": 3 + number % 11, "seed": number, "return_token_ids": True}
-    given |= [{}, {"temperature": 0}, {"top_p": 0.9}, {"stop": ["e"]}, {"top_k": 7, "temperature": 0.7}][number % 5]
+    given: dict[str, Any] = {
+        "model": model,
+        "max_tokens": 3 + number % 11,
+        "seed": number,
+        "return_token_ids": True,
+    }
+    given |= [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.9},
+        {"stop": ["e"]},
+        {"top_k": 7, "temperature": 0.7},
+    ][number % 5]
     if number % 2:
-        return "/v1/chat/completions", {**given, "messages": CHAT * (1 + number % 4 * 2), "logprobs": True}
-    return "/v1/completions", {**given, "prompt": "abc" * (1 + number % 7), "n": 1 + number % 3, "logprobs": 0}
+        return "/v1/chat/completions", {
+            **given,
+            "messages": CHAT * (1 + number % 4 * 2),
+            "logprobs": True,
+        }
+    return "/v1/completions", {
+        **given,
+        "prompt": "abc" * (1 + number % 7),
+        "n": 1 + number % 3,
+        "logprobs": 0,
+    }
 
 
 def bits(choices: list[dict[str, Any]]) -> Bits:
     found = []
     for choice in choices:
         shown = choice["logprobs"]
-        logprobs = [e["logprob"] for e in shown["content"]] if "content" in shown else shown["token_logprobs"]
+        logprobs = (
+            [e["logprob"] for e in shown["content"]]
+            if "content" in shown
+            else shown["token_logprobs"]
+        )
         found.append((choice["token_ids"], logprobs))
     return found
 
@@ -64,7 +88,10 @@ def test_alone_among_others_streamed_and_after_a_restart(
     with ThreadPoolExecutor(24) as pool:
         assert list(pool.map(lambda number: whole(server, number), numbers)) == alone
         assert list(pool.map(lambda number: streamed(server, number), numbers)) == alone
-    with serving(folder / "base", adapters, kv_pages=100, max_batch_tokens=24) as again, ThreadPoolExecutor(24) as pool:
+    with (
+        serving(folder / "base", adapters, kv_pages=100, max_batch_tokens=24) as again,
+        ThreadPoolExecutor(24) as pool,
+    ):
         assert list(pool.map(lambda number: whole(again, number), numbers)) == alone
 
 
@@ -74,7 +101,9 @@ def test_negative_control_another_seed_or_adapter(server: Running, change: dict[
     assert bits(server.post(path, given | change).json()["choices"]) != whole(server, 13)
 
 
-def test_they_are_those_of_generate(server: Running, folder: Path, adapters: dict[str, Path]) -> None:
+def test_they_are_those_of_generate(
+    server: Running, folder: Path, adapters: dict[str, Path]
+) -> None:
     from isobit.engine.engine import Engine
     from isobit.engine.types import Sampling
     from isobit.model import Model
@@ -84,13 +113,21 @@ def test_they_are_those_of_generate(server: Running, folder: Path, adapters: dic
     path, given = request(4)
     assert given["model"] == "math"
     del given["top_k"], given["temperature"]
-    assert bits(server.post(path, given).json()["choices"]) == [(c.token_ids, c.logprobs) for c in group]
+    assert bits(server.post(path, given).json()["choices"]) == [
+        (c.token_ids, c.logprobs) for c in group
+    ]
 
 
 def turns(server: Running, seed: int) -> bool:
-    """Three turns of a session; whether, as a control, the answers' texts would be encoded otherwise."""
+    """Three turns of a session; whether, as a control, the answers' texts would be encoded
+    otherwise."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "seed": seed, "return_token_ids": True}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 8,
+        "seed": seed,
+        "return_token_ids": True,
+    }
     ends = server.gateway.tokenizer.eos_ids[0]
     before, differs = list[int](), False
     for turn in range(3):
@@ -104,8 +141,13 @@ def turns(server: Running, seed: int) -> bool:
             assert prompt[len(before) :] == [*ended, *more]
             differs |= server.post(path, given).json()["prompt_token_ids"] != prompt
         before = prompt + found["choices"][0]["token_ids"]
-        messages += [found["choices"][0]["message"], {"role": "user", "content": f"more {turn + 1}"}]
-    other = server.post(path, given | {"messages": messages[-1:]}, headers={"X-Session-ID": f"mine {seed}"}).json()
+        messages += [
+            found["choices"][0]["message"],
+            {"role": "user", "content": f"more {turn + 1}"},
+        ]
+    other = server.post(
+        path, given | {"messages": messages[-1:]}, headers={"X-Session-ID": f"mine {seed}"}
+    ).json()
     assert len(other["prompt_token_ids"]) < len(before)
     return differs
 
@@ -126,9 +168,16 @@ def test_among_256_others_some_of_whom_go_away(server: Running) -> None:
         headers = {"Authorization": f"Bearer {TOKENS[number % 2]}"}
         if number % 8 == 7:
             with contextlib.suppress(httpx.TimeoutException):
-                await client.post(server.url + path, json=given | {"max_tokens": 200}, headers=headers, timeout=0.5)
+                await client.post(
+                    server.url + path,
+                    json=given | {"max_tokens": 200},
+                    headers=headers,
+                    timeout=0.5,
+                )
             return None
-        response = await client.post(server.url + path, json=given | {"stream": number % 3 == 0}, headers=headers)
+        response = await client.post(
+            server.url + path, json=given | {"stream": number % 3 == 0}, headers=headers
+        )
         assert response.status_code == 200, response.text
         return None if number % 3 == 0 else bits(response.json()["choices"])
 

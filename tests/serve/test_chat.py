@@ -10,9 +10,11 @@ from isobit.serve.chat import FORMATS, format_of, messages_of, variables_of
 from isobit.serve.requests import BadRequest
 
 SAID = {
-    "hermes": 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\n<tool_call>'
+    "hermes": 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\n'
+    "<tool_call>"
     '{"name": "end"}</tool_call>',
-    "qwen3_coder": "so\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+    "qwen3_coder": "so\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\nx\n</parameter>\n"
     "</function>\n</tool_call>\n<tool_call>\n<function=end>\n</function>\n</tool_call>",
 }
 
@@ -23,7 +25,10 @@ def test_calls_are_read(name: str) -> None:
     assert read is not None
     text, calls = read
     assert text == "so\n"
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": "x"}), ("end", {})]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("add", {"a": 1, "b": "x"}),
+        ("end", {}),
+    ]
 
 
 def test_llama_s_call_is_the_whole_text() -> None:
@@ -55,7 +60,9 @@ def test_the_format_is_the_template_s() -> None:
     assert format_of("auto", None) is FORMATS["hermes"]
     assert format_of("auto", "... <tool_call>{{ call | tojson }}</tool_call>") is FORMATS["hermes"]
     assert format_of("auto", "... <tool_call><function={{ name }}>") is FORMATS["qwen3_coder"]
-    assert format_of("auto", 'respond with {"name": ..., "parameters": ...}') is FORMATS["llama3_json"]
+    assert (
+        format_of("auto", 'respond with {"name": ..., "parameters": ...}') is FORMATS["llama3_json"]
+    )
     assert format_of("hermes", "<function=") is FORMATS["hermes"]
     with pytest.raises(IsobitError, match="did you mean 'hermes'"):
         format_of("hermse", None)
@@ -63,7 +70,11 @@ def test_the_format_is_the_template_s() -> None:
 
 def test_messages_are_what_templates_take() -> None:
     given: list[dict[str, Any]] = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": None,
+        },
         {
             "role": "assistant",
             "content": None,

@@ -21,10 +21,25 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are read fro
 
 
 @contextmanager
-def started(base: Path, *words: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    base: Path, *words: object, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and the address that it prints."""
-    command = [sys.executable, "-m", "isobit", "serve", base, "--port", 0, "--kv-pages", 100, *words]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+    command = [
+        sys.executable,
+        "-m",
+        "isobit",
+        "serve",
+        base,
+        "--port",
+        0,
+        "--kv-pages",
+        100,
+        *words,
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)), stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
@@ -68,7 +83,9 @@ def test_a_listener_beyond_the_machine_is_noticed() -> None:
     assert sockets.beyond_loopback([("0.0.0.0", 80), ("127.0.0.1", 80)]) == [("0.0.0.0", 80)]
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> str:
     monkeypatch.setattr(sys, "argv", ["isobit", "serve", *map(str, words)])
     with pytest.raises(SystemExit) as done:
         cli.main()
@@ -77,15 +94,22 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
 
 
 def test_what_it_refuses(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     base, token = folder / "base", ("--token", tmp_path / "token")
     assert "other machines could reach it; give the token's file" in said(
         monkeypatch, capsys, base, "--host", "0.0.0.0"
     )
     assert "nothing" in said(monkeypatch, capsys, tmp_path / "nothing", *token)
-    assert "did you mean 'hermes'" in said(monkeypatch, capsys, base, "--tool-format", "hermess", *token)
-    assert "calibrates its KV cache" in said(monkeypatch, capsys, base, "--precision", "fp8-rollout-kv", *token)
+    assert "did you mean 'hermes'" in said(
+        monkeypatch, capsys, base, "--tool-format", "hermess", *token
+    )
+    assert "calibrates its KV cache" in said(
+        monkeypatch, capsys, base, "--precision", "fp8-rollout-kv", *token
+    )
     wrong = ("--adapter", f"math={base}")
     assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
 
@@ -93,21 +117,29 @@ def test_what_it_refuses(
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
 def test_without_the_extra_it_says_what_to_install(folder: Path, missing: str) -> None:
     code = (
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['isobit', 'serve', {str(folder / 'base')!r}]; "
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['isobit', 'serve', "
+        f"{str(folder / 'base')!r}]; "
         "from isobit.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(rf"isobit: serve needs {missing}[\w.]*: pip install 'isobit\[serve\]'\n", done.stderr)
+    assert re.fullmatch(
+        rf"isobit: serve needs {missing}[\w.]*: pip install 'isobit\[serve\]'\n", done.stderr
+    )
 
 
 def test_a_port_that_is_taken(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     token = ("--token", tmp_path / "token")
     with started(folder / "base", *token) as (_, url):
         port = url.rpartition(":")[2]
-        found = said(monkeypatch, capsys, folder / "base", "--port", port, "--kv-pages", 100, *token)
+        found = said(
+            monkeypatch, capsys, folder / "base", "--port", port, "--kv-pages", 100, *token
+        )
     assert f"--port {port}: cannot listen on 127.0.0.1; is it in use?" in found
 
 
@@ -119,7 +151,10 @@ def test_tokens(tmp_path: Path) -> None:
     assert read_or_make(file) == ((token,), False)
     file.write_text("first-token-0123456\nsecond-token-012345\n")
     tokens, _ = read_or_make(file)
-    found = [tenant_of(f"Bearer {text}".encode(), b"", tokens) for text in (*tokens, "first", tokens[0][:-1])]
+    found = [
+        tenant_of(f"Bearer {text}".encode(), b"", tokens)
+        for text in (*tokens, "first", tokens[0][:-1])
+    ]
     assert found == ["0", "1", None, None]
     assert tenant_of(b"", b"", tokens) is None
     assert tenant_of(b"", tokens[1].encode(), tokens) == "1"

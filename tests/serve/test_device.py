@@ -1,4 +1,5 @@
-"""The device thread: turns, snapshots of adapters, and a request that poisons a step and ends alone."""
+"""The device thread: turns, snapshots of adapters, and a request that poisons a step and ends
+alone."""
 
 import queue
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ class Asked:
         for post, event in events:
             post(event)
 
-    def sample(self, name: str, adapter: str | None = None, streamed: bool = True, **more: Any) -> SampleJob:
+    def sample(
+        self, name: str, adapter: str | None = None, streamed: bool = True, **more: Any
+    ) -> SampleJob:
         self.events[name] = queue.SimpleQueue()
         sampling = Sampling(**{"max_new_tokens": 12, "seed": 1, "ignore_eos": True, **more})
         job = SampleJob("t", PROMPT, sampling, adapter, streamed, self.events[name].put)
@@ -50,7 +53,9 @@ class Asked:
     def all(self, name: str, most: int = 1) -> list[Event]:
         """The events up to the last one."""
         found: list[Event] = []
-        while sum(isinstance(e, Done) for e in found) < most and not any(isinstance(e, Failed) for e in found):
+        while sum(isinstance(e, Done) for e in found) < most and not any(
+            isinstance(e, Failed) for e in found
+        ):
             found.append(self.events[name].get(timeout=60))
         return found
 
@@ -79,7 +84,10 @@ def poison(folder: Path, model: Model) -> Adapter:
     """An adapter whose factors overflow."""
     found = read_peft(folder / "math", model.config)
     return Adapter(
-        found.rank, found.alpha, found.projections, {k: torch.full_like(v, 1e30) for k, v in found.tensors.items()}
+        found.rank,
+        found.alpha,
+        found.projections,
+        {k: torch.full_like(v, 1e30) for k, v in found.tensors.items()},
     )
 
 
@@ -87,7 +95,9 @@ def test_a_poisonous_request_ends_alone(folder: Path) -> None:
     """The others have the bits that they have without it."""
     with Asked(folder) as asked:
         assert asked.work(lambda: asked.device.snapshots.put("math", folder / "math")) == Done(0)
-        assert asked.work(lambda: asked.device.snapshots.put("bad", poison(folder, asked.model))) == Done(0)
+        assert asked.work(
+            lambda: asked.device.snapshots.put("bad", poison(folder, asked.model))
+        ) == Done(0)
         for name in ("a", "b"):
             asked.sample(name, "math" if name == "b" else None)
         alone = [bits(asked.all(name)) for name in ("a", "b")]
@@ -103,7 +113,9 @@ def test_a_poisonous_request_ends_alone(folder: Path) -> None:
         assert bits(asked.all("again")) == alone[0]
 
 
-def test_negative_control_without_isolation_all_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_without_isolation_all_fail(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def all_at_fault(self: Device, error: Exception) -> None:
         for found in list(self._by_request.values()):
             self._close(found)
@@ -115,7 +127,8 @@ def test_negative_control_without_isolation_all_fail(folder: Path, monkeypatch: 
 
 
 def test_a_snapshot_stays_while_it_is_held(folder: Path) -> None:
-    """An open request goes on with the weights that it began with; the control begins with the new ones."""
+    """An open request goes on with the weights that it began with; the control begins with the new
+    ones."""
     with Asked(folder) as asked:
         served = asked.model.transformer.served
         assert served is not None
@@ -125,7 +138,9 @@ def test_a_snapshot_stays_while_it_is_held(folder: Path) -> None:
         whole = asked.all("whole")
         asked.sample("old", "x", max_new_tokens=60)
         assert asked.events["old"].get(timeout=60) == Begun(0)
-        assert asked.work(lambda: (put("x", folder / "code"), *served.names)) == Done((1, "x@0", "x@1"))
+        assert asked.work(lambda: (put("x", folder / "code"), *served.names)) == Done(
+            (1, "x@0", "x@1")
+        )
         old = asked.all("old")
         assert bits(old) == bits(whole)
         asked.sample("new", "x", max_new_tokens=60)

@@ -58,7 +58,10 @@ def test_who_goes_away_frees_its_pages(folder: Path) -> None:
 
 
 def test_too_many_are_told_to_come_again(folder: Path) -> None:
-    with serving(folder / "base", limits=Limits(open_samples=3)) as server, ThreadPoolExecutor(3) as pool:
+    with (
+        serving(folder / "base", limits=Limits(open_samples=3)) as server,
+        ThreadPoolExecutor(3) as pool,
+    ):
         going = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(3)]
         until(lambda: server.gateway.device.num_open == 3)
         refused = server.post("/v1/completions", LONG)
@@ -89,7 +92,10 @@ def test_tenants_take_turns(folder: Path) -> None:
 def test_a_slow_body_and_a_long_one(folder: Path) -> None:
     with serving(folder / "base", limits=Limits(body_bytes=2000, body_seconds=0.3)) as server:
         refused = server.post("/v1/completions", {"prompt": "a" * 3000})
-        assert (refused.status_code, refused.json()["error"]["message"]) == (413, "the body is longer than 2,000 bytes")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (
+            413,
+            "the body is longer than 2,000 bytes",
+        )
 
         def pieces(count: int, pause: float) -> Any:
             for _ in range(count):
@@ -98,7 +104,10 @@ def test_a_slow_body_and_a_long_one(folder: Path) -> None:
 
         assert server.post("/v1/completions", content=pieces(3, 0)).status_code == 413
         slow = server.post("/v1/completions", content=pieces(2, 0.5))
-        assert (slow.status_code, slow.json()["error"]["message"]) == (408, "the body took longer than 0.3 seconds")
+        assert (slow.status_code, slow.json()["error"]["message"]) == (
+            408,
+            "the body took longer than 0.3 seconds",
+        )
 
 
 def test_an_end_lets_open_requests_end(folder: Path) -> None:
@@ -112,8 +121,14 @@ def test_an_end_lets_open_requests_end(folder: Path) -> None:
 
 
 def test_an_end_without_grace_answers_503(folder: Path) -> None:
-    with serving(folder / "base", grace=0, max_sequences=1) as server, ThreadPoolExecutor(4) as pool:
-        whole = [pool.submit(server.post, "/v1/completions", LONG | {"n": 4, "max_tokens": 250}) for _ in range(2)]
+    with (
+        serving(folder / "base", grace=0, max_sequences=1) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        whole = [
+            pool.submit(server.post, "/v1/completions", LONG | {"n": 4, "max_tokens": 250})
+            for _ in range(2)
+        ]
         streamed = pool.submit(server.post, "/v1/completions", LONG | {"stream": True, "n": 4})
         until(lambda: server.gateway.device.num_open + server.gateway.device.num_waiting == 3)
         server.server.should_exit = True
@@ -140,7 +155,9 @@ def test_no_threads_or_descriptors_are_left(folder: Path) -> None:
         assert counts[2][1] <= counts[1][1] + 1
 
 
-def test_a_fault_of_the_device_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_device_ends_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who waits is answered, and health says so until it has ended."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with pytest.raises(AssertionError), serving(folder / "base") as server:  # noqa: PT012

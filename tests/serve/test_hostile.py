@@ -17,7 +17,9 @@ def test_hostile_requests_are_refused_in_one_line(folder: Path) -> None:
     assert found[200] < 300
 
 
-def test_negative_control_a_fault_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_fault_of_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is answered in OpenAI's words all the same, and says nothing of itself."""
 
     def broken(*_: object) -> None:

@@ -10,7 +10,10 @@ from .helpers import Running
 
 MESSAGES: Any = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+    }
 ]
 
 
@@ -22,12 +25,21 @@ def client(server: Running) -> openai.OpenAI:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "math", "code"]
     assert client.models.retrieve("math").to_dict()["parent"] == "tiny"
-    with pytest.raises(openai.NotFoundError, match="model 'art' is not served; there are tiny, math, code"):
+    with pytest.raises(
+        openai.NotFoundError, match="model 'art' is not served; there are tiny, math, code"
+    ):
         client.models.retrieve("art")
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    given: Any = {"model": "tiny", "prompt": "abc", "max_tokens": 9, "seed": 3, "n": 2, "logprobs": 1}
+    given: Any = {
+        "model": "tiny",
+        "prompt": "abc",
+        "max_tokens": 9,
+        "seed": 3,
+        "n": 2,
+        "logprobs": 1,
+    }
     whole = client.completions.create(**given, extra_body={"return_token_ids": True})
     assert [choice.index for choice in whole.choices] == [0, 1]
     assert whole.choices[0].text != whole.choices[1].text
@@ -43,7 +55,9 @@ def test_completions(client: openai.OpenAI) -> None:
         assert shown.replace("<pad>", "").replace("<s>", "") == choice.text
     texts = ["", ""]
     usage = None
-    for chunk in client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}
+    ):
         for piece in chunk.choices:
             texts[piece.index] += piece.text
         usage = chunk.usage or usage
@@ -63,7 +77,13 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    given: Any = {"model": "code", "messages": MESSAGES, "max_tokens": 12, "seed": 4, "logprobs": True}
+    given: Any = {
+        "model": "code",
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "seed": 4,
+        "logprobs": True,
+    }
     whole = client.chat.completions.create(**given, stop=["x", "7"])
     message = whole.choices[0].message
     assert message.role == "assistant"
@@ -83,8 +103,11 @@ def test_chat(client: openai.OpenAI) -> None:
     assert logprobs == [each.logprob for each in content]
 
 
-def test_tool_calls(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model calls nothing, so what it says is put in its mouth: streamed and whole are read alike."""
+def test_tool_calls(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model calls nothing, so what it says is put in its mouth: streamed and whole are read
+    alike."""
     said = 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     tokenizer = server.gateway.tokenizer
     monkeypatch.setattr(tokenizer, "decode_completion", lambda prompt, ids, **_: said)
@@ -105,14 +128,19 @@ def test_tool_calls(client: openai.OpenAI, server: Running, monkeypatch: pytest.
 
 
 def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> None:
-    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="no-token-of-theirs", max_retries=0)
+    stranger = openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="no-token-of-theirs", max_retries=0
+    )
     with pytest.raises(openai.AuthenticationError, match="expected the server's token"):
         stranger.models.list()
     create: Any = client.completions.create
     for given, said in (
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": [99999]}, "token id 99999 is not in the model's vocabulary"),
-        ({"prompt": "a" * 300}, "prompt has 300 tokens, but the model's context of 256 takes at most 255"),
+        (
+            {"prompt": "a" * 300},
+            "prompt has 300 tokens, but the model's context of 256 takes at most 255",
+        ),
         ({"temperature": -1}, "temperature: expected at least 0"),
         ({"temperature": 1e299}, "temperature: expected at most 100"),
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature'; did you mean 'temperature'"),
@@ -131,10 +159,19 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
     chat: Any = client.chat.completions.create
     for given, said in (
         ({"messages": []}, "messages: expected a list of 1 to 4,096 messages"),
-        ({"messages": [{"role": "king", "content": "a"}]}, r"messages[0]: expected an object with a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected text, or a list of parts"),
+        (
+            {"messages": [{"role": "king", "content": "a"}]},
+            r"messages[0]: expected an object with a role",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "expected text, or a list of parts",
+        ),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice: only auto and none"),
-        ({"response_format": {"type": "json_object"}}, "response_format: only {'type': 'text'} is offered"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format: only {'type': 'text'} is offered",
+        ),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs: only 0 is offered, got 3"),
         ({"messages": [{"role": "user", "content": "~"}]}, "the tokenizer cannot encode"),
     ):
@@ -164,15 +201,31 @@ def test_what_foreign_text_spells_is_text(server: Running) -> None:
 
 def test_token_route(server: Running) -> None:
     ids = server.post("/tokenize", {"prompt": "abc"}).json()["tokens"]
-    asked = {"token_ids": ids, "sampling_params": {"max_tokens": 7, "seed": 5, "n": 2, "logprobs": 1}}
-    found = server.post("/inference/v1/generate", asked | {"model": "math", "request_id": "mine"}).json()
+    asked = {
+        "token_ids": ids,
+        "sampling_params": {"max_tokens": 7, "seed": 5, "n": 2, "logprobs": 1},
+    }
+    found = server.post(
+        "/inference/v1/generate", asked | {"model": "math", "request_id": "mine"}
+    ).json()
     assert found["request_id"] == "mine"
-    same: Any = {"model": "math", "prompt": "abc", "max_tokens": 7, "seed": 5, "n": 2, "logprobs": 0}
+    same: Any = {
+        "model": "math",
+        "prompt": "abc",
+        "max_tokens": 7,
+        "seed": 5,
+        "n": 2,
+        "logprobs": 0,
+    }
     other = server.post("/v1/completions", same | {"return_token_ids": True}).json()["choices"]
     assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in other]
     for mine, theirs in zip(found["choices"], other):
-        assert [e["logprob"] for e in mine["logprobs"]["content"]] == theirs["logprobs"]["token_logprobs"]
-        assert [e["token"] for e in mine["logprobs"]["content"]] == [f"token_id:{t}" for t in mine["token_ids"]]
+        assert [e["logprob"] for e in mine["logprobs"]["content"]] == theirs["logprobs"][
+            "token_logprobs"
+        ]
+        assert [e["token"] for e in mine["logprobs"]["content"]] == [
+            f"token_id:{t}" for t in mine["token_ids"]
+        ]
 
 
 def test_metrics(server: Running) -> None:
@@ -181,7 +234,10 @@ def test_metrics(server: Running) -> None:
     numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(numbers["isobit_sampled_tokens_total"]) >= 1
     assert float(numbers["isobit_open_requests"]) == 0
-    assert float(numbers['isobit_requests_total{route="/v1/completions",status="200",tenant="0"}']) >= 1
+    assert (
+        float(numbers['isobit_requests_total{route="/v1/completions",status="200",tenant="0"}'])
+        >= 1
+    )
 
 
 def test_stop_tokens(server: Running) -> None:
@@ -193,8 +249,14 @@ def test_stop_tokens(server: Running) -> None:
     place = long["token_ids"].index(long["token_ids"][5])
     assert short["token_ids"] == long["token_ids"][: place + 1]
     assert short["finish_reason"] == "stop"
-    assert short["text"] == server.post("/detokenize", {"tokens": short["token_ids"][:-1]}).json()["prompt"]
-    pieces = [json.loads(event) for event in server.stream("/v1/completions", stop | {"stream": True})[:-1]]
+    assert (
+        short["text"]
+        == server.post("/detokenize", {"tokens": short["token_ids"][:-1]}).json()["prompt"]
+    )
+    pieces = [
+        json.loads(event)
+        for event in server.stream("/v1/completions", stop | {"stream": True})[:-1]
+    ]
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == short["text"]
     refused = server.post("/v1/completions", given | {"stop_token_ids": ["a"]}).json()["error"]
     assert refused["message"].startswith("stop_token_ids: expected a list of token ids")

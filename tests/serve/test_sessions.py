@@ -1,4 +1,5 @@
-"""Turns of a conversation: what is kept, what goes on from it, and where a template makes that impossible."""
+"""Turns of a conversation: what is kept, what goes on from it, and where a template makes that
+impossible."""
 
 from typing import Any
 
@@ -31,7 +32,8 @@ def turn(answer: str = "gone</s>", message: Any = ANSWER[0]) -> Turn:
 
 @pytest.mark.parametrize("answer", ["gone</s>", "gone"])
 def test_the_rest_is_what_the_template_writes_behind_the_answer(answer: str) -> None:
-    """An answer without its end gets one. The control has been sampled otherwise than its text is encoded."""
+    """An answer without its end gets one. The control has been sampled otherwise than its text is
+    encoded."""
     known, messages = tokenizer(), [*ASKED, *ANSWER, *MORE]
     whole = known.encode_chat(messages, True, {})
     assert spliced(known, turn(answer), messages, {}) == whole
@@ -42,10 +44,14 @@ def test_the_rest_is_what_the_template_writes_behind_the_answer(answer: str) -> 
 
 def test_a_template_that_writes_earlier_answers_otherwise_keeps_the_tokens() -> None:
     """As one that leaves out thoughts; the rest is the same."""
-    shortened = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[-2:] }}")
+    shortened = TEMPLATE.replace(
+        "{{ m.content }}", "{{ m.content if loop.last else m.content[-2:] }}"
+    )
     known, messages = tokenizer(shortened), [*ASKED, *ANSWER, *MORE]
     found = spliced(known, turn(), messages, {})
-    assert known.decode(found, special=True).endswith("assistant\ngone</s>\n<s>user\nmore</s>\n<s>assistant\n")
+    assert known.decode(found, special=True).endswith(
+        "assistant\ngone</s>\n<s>user\nmore</s>\n<s>assistant\n"
+    )
     assert found != known.encode_chat(messages, True, {})
 
 
@@ -59,7 +65,14 @@ def test_what_goes_on() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     called = messages_of([{"role": "assistant", "content": None, "tool_calls": calls}])
     again = messages_of(
-        [{"role": "assistant", "content": "", "tool_calls": [{**calls[0], "id": "2"}], "refusal": None}]
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{**calls[0], "id": "2"}],
+                "refusal": None,
+            }
+        ]
     )
     assert goes_on(turn("x", called[0]), [*ASKED, *again, *MORE], {})
     for messages, variables in (
@@ -73,7 +86,9 @@ def test_what_goes_on() -> None:
     assert not goes_on(None, [*ASKED, *ANSWER, *MORE], {})
 
 
-def test_sessions_that_were_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_were_not_used_for_long_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept, one = Sessions(tokenizer()), turn()
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
     for name in ("a", "b", "c", "a", "d"):

@@ -11,7 +11,18 @@ from tests.models import STORIES
 
 from .helpers import ALPHABET
 
-STOPS = [(), ("a",), ("\n",), ("ed", "was"), (" to",), ("</s>",), ("e</s>",), ("</s>a",), ("…", "the end"), ("~</s>",)]
+STOPS = [
+    (),
+    ("a",),
+    ("\n",),
+    ("ed", "was"),
+    (" to",),
+    ("</s>",),
+    ("e</s>",),
+    ("</s>a",),
+    ("…", "the end"),
+    ("~</s>",),
+]
 
 
 def tokenizers() -> list[Tokenizer]:
@@ -19,11 +30,17 @@ def tokenizers() -> list[Tokenizer]:
     return [*found, Tokenizer.load(STORIES)] if STORIES.exists() else found
 
 
-def sampled(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> tuple[list[int], str]:
+def sampled(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]
+) -> tuple[list[int], str]:
     """The tokens up to where an engine would end, and the completion's text."""
     finder = StopStrings(stop, tokenizer, tokenizer.vocab_size) if stop else None
     for count in range(1, len(ids) + 1):
-        if finder is not None and finder.may_end(ids[count - 1]) and finder.found(prompt, ids[:count]):
+        if (
+            finder is not None
+            and finder.may_end(ids[count - 1])
+            and finder.found(prompt, ids[:count])
+        ):
             ids = ids[:count]
             break
         if ids[count - 1] in tokenizer.eos_ids and stop == ():
@@ -34,7 +51,9 @@ def sampled(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple
     return ids, text if finder is None else finder.cut(prompt, ids, text)
 
 
-def joined(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...], text: str) -> list[str]:
+def joined(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...], text: str
+) -> list[str]:
     stream = TextStream(tokenizer, prompt, stop, ends=tokenizer.eos_ids)
     pieces = [stream.feed(token) for token in ids]
     return [*pieces, stream.rest(text)]
@@ -42,13 +61,16 @@ def joined(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[
 
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 def test_pieces_are_the_text(stop: tuple[str, ...]) -> None:
-    """Random tokens: bytes that are no character, special tokens, spaces, and what a model would write."""
+    """Random tokens: bytes that are no character, special tokens, spaces, and what a model would
+    write."""
     for tokenizer in tokenizers():
         size, rng = tokenizer.vocab_size, random.Random(5)
         for case in range(150):
             prompt = [rng.randrange(size) for _ in range(rng.randrange(1, 8))]
             low = 0 if case % 2 else min(259, size // 2)  # in the second half no bytes
-            ids, text = sampled(tokenizer, prompt, [rng.randrange(low, size) for _ in range(40)], stop)
+            ids, text = sampled(
+                tokenizer, prompt, [rng.randrange(low, size) for _ in range(40)], stop
+            )
             pieces = joined(tokenizer, prompt, ids, stop, text)
             assert "".join(pieces) == text, (prompt, ids)
 

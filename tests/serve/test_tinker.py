@@ -1,5 +1,5 @@
-"""Tinker's own client, unmodified, samples: the bits of the other routes, and log-probabilities of prompts that are
-those of sampling, bit for bit."""
+"""Tinker's own client, unmodified, samples: the bits of the other routes, and log-probabilities of
+prompts that are those of sampling, bit for bit."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +23,16 @@ def service(running: Running) -> Any:
     return tinker.ServiceClient(base_url=running.url, api_key=KEY)
 
 
-def sampled(client: Any, tokens: list[int], **given: Any) -> list[tuple[list[int], list[float], str]]:
+def sampled(
+    client: Any, tokens: list[int], **given: Any
+) -> list[tuple[list[int], list[float], str]]:
     count = given.pop("num_samples", 1)
     params = tinker.SamplingParams(**{"max_tokens": 8, "seed": 3, **given})
     prompt = tinker.ModelInput.from_ints(tokens)
     found = client.sample(prompt=prompt, num_samples=count, sampling_params=params).result()
-    return [(list(s.tokens), [float(x) for x in s.logprobs], s.stop_reason) for s in found.sequences]
+    return [
+        (list(s.tokens), [float(x) for x in s.logprobs], s.stop_reason) for s in found.sequences
+    ]
 
 
 def replaced(server: Running, name: str, folder: Path) -> None:
@@ -59,8 +63,12 @@ def test_samples_are_those_of_the_other_routes(service: Any, running: Running) -
     found = {}
     for name, client in clients.items():
         given = {"model": name, "prompt": tokens, "max_tokens": 8, "seed": 3, "n": 3, "logprobs": 1}
-        choices = running.post("/v1/completions", given | {"return_token_ids": True}).json()["choices"]
-        theirs = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+        choices = running.post("/v1/completions", given | {"return_token_ids": True}).json()[
+            "choices"
+        ]
+        theirs = [
+            (c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices
+        ]
         found[name] = sampled(client, tokens, num_samples=3)
         assert found[name] == theirs
     assert found["tiny"] != found["math"]
@@ -71,7 +79,9 @@ def test_prompt_logprobs_are_those_of_sampling(service: Any, running: Running) -
     tokens = running.gateway.tokenizer.encode("12+3=")
     names = ["tiny", "math", "code"]
     clients = [service.create_sampling_client(base_model="tiny").result()]
-    clients += [service.create_sampling_client(model_path=f"tinker://{name}").result() for name in names[1:]]
+    clients += [
+        service.create_sampling_client(model_path=f"tinker://{name}").result() for name in names[1:]
+    ]
 
     def scored(client: Any, whole: list[int]) -> list[float]:
         found = client.compute_logprobs(tinker.ModelInput.from_ints(whole)).result()
@@ -100,7 +110,10 @@ def test_a_sampling_client_is_pinned(service: Any, running: Running, folder: Pat
     new = service.create_sampling_client(model_path="tinker://math").result()
     assert sampled(new, tokens) != before
     replaced(running, "math", folder / "math")
-    assert sampled(service.create_sampling_client(model_path="tinker://math").result(), tokens) == before
+    assert (
+        sampled(service.create_sampling_client(model_path="tinker://math").result(), tokens)
+        == before
+    )
 
 
 def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
@@ -110,7 +123,9 @@ def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
     assert len(long) == 30
     ((short, _, reason),) = sampled(client, tokens, max_tokens=30, stop=[long[6]])
     assert (short, reason) == (long[: long.index(long[6]) + 1], "stop")
-    with pytest.raises(tinker.BadRequestError, match="token id 99999 is not in the model's vocabulary"):
+    with pytest.raises(
+        tinker.BadRequestError, match="token id 99999 is not in the model's vocabulary"
+    ):
         sampled(client, [99999])
     with pytest.raises(tinker.BadRequestError, match="temperature: expected at least 0"):
         sampled(client, tokens, temperature=-1.0)
@@ -118,7 +133,9 @@ def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
         sampled(client, tokens * 100)
     with pytest.raises(tinker.NotFoundError, match="model 'art' is not served"):
         sampled(service.create_sampling_client(model_path="tinker://art").result(), tokens)
-    with pytest.raises(tinker.BadRequestError, match="does not offer create_model of Tinker's routes"):
+    with pytest.raises(
+        tinker.BadRequestError, match="does not offer create_model of Tinker's routes"
+    ):
         service.create_lora_training_client(base_model="tiny", rank=4).result()
 
 
@@ -126,7 +143,9 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     headers = {"X-Api-Key": KEY}
 
     def post(path: str, value: dict[str, Any], **more: str) -> httpx.Response:
-        return httpx.post(f"{running.url}/api/v1/{path}", json=value, headers=headers | more, timeout=60)
+        return httpx.post(
+            f"{running.url}/api/v1/{path}", json=value, headers=headers | more, timeout=60
+        )
 
     session = post("create_session", {"tags": [], "sdk_version": "0"}).json()["session_id"]
     begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -141,12 +160,22 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     results = {post("retrieve_future", {"request_id": name}).content for _ in range(2)}
     assert len(results) == 1
     assert post("retrieve_future", {"request_id": "other"}).status_code == 410
-    assert post("retrieve_future", {"request_id": name}, **{"X-Api-Key": "tml-wrong"}).status_code == 401
+    assert (
+        post("retrieve_future", {"request_id": name}, **{"X-Api-Key": "tml-wrong"}).status_code
+        == 401
+    )
     assert post("asample", asked | {"seq_id": 5, "topk_sample_logprobs": 3}).status_code == 400
-    long = asked | {"seq_id": 6, "sampling_params": {"max_tokens": 250, "stop": []}, "num_samples": 8}
+    long = asked | {
+        "seq_id": 6,
+        "sampling_params": {"max_tokens": 250, "stop": []},
+        "num_samples": 8,
+    }
     cancelled = {"request_id": post("asample", long).json()["request_id"]}
     assert post("cancel_future", cancelled).status_code == 200
-    assert post("retrieve_future", cancelled).json() == {"error": "the request was cancelled", "category": "user"}
+    assert post("retrieve_future", cancelled).json() == {
+        "error": "the request was cancelled",
+        "category": "user",
+    }
     end = time.monotonic() + 30
     while running.gateway.device.num_open:
         assert time.monotonic() < end

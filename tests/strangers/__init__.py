@@ -1,1 +1,2 @@
-"""Run directories of strangers: whatever is in one, each command succeeds or says one line, and does not hang."""
+"""Run directories of strangers: whatever is in one, each command succeeds or says one line, and
+does not hang."""

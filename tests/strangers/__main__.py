@@ -1,4 +1,5 @@
-"""The command: `python -m tests.strangers --cases N --seed S`; a case that fails is printed with how to repeat it."""
+"""The command: `python -m tests.strangers --cases N --seed S`; a case that fails is printed with
+how to repeat it."""
 
 import argparse
 import sys

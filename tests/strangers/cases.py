@@ -50,10 +50,20 @@ def write_valid(folder: Path, model: Path) -> Path:
     """A finished run that has all files that a run can have."""
     folder.mkdir(exist_ok=True)
     evaluation = {"every": 1, "samples": 2}
-    config = write_config(folder, model, steps=2, run={"keep_last": 2, "checkpoint_every": 1}, evaluation=evaluation)
+    config = write_config(
+        folder, model, steps=2, run={"keep_last": 2, "checkpoint_every": 1}, evaluation=evaluation
+    )
     run = train(load_config(config)).run_dir
     (run / "logs").mkdir()
-    beat = {"rank": 0, "host": "h", "pid": 1, "step": 1, "phase": "learn", "since": 1.0, "memory_mib": 9}
+    beat = {
+        "rank": 0,
+        "host": "h",
+        "pid": 1,
+        "step": 1,
+        "phase": "learn",
+        "since": 1.0,
+        "memory_mib": 9,
+    }
     for rank in (0, 1):
         (run / "logs" / f"rank-{rank:05d}.json").write_text(json.dumps(beat | {"rank": rank}))
     (run / TRACKING).mkdir()
@@ -119,7 +129,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 
 def run(folder: Path, seed: int) -> str:
-    """Damage a copy as the seed says and call a command; returns what was done. Raises what the command raises."""
+    """Damage a copy as the seed says and call a command; returns what was done. Raises what the
+    command raises."""
     rng = random.Random(seed)
     name = rng.choice(list(TARGETS))
     command = rng.choice(TARGETS[name])
@@ -168,7 +179,9 @@ def _damage(file: Path, rng: random.Random) -> None:
 
 def _rows(file: Path, rng: random.Random) -> None:
     """One row of completions with another value, packed as a run packs it."""
-    steps = [[json.loads(line) for line in completions.lines(file, m)] for m in completions.members(file)]
+    steps = [
+        [json.loads(line) for line in completions.lines(file, m)] for m in completions.members(file)
+    ]
     step = rng.choice(steps)
     at = rng.randrange(len(step))
     step[at] = json.loads(json.dumps(mutate.value(step[at], rng)))

@@ -1,4 +1,5 @@
-"""Some seconds of damaged run directories, hostile ones by name, and the controls: a broken reader is found."""
+"""Some seconds of damaged run directories, hostile ones by name, and the controls: a broken reader
+is found."""
 
 import errno
 import os
@@ -38,7 +39,9 @@ def run(valid: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(valid / "run", tmp_path / "run"))
 
 
-def test_the_valid_run_is_read_by_every_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_valid_run_is_read_by_every_command(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, command in cases.COMMANDS.items():
         command(run)
         assert "cannot be read" not in capsys.readouterr().err, name
@@ -51,7 +54,9 @@ def test_some_seconds_without_a_traceback_or_a_hang(valid: Path) -> None:
     assert min(counts.values()) > 5
 
 
-def test_negative_control_a_broken_reader_is_found(valid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_broken_reader_is_found(
+    valid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That a hang is found too: `tests/loaders`, by the same watchdog."""
 
     def command(run: Path) -> None:
@@ -103,7 +108,11 @@ def _foreign_offset(run: Path) -> None:
         ("track", _pipe(METRICS), "metrics.jsonl: not a regular file"),
         ("resume", _pipe(".lock"), "cannot write into run directory"),
         ("watch", _pipe("config.yaml"), "is not a run directory"),
-        ("resume", _text("rollouts_from.txt", b"\xff\n"), "rollouts_from.txt: cannot be read: not UTF-8 text"),
+        (
+            "resume",
+            _text("rollouts_from.txt", b"\xff\n"),
+            "rollouts_from.txt: cannot be read: not UTF-8 text",
+        ),
         ("report", _text("config.yaml", b"\xff\xfe"), "config.yaml: not UTF-8 text"),
         ("watch", _text("config.yaml", b"steps: &a [*a]\n"), "is not the config that a run writes"),
         ("track", _text("tracking/state.json", b"[1]"), "state.json cannot be read"),
@@ -126,29 +135,45 @@ def test_hostile_directories_are_one_clear_line(
     assert not mine.exists() or set(mine.read_text().splitlines()) == {"mine"}
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[1, 2]", b"", b'{"backend": 3}', b"[" * 100_000])
-def test_a_machine_file_that_is_none_is_said(run: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"[1, 2]", b"", b'{"backend": 3}', b"[" * 100_000]
+)
+def test_a_machine_file_that_is_none_is_said(
+    run: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "machine.json").write_bytes(content)
     for name in ("watch", "report", "track", "eval"):
         cases.COMMANDS[name](run)
-    with pytest.raises(IsobitError, match="was computed by the 3 backend") if b"3" in content else nullcontext():
+    with (
+        pytest.raises(IsobitError, match="was computed by the 3 backend")
+        if b"3" in content
+        else nullcontext()
+    ):
         cases.COMMANDS["resume"](run)
 
 
-def test_numbers_that_are_text_cost_their_row(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / METRICS).write_text('{"step": "one"}\n{"step": 1, "reward/mean": "high"}\n{"step": 2, "reward/mean": 0.5}\n')
+def test_numbers_that_are_text_cost_their_row(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / METRICS).write_text(
+        '{"step": "one"}\n{"step": 1, "reward/mean": "high"}\n{"step": 2, "reward/mean": 0.5}\n'
+    )
     watch(run, once=True)
     said = capsys.readouterr()
     assert "metrics.jsonl: rows that cannot be read: 2; they are left out" in said.err
     assert "step 2 of 2" in said.out
     cases.COMMANDS["report"](run)
     assert (
-        "2 rows cannot be read and left out; line 1: step is 'one', expected a whole number" in capsys.readouterr().err
+        "2 rows cannot be read and left out; line 1: step is 'one', expected a whole number"
+        in capsys.readouterr().err
     )
 
 
-def test_no_permission_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> None:
-    """Tests run as root, who may do anything: what the kernel says to others is said in its place."""
+def test_no_permission_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit
+) -> None:
+    """Tests run as root, who may do anything: what the kernel says to others is said in its
+    place."""
     opened, stat = Path.open, Path.stat
 
     def refuse(self: Path, *arguments: Any, **names: Any) -> Any:
@@ -167,7 +192,14 @@ def test_no_permission_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, r
         return stat(self, **names)
 
     monkeypatch.setattr(Path, "stat", hidden)
-    for arguments in (["watch", "--once"], ["report"], ["track"], ["verify"], ["eval"], ["export", "--to", "out"]):
+    for arguments in (
+        ["watch", "--once"],
+        ["report"],
+        ["track"],
+        ["verify"],
+        ["eval"],
+        ["export", "--to", "out"],
+    ):
         code, _, line = run_isobit(arguments[0], run, *arguments[1:])
         assert code == 2, line
         assert line.count("\n") == 1, line
@@ -192,16 +224,24 @@ def test_the_lock_is_asked_without_waiting(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\tb", "a\x1b[31mb", "a\u202eb", ""])
-def test_a_directory_that_a_terminal_would_obey_is_refused(tmp_path: Path, base_model: Path, name: str) -> None:
+def test_a_directory_that_a_terminal_would_obey_is_refused(
+    tmp_path: Path, base_model: Path, name: str
+) -> None:
     config = write_config(tmp_path, base_model, run={"dir": f"{tmp_path}/{name}" if name else ""})
-    with pytest.raises(IsobitError, match=r"run\.dir.*: expected a path without control characters") as caught:
+    with pytest.raises(
+        IsobitError, match=r"run\.dir.*: expected a path without control characters"
+    ) as caught:
         load_config(config)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a #1", "a: b", "[a]", "'a", "1", "null", "*a", "ü\u00a0x"])
 def test_a_directory_is_called_what_it_is_called(
-    tmp_path: Path, base_model: Path, name: str, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit
+    tmp_path: Path,
+    base_model: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    run_isobit: RunIsobit,
 ) -> None:
     """What YAML would read otherwise: a comment, a mapping, a list, a number."""
     config = write_config(tmp_path, base_model, steps=1)

@@ -9,9 +9,19 @@ from isobit.tasks import Task, TaskSettings, load_task
 from isobit.tasks.arithmetic import ArithmeticOptions, gold_answer, mirror, operands, reward
 
 
-def load(held_out_size: int | None = None, template: str | None = None, seed: int = 0, **options: object) -> Task:
+def load(
+    held_out_size: int | None = None, template: str | None = None, seed: int = 0, **options: object
+) -> Task:
     return load_task(
-        TaskSettings("arithmetic", None, None, held_out_size, prompt_template=template, options=options, seed=seed)
+        TaskSettings(
+            "arithmetic",
+            None,
+            None,
+            held_out_size,
+            prompt_template=template,
+            options=options,
+            seed=seed,
+        )
     )
 
 
@@ -46,11 +56,9 @@ def test_neither_held_out_problems_nor_their_mirrors_are_trained_on() -> None:
 
 
 def test_problems_depend_on_the_option_seed_and_the_order_on_the_run() -> None:
-    a, b, c = (
-        load(train_size=50),
-        load(train_size=50, seed=1),
-        load_task(TaskSettings("arithmetic", options={"train_size": 50, "seed": 1})),
-    )
+    a = load(train_size=50)
+    b = load(train_size=50, seed=1)
+    c = load_task(TaskSettings("arithmetic", options={"train_size": 50, "seed": 1}))
     assert list(a.held_out.examples) == list(b.held_out.examples)
     assert list(a.train.examples) == list(b.train.examples)
     assert [a.train.at(i) for i in range(50)] != [b.train.at(i) for i in range(50)]
@@ -92,7 +100,9 @@ def test_reversed_digits_and_signs() -> None:
 )
 def test_the_reward_is_strict(completion: str, expected: float) -> None:
     assert reward(["123+456="], [completion], ["579"]) == [expected]
-    assert reward(["123+456="], [[{"role": "assistant", "content": completion}]], ["579"]) == [expected]
+    assert reward(["123+456="], [[{"role": "assistant", "content": completion}]], ["579"]) == [
+        expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,10 @@ def test_the_reward_is_strict(completion: str, expected: float) -> None:
         ({"operators": "++"}, "task.options.operators"),
         ({"reverse": 1}, "task.options.reverse: expected true or false, got 1"),
         ({"train_size": 0}, "task.options.train_size: expected at least 1, got 0"),
-        ({"digits": 1, "train_size": 1000}, "there are 100 problems, too few for 512 held out and 1000 to train on"),
+        (
+            {"digits": 1, "train_size": 1000},
+            "there are 100 problems, too few for 512 held out and 1000 to train on",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
@@ -124,5 +137,7 @@ def test_settings_of_files_are_refused() -> None:
         load(template="no place")
     with pytest.raises(IsobitError, match="unknown task 'arithmetik'; did you mean 'arithmetic'"):
         load_task(TaskSettings("arithmetik"))
-    with pytest.raises(IsobitError, match=r"unknown task '.*'; .*; a file is task\.path \(isobit eval: --data\)$"):
+    with pytest.raises(
+        IsobitError, match=r"unknown task '.*'; .*; a file is task\.path \(isobit eval: --data\)$"
+    ):
         load_task(TaskSettings(__file__))

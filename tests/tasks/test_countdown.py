@@ -18,7 +18,9 @@ expressions = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.tuples(inner, st.sampled_from("+-*/"), inner).map("".join),
-        st.tuples(inner, st.sampled_from([" + ", "- ", " *", " / "]), inner).map(lambda parts: f"({''.join(parts)})"),
+        st.tuples(inner, st.sampled_from([" + ", "- ", " *", " / "]), inner).map(
+            lambda parts: f"({''.join(parts)})"
+        ),
     ),
     max_leaves=12,
 )
@@ -32,9 +34,12 @@ def exact(node: ast.AST) -> Fraction:
         return Fraction(node.value)
     assert isinstance(node, ast.BinOp)
     left, right = exact(node.left), exact(node.right)
-    return {ast.Add: left.__add__, ast.Sub: left.__sub__, ast.Mult: left.__mul__, ast.Div: left.__truediv__}[
-        type(node.op)
-    ](right)
+    return {
+        ast.Add: left.__add__,
+        ast.Sub: left.__sub__,
+        ast.Mult: left.__mul__,
+        ast.Div: left.__truediv__,
+    }[type(node.op)](right)
 
 
 @given(expressions)
@@ -123,12 +128,19 @@ def test_at_most_once_leaves_numbers_over() -> None:
     assert solves("7*8", [3, 7, 8], 56, use_all=False)
     assert not solves("7*8", [3, 7, 8], 56, use_all=True)
     assert solves("8/(3-8/3)", [3, 3, 8, 8], 24)  # through fractions
-    assert reward(["p"] * 2, ["7*8"] * 2, [[3, 7, 8]] * 2, [56] * 2, use_all=[False, True]) == [1.0, 0.0]
+    assert reward(["p"] * 2, ["7*8"] * 2, [[3, 7, 8]] * 2, [56] * 2, use_all=[False, True]) == [
+        1.0,
+        0.0,
+    ]
     assert reward(["p"], ["7*8"], [[7, 8]], [56]) == [1.0]
 
 
 def load(held_out_size: int = 40, template: str | None = None, **options: Any) -> Any:
-    return load_task(TaskSettings("countdown", None, None, held_out_size, prompt_template=template, options=options))
+    return load_task(
+        TaskSettings(
+            "countdown", None, None, held_out_size, prompt_template=template, options=options
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -162,7 +174,10 @@ def test_prompts_follow_the_template() -> None:
     ("options", "message"),
     [
         ({"numbers": 3}, "task.options.numbers: unknown, did you mean"),
-        ({"min_numbers": 5}, "task.options.min_numbers: must not be above max_numbers, got 5 and 4"),
+        (
+            {"min_numbers": 5},
+            "task.options.min_numbers: must not be above max_numbers, got 5 and 4",
+        ),
         ({"max_target": 2, "max_number": 2, "max_numbers": 3}, "these options give only about"),
         ({"use_all": "yes"}, "task.options.use_all: expected true or false, got 'yes'"),
     ],

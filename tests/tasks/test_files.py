@@ -16,7 +16,9 @@ def file(tmp_path: Path) -> str:
 
 
 def rows(path: Path, count: int, **more: Any) -> str:
-    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": i, **more}) + "\n" for i in range(count)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"p{i}", "answer": i, **more}) + "\n" for i in range(count))
+    )
     return str(path)
 
 
@@ -42,7 +44,9 @@ def test_sizes_and_files_of_the_held_out_split(file: str, tmp_path: Path) -> Non
     test = rows(tmp_path / "test.jsonl", 8)
     task = load_task(TaskSettings(path=file, held_out_path=test))
     assert (len(task.train), len(task.held_out)) == (50, 8)
-    assert len(load_task(TaskSettings(path=file, held_out_path=test, held_out_size=3)).held_out) == 3
+    assert (
+        len(load_task(TaskSettings(path=file, held_out_path=test, held_out_size=3)).held_out) == 3
+    )
 
 
 def test_prompts_become_chats_where_asked(file: str) -> None:
@@ -55,13 +59,25 @@ def test_contradictions_are_refused(file: str, tmp_path: Path) -> None:
     test = rows(tmp_path / "test.jsonl", 8, more=1)
     for settings, message in [
         (TaskSettings(), r"task\.path: task file needs a file or directory of data"),
-        (TaskSettings(path=file, held_out_size=50), "cannot hold out 50 prompts and keep some to train on"),
+        (
+            TaskSettings(path=file, held_out_size=50),
+            "cannot hold out 50 prompts and keep some to train on",
+        ),
         (TaskSettings(path=file, held_out_size=-1), r"task\.held_out_size must be at least 0"),
-        (TaskSettings(path=file, held_out_path=test), r"test\.jsonl:1: column 'more' is not in both"),
+        (
+            TaskSettings(path=file, held_out_path=test),
+            r"test\.jsonl:1: column 'more' is not in both",
+        ),
         (TaskSettings(path=file, held_out_path=file, held_out_size=51), "has 50 rows"),
         (TaskSettings(path=file, prompt_template="x"), r"must have \{prompt\} in it"),
-        (TaskSettings(path=file, system="S"), r"train\.jsonl:1: task\.system needs a chat, .* set task\.chat: true"),
-        (TaskSettings(path=file, options={"digits": 3}), r"task\.options\.digits: unknown, known: seed"),
+        (
+            TaskSettings(path=file, system="S"),
+            r"train\.jsonl:1: task\.system needs a chat, .* set task\.chat: true",
+        ),
+        (
+            TaskSettings(path=file, options={"digits": 3}),
+            r"task\.options\.digits: unknown, known: seed",
+        ),
     ]:
         with pytest.raises(IsobitError, match=message):
             load_task(settings)

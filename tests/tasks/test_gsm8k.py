@@ -58,7 +58,12 @@ def test_the_final_number(text: str, expected: str | None) -> None:
 numbers = st.decimals(min_value=-(10**12), max_value=10**12, places=3, allow_nan=False)
 
 
-@given(numbers, st.sampled_from(["{:f}", "{:,f}", "{:f}%", "{:f}.", "{:,f} dollars", " {:f}\n", "**{:f}**", "${:,f}"]))
+@given(
+    numbers,
+    st.sampled_from(
+        ["{:f}", "{:,f}", "{:f}%", "{:f}.", "{:,f} dollars", " {:f}\n", "**{:f}**", "${:,f}"]
+    ),
+)
 def test_a_number_is_read_however_it_is_written(number: Decimal, form: str) -> None:
     for text in (number, number.normalize() + 0):
         written = form.format(text)
@@ -96,7 +101,9 @@ def test_gold_answers_score_one_on_every_row_of_the_real_file(gsm8k_test: Path) 
 
 def test_the_loader_puts_the_question_into_the_template(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(30)))
+    path.write_text(
+        "".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(30))
+    )
     task = load_task(TaskSettings("gsm8k", str(path)))
     assert (len(task.train), len(task.held_out)) == (27, 3)
     example = task.train.examples[0]
@@ -126,7 +133,9 @@ def test_a_chat_leaves_the_text_template_out(
 ) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "2?", "answer": "2"}\n')
-    settings = TaskSettings("gsm8k", str(path), chat=chat, options=options, prompt_template=template, held_out_size=0)
+    settings = TaskSettings(
+        "gsm8k", str(path), chat=chat, options=options, prompt_template=template, held_out_size=0
+    )
     prompt = load_task(settings).train.examples[0].prompt
     assert prompt == ([{"role": "user", "content": expected}] if chat else expected)
 
@@ -135,23 +144,35 @@ def test_the_instruction_is_refused_where_it_cannot_be_added(tmp_path: Path) -> 
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "2?", "answer": "2"}\n')
     asked = TaskSettings("gsm8k", str(path), options={"instruction": True}, held_out_size=0)
-    with pytest.raises(IsobitError, match=r"task\.options\.instruction: task\.prompt_template says what is asked"):
+    with pytest.raises(
+        IsobitError, match=r"task\.options\.instruction: task\.prompt_template says what is asked"
+    ):
         load_task(replace(asked, prompt_template="{prompt}"))
-    with pytest.raises(IsobitError, match=r"task\.options\.instruction: expected true or false, got 1"):
+    with pytest.raises(
+        IsobitError, match=r"task\.options\.instruction: expected true or false, got 1"
+    ):
         load_task(replace(asked, options={"instruction": 1}))
-    with pytest.raises(IsobitError, match=r"task\.options\.instructions: unknown, did you mean 'instr"):
+    with pytest.raises(
+        IsobitError, match=r"task\.options\.instructions: unknown, did you mean 'instr"
+    ):
         load_task(replace(asked, options={"instructions": True}))
     path.write_text('{"question": [{"role": "user", "content": "2?"}], "answer": "2"}\n')
-    with pytest.raises(IsobitError, match=r"task\.options\.instruction: the prompts of .* are chats already"):
+    with pytest.raises(
+        IsobitError, match=r"task\.options\.instruction: the prompts of .* are chats already"
+    ):
         load_task(asked)
 
 
 def test_answers_must_be_there_and_have_numbers(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a", "solution": "x"}\n{"question": "b", "solution": "2"}\n')
-    with pytest.raises(IsobitError, match=r"no column 'answer'; name yours with task\.columns: \{answer"):
+    with pytest.raises(
+        IsobitError, match=r"no column 'answer'; name yours with task\.columns: \{answer"
+    ):
         load_task(TaskSettings("gsm8k", str(path)))
     with pytest.raises(IsobitError, match=r"data\.jsonl:1: the answer has no number in it"):
         load_task(TaskSettings("gsm8k", str(path), columns={"answer": "solution"}))
-    with pytest.raises(IsobitError, match=r"task\.path: task gsm8k needs a file or directory of data"):
+    with pytest.raises(
+        IsobitError, match=r"task\.path: task gsm8k needs a file or directory of data"
+    ):
         load_task(TaskSettings("gsm8k"))

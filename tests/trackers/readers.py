@@ -1,4 +1,5 @@
-"""What each tracker has stored of a run, read back with the tracker's own reader: a list of (step, metrics)."""
+"""What each tracker has stored of a run, read back with the tracker's own reader: a list of (step,
+metrics)."""
 
 import json
 import sqlite3
@@ -20,17 +21,28 @@ def read_tensorboard(run: Path) -> Stored:
     for name in events.Tags()["scalars"]:
         count: dict[int, int] = {}
         for event in events.Scalars(name):
-            turn = count[event.step] = count.get(event.step, -1) + 1  # a step that is there twice makes two rows
+            turn = count[event.step] = (
+                count.get(event.step, -1) + 1
+            )  # a step that is there twice makes two rows
             found.setdefault((event.step, turn), {})[name] = event.value
     return [(step, row) for (step, _), row in sorted(found.items())]
 
 
 def wandb_records(run: Path) -> list[dict[str, Any]]:
-    """Every record of a run's offline directories, in the order in which `wandb sync` takes them."""
+    """Every record of a run's offline directories, in the order in which `wandb sync` takes
+    them."""
     found = []
     for directory in sorted((run / "tracking/wandb/wandb").glob("offline-run-*")):
-        command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(directory)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        command = [
+            str(Path(sys.executable).with_name("wandb")),
+            "leet",
+            "inspect",
+            "--json",
+            str(directory),
+        ]
+        lines = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         found += [json.loads(line) for line in lines]
     return found
 
@@ -45,7 +57,10 @@ def read_trackio(run: Path) -> Stored:
     with sqlite3.connect(run / "tracking/trackio/isobit.db") as database:
         rows = database.execute("SELECT run_id, step, metrics FROM metrics ORDER BY id").fetchall()
     assert len({identity for identity, _, _ in rows}) == 1
-    return [(s, {k: v for k, v in json.loads(values).items() if k != "completions"}) for _, s, values in rows]
+    return [
+        (s, {k: v for k, v in json.loads(values).items() if k != "completions"})
+        for _, s, values in rows
+    ]
 
 
 def read_mlflow(run: Path) -> Stored:
@@ -63,4 +78,9 @@ def read_mlflow(run: Path) -> Stored:
     return [(step, row) for (step, _), row in sorted(found.items())]
 
 
-READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "trackio": read_trackio, "mlflow": read_mlflow}
+READERS = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "trackio": read_trackio,
+    "mlflow": read_mlflow,
+}

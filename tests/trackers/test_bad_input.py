@@ -16,20 +16,34 @@ Refused = Callable[..., str]
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trackers=[wandbb]", "tracking.trackers.0: expected tensorboard, wandb, trackio or mlflow, got 'wandbb'"),
+        (
+            "trackers=[wandbb]",
+            "tracking.trackers.0: expected tensorboard, wandb, trackio or mlflow, got 'wandbb'",
+        ),
         ("trackers=[comet]", "expected tensorboard, wandb, trackio or mlflow, got 'comet'"),
         ("trackers=null", "tracking.trackers: expected a list, such as [tensorboard], got nothing"),
         ("trackers=[wandb,wandb]", "tracking.trackers: a tracker is named twice"),
-        ("wandb.api_key=s3cret", "tracking: wandb.api_key: credentials do not belong into a config"),
+        (
+            "wandb.api_key=s3cret",
+            "tracking: wandb.api_key: credentials do not belong into a config",
+        ),
         ("mlflow.token=s3cret", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
-        ("mlflow.uri='https://me:s3cret@host'", "tracking.mlflow.uri: a password does not belong into a config"),
-        ("wandb.entitty=me", "unknown key 'tracking.wandb.entitty' (did you mean 'tracking.wandb.entity'?)"),
+        (
+            "mlflow.uri='https://me:s3cret@host'",
+            "tracking.mlflow.uri: a password does not belong into a config",
+        ),
+        (
+            "wandb.entitty=me",
+            "unknown key 'tracking.wandb.entitty' (did you mean 'tracking.wandb.entity'?)",
+        ),
         ("wandb.mode=off", "tracking.wandb.mode: expected online or offline"),
         ("close_s=0", "tracking.close_s: expected above 0"),
         ("completions=-1", "tracking.completions: expected at least 0"),
     ],
 )
-def test_wrong_values(tmp_path: Path, base_model: Path, refused: Refused, override: str, message: str) -> None:
+def test_wrong_values(
+    tmp_path: Path, base_model: Path, refused: Refused, override: str, message: str
+) -> None:
     line = refused("train", write_config(tmp_path, base_model), f"tracking.{override}")
     assert message in line
     assert "s3cret" not in line
@@ -38,21 +52,36 @@ def test_wrong_values(tmp_path: Path, base_model: Path, refused: Refused, overri
 
 @pytest.fixture
 def no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
 
 
-def test_wandb_without_credentials(tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None) -> None:
+def test_wandb_without_credentials(
+    tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None
+) -> None:
     line = refused("train", write_config(tmp_path, base_model), "tracking.trackers=[wandb]")
-    assert "wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay offline: WANDB_MODE=offline" in line
+    assert (
+        "wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay offline: "
+        "WANDB_MODE=offline"
+    ) in line
     assert not (tmp_path / "run").exists()
 
 
 def test_wandb_with_a_key_of_the_wrong_form(
-    tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    base_model: Path,
+    refused: Refused,
+    no_credentials: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
     line = refused("train", write_config(tmp_path, base_model), "tracking.trackers=[wandb]")
@@ -60,9 +89,13 @@ def test_wandb_with_a_key_of_the_wrong_form(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_space_without_a_token(tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None) -> None:
+def test_a_space_without_a_token(
+    tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None
+) -> None:
     config = write_config(tmp_path, base_model)
-    line = refused("train", config, "tracking.trackers=[trackio]", "tracking.trackio.space_id=me/runs")
+    line = refused(
+        "train", config, "tracking.trackers=[trackio]", "tracking.trackio.space_id=me/runs"
+    )
     assert "tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`" in line
     assert not (tmp_path / "run").exists()
 
@@ -71,9 +104,13 @@ def test_a_database_without_what_it_needs(
     tmp_path: Path, base_model: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else object())
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else object()
+    )
     config = write_config(tmp_path, base_model)
-    line = refused("train", config, "tracking.trackers=[mlflow]", "tracking.mlflow.uri=sqlite:///runs.db")
+    line = refused(
+        "train", config, "tracking.trackers=[mlflow]", "tracking.mlflow.uri=sqlite:///runs.db"
+    )
     assert "a database needs the whole of MLflow; pip install mlflow" in line
 
 
@@ -83,7 +120,9 @@ def test_resuming_is_refused_as_starting_is_and_goes_on_without(
     """A tracker that cannot be used any more loses no run: leave it out."""
     train(load_config(write_config(tmp_path, base_model), ["steps=2"]), quiet=True)
     run = tmp_path / "run"
-    assert "no credentials" in refused("train", "--resume", run, "steps=3", "tracking.trackers=[wandb]")
+    assert "no credentials" in refused(
+        "train", "--resume", run, "steps=3", "tracking.trackers=[wandb]"
+    )
     assert "only these may change: steps, " in refused("train", "--resume", run, "seed=3")
 
 

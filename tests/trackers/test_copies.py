@@ -1,5 +1,5 @@
-"""Every tracker holds what metrics.jsonl holds, each step once, also after kill -9 and resume. Read back with each
-tracker's own reader; no network."""
+"""Every tracker holds what metrics.jsonl holds, each step once, also after kill -9 and resume. Read
+back with each tracker's own reader; no network."""
 
 import json
 import os
@@ -35,7 +35,8 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_copies(run: Path, names: list[str] = ALL, *, exact: bool = True) -> None:
-    """Each tracker has each row once, under the same names. `exact`: timings too, which a repeated step has anew."""
+    """Each tracker has each row once, under the same names. `exact`: timings too, which a repeated
+    step has anew."""
     rows = {int(row.pop("step")): row for row in read_jsonl(run / "metrics.jsonl")}
     for name in names:
         stored = READERS[name](run)
@@ -45,7 +46,9 @@ def check_copies(run: Path, names: list[str] = ALL, *, exact: bool = True) -> No
             assert set(values) == set(expected), name
             same = [key for key in expected if exact or not is_timing(key)]
             assert len(same) > (20 if step else 1)
-            assert [values[k] for k in same] == pytest.approx([expected[k] for k in same], rel=1e-6), name
+            assert [values[k] for k in same] == pytest.approx(
+                [expected[k] for k in same], rel=1e-6
+            ), name
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         tracking = {"trackers": ALL, "completions": 3, "group": "a group", "close_s": 60}
-        config = write_config(folder, base_model, tracking=tracking, evaluation={"every": 3, "samples": 4})
+        config = write_config(
+            folder, base_model, tracking=tracking, evaluation={"every": 3, "samples": 4}
+        )
         train(load_config(config, ["steps=3"]))
         resume(folder / "run", ["steps=5"])
     return folder / "run"
@@ -90,21 +95,27 @@ def test_the_config_and_the_completions_are_there(finished: Path) -> None:
     assert run.info.status == "FINISHED"
     table = load_dict(f"{run.info.artifact_uri}/completions/step-000004.json")["completions"]
     assert [row["completion"] for row in table] == texts
-    media = (finished / "tracking/wandb/wandb").glob("offline-run-*/files/media/table/completions_*.table.json")
+    media = (finished / "tracking/wandb/wandb").glob(
+        "offline-run-*/files/media/table/completions_*.table.json"
+    )
     tables = [json.loads(path.read_text())["data"] for path in media]
     assert [[row[2] for row in table] for table in tables if table[0][0] == 4] == [texts]
     events = EventAccumulator(str(finished / "tracking/tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
     assert b'"group_size": 4' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
-    shown = next(e for e in events.Tensors("completions/text_summary") if e.step == 4).tensor_proto.string_val[0]
+    shown = next(
+        e for e in events.Tensors("completions/text_summary") if e.step == 4
+    ).tensor_proto.string_val[0]
     assert all(f"| {text.replace('|', chr(92) + '|')} |" in shown.decode() for text in texts)
 
 
 @pytest.mark.parametrize("also", ["run", "trackers"])
 def test_killed_and_resumed_no_step_is_doubled(tmp_path: Path, base_model: Path, also: str) -> None:
-    """SIGKILL after step 5, where the last checkpoint is of step 4: steps after 4 are made again. Once
-    the follower lives on, once it is killed too."""
-    config = write_config(tmp_path, base_model, tracking={"trackers": ALL, "completions": 2}, steps=200)
+    """SIGKILL after step 5, where the last checkpoint is of step 4: steps after 4 are made again.
+    Once the follower lives on, once it is killed too."""
+    config = write_config(
+        tmp_path, base_model, tracking={"trackers": ALL, "completions": 2}, steps=200
+    )
     values = config.read_text().replace("checkpoint_every: 2", "checkpoint_every: 4")
     config.write_text(values)
     process = start(config)
@@ -141,7 +152,10 @@ def _children(parent: int) -> list[int]:
             status, command = (path / "stat").read_text(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(status.rpartition(")")[2].split()[1]) == parent and b"isobit.monitor.trackers" in command:
+        if (
+            int(status.rpartition(")")[2].split()[1]) == parent
+            and b"isobit.monitor.trackers" in command
+        ):
             found.append(int(path.name))
     return found
 

@@ -16,7 +16,8 @@ REQUEST = {"project": "p", "name": "n", "group": None, "config": {}, "limit_s": 
 
 
 class Recorder:
-    """A tracker that keeps what it is given. `claims`: the last step that it says it has; None believes isobit."""
+    """A tracker that keeps what it is given. `claims`: the last step that it says it has; None
+    believes isobit."""
 
     def __init__(self, claims: int | None = None, fails_at: int | None = None) -> None:
         self.claims, self.fails_at = claims, fails_at
@@ -29,7 +30,9 @@ class Recorder:
 
     def open(self, place: TrackedRun) -> Opened:
         self.place = place
-        return Opened(place.last if self.claims is None else self.claims, place.kept or {"id": "abc"}, "here")
+        return Opened(
+            place.last if self.claims is None else self.claims, place.kept or {"id": "abc"}, "here"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == self.fails_at:
@@ -52,7 +55,9 @@ def run(tmp_path: Path) -> Path:
 def write(run: Path, steps: Sequence[int], name: str = "metrics.jsonl", **values: Any) -> None:
     with (run / name).open("a") as file:
         for step in steps:
-            file.write(json.dumps({"step": step, "loss/policy": step / 2, "entropy": None} | values) + "\n")
+            file.write(
+                json.dumps({"step": step, "loss/policy": step / 2, "entropy": None} | values) + "\n"
+            )
 
 
 def follow(run: Path, tracker: Recorder, completions: int = 0) -> Follower:
@@ -74,7 +79,11 @@ def test_rows_are_handed_over_as_they_come_and_without_what_is_not_finite(run: P
     with (run / "metrics.jsonl").open("a") as file:
         file.write('licy": 1.0}\n')
     follower.catch_up()
-    assert tracker.rows == [(0, {"loss/policy": 0.0}), (1, {"loss/policy": 0.5}), (2, {"loss/policy": 1.0})]
+    assert tracker.rows == [
+        (0, {"loss/policy": 0.0}),
+        (1, {"loss/policy": 0.5}),
+        (2, {"loss/policy": 1.0}),
+    ]
 
 
 def test_another_process_goes_on_after_the_last_step(run: Path) -> None:
@@ -111,8 +120,14 @@ def test_a_row_that_was_refused_is_given_again(run: Path) -> None:
 
 def test_the_first_completions_of_each_step(run: Path) -> None:
     for step in (1, 2, 4):
-        texts: list[dict[str, str]] = [{}, *({"completion": f"{text}{step}"} for text in "abc")]  # one not whole
-        rows = [{"step": step, "prompt": "p", "reward": 1.0, "truncated": False, **text} for text in texts]
+        texts: list[dict[str, str]] = [
+            {},
+            *({"completion": f"{text}{step}"} for text in "abc"),
+        ]  # one not whole
+        rows = [
+            {"step": step, "prompt": "p", "reward": 1.0, "truncated": False, **text}
+            for text in texts
+        ]
         with (run / COMPLETIONS).open("ab") as file:
             file.write(pack(rows))
     write(run, [0, 1])

@@ -1,5 +1,5 @@
-"""Nothing that a tracker does stops, delays or spoils a run: each of these replaces a tracker's library by one that
-misbehaves in one way."""
+"""Nothing that a tracker does stops, delays or spoils a run: each of these replaces a tracker's
+library by one that misbehaves in one way."""
 
 import os
 import time
@@ -14,7 +14,14 @@ from isobit.run.directory import read_jsonl
 from isobit.training.train import train
 from tests.runs import fingerprint, write_config
 
-OFF = {"trackers": ["wandb"], "project": "p", "name": None, "group": None, "completions": 0, "close_s": 3.0}
+OFF = {
+    "trackers": ["wandb"],
+    "project": "p",
+    "name": None,
+    "group": None,
+    "completions": 0,
+    "close_s": 3.0,
+}
 SETTINGS = OFF | {"wandb": {"entity": None, "mode": "offline", "tags": []}}
 
 GOOD = """
@@ -43,7 +50,10 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def put(text: str) -> None:
         (tmp_path / "shim/wandb.py").write_text(text)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")]),
+        )
 
     return put
 
@@ -54,7 +64,8 @@ def rows(run: Path) -> list[str]:
 
 
 def tracked(run: Path, steps: int, exit_code: int = 0, until: str | None = None) -> list[str]:
-    """A run that writes some rows; returns what it said. `until`: wait for this on a line of the tracker's."""
+    """A run that writes some rows; returns what it said. `until`: wait for this on a line of the
+    tracker's."""
     run.mkdir()
     said: list[str] = []
     with (
@@ -83,9 +94,21 @@ def test_rows_and_the_exit_code_arrive(tmp_path: Path, library, code: int) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("def init(dir, **values): return Run(dir)", "raise OSError('broken install')"), "OSError: broken install"),
-        (("return Run(dir)", "raise PermissionError('no such entity')"), "PermissionError: no such entity; nothing"),
-        (("def log(self, values, step, commit):", "def log(self, values, step, commit): 1 / (step - 3);"), "Zero"),
+        (
+            ("def init(dir, **values): return Run(dir)", "raise OSError('broken install')"),
+            "OSError: broken install",
+        ),
+        (
+            ("return Run(dir)", "raise PermissionError('no such entity')"),
+            "PermissionError: no such entity; nothing",
+        ),
+        (
+            (
+                "def log(self, values, step, commit):",
+                "def log(self, values, step, commit): 1 / (step - 3);",
+            ),
+            "Zero",
+        ),
         (
             ("def finish(self, exit_code):", "def finish(self, exit_code): raise ValueError();"),
             "ValueError: no message",
@@ -95,7 +118,11 @@ def test_rows_and_the_exit_code_arrive(tmp_path: Path, library, code: int) -> No
     ],
 )
 def test_what_raises_or_dies_is_said_once(
-    tmp_path: Path, library, change: tuple[str, str], message: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    library,
+    change: tuple[str, str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert change[0] in GOOD
     library(GOOD.replace(*change))
@@ -113,15 +140,23 @@ def test_what_raises_or_dies_is_said_once(
 def test_what_hangs_delays_only_the_end_and_by_a_limit(
     tmp_path: Path, library, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hang = "import time; time.sleep(1000); " + where if "return" in where else where + " import time; time.sleep(1000);"
+    hang = (
+        "import time; time.sleep(1000); " + where
+        if "return" in where
+        else where + " import time; time.sleep(1000);"
+    )
     library(GOOD.replace(where, hang))
     tracked(tmp_path / "run", 500)
     error = capfd.readouterr().err
-    assert "the time to send what is left (tracking.close_s) is over; nothing was sent to it" in error
+    assert (
+        "the time to send what is left (tracking.close_s) is over; nothing was sent to it" in error
+    )
     assert error.count("\n") == 1
 
 
-def test_what_prints_writes_into_its_log(tmp_path: Path, library, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_prints_writes_into_its_log(
+    tmp_path: Path, library, capfd: pytest.CaptureFixture[str]
+) -> None:
     library(GOOD + '\nprint("hello")\nos.system("echo from a child")\n')
     tracked(tmp_path / "run", 1)
     assert capfd.readouterr() == ("", "")
@@ -136,7 +171,11 @@ def test_a_run_is_the_same_with_a_tracker_that_fails(
     tmp_path: Path, base_model: Path, library, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The whole of it: weights, metrics, completions, as without trackers."""
-    library(GOOD.replace("def log(self, values, step, commit):", "def log(self, values, step, commit): 1 / 0;"))
+    library(
+        GOOD.replace(
+            "def log(self, values, step, commit):", "def log(self, values, step, commit): 1 / 0;"
+        )
+    )
     prints = []
     for name, names in (("with", ["wandb"]), ("without", [])):
         (tmp_path / name).mkdir()
@@ -154,7 +193,9 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         check_trackers(SETTINGS)
 
 
-def test_a_process_that_cannot_be_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_cannot_be_started(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tracking").write_text("in the way")
     with Trackers(SETTINGS, {}, tmp_path / "run", lambda: 0, print) as trackers:
@@ -163,18 +204,25 @@ def test_a_process_that_cannot_be_started(tmp_path: Path, capfd: pytest.CaptureF
     assert "cannot start its process: Not a directory" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("other", ["1 / 0", "import time; time.sleep(1000)", "import os; os._exit(7)"])
+@pytest.mark.parametrize(
+    "other", ["1 / 0", "import time; time.sleep(1000)", "import os; os._exit(7)"]
+)
 def test_a_tracker_that_raises_or_hangs_holds_up_no_other(
     tmp_path: Path, library, capfd: pytest.CaptureFixture[str], other: str
 ) -> None:
-    """Two trackers in one process, of which the other gets every row. The control ends the process, and with it both,
-    which is said of both."""
+    """Two trackers in one process, of which the other gets every row. The control ends the process,
+    and with it both, which is said of both."""
     library(GOOD)
     (tmp_path / "shim/trackio.py").write_text(other)
-    settings = SETTINGS | {"trackers": ["trackio", "wandb"], "trackio": {"dir": None, "space_id": None}}
+    settings = SETTINGS | {
+        "trackers": ["trackio", "wandb"],
+        "trackio": {"dir": None, "space_id": None},
+    }
     run, ends = tmp_path / "run", "_exit" in other
     run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "entropy": 1.0}}\n' for step in (1, 2, 3)))
+    (run / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "entropy": 1.0}}\n' for step in (1, 2, 3))
+    )
     with Trackers(settings, {}, run, lambda: 0, print) as trackers:
         deadline = time.monotonic() + 60
         while not ends and "3" not in rows(run) and time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""Runs that train an adapter: rollout and learner agree in every bit, only the adapter changes, and runs repeat."""
+"""Runs that train an adapter: rollout and learner agree in every bit, only the adapter changes, and
+runs repeat."""
 
 import json
 from dataclasses import replace
@@ -56,7 +57,10 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
 @pytest.mark.parametrize(
     ("precision", "family"),
     [
-        *product(("fp8", "fp8-unified", "bf16", "nvfp4", "nvfp4[activation=bf16]"), ("qwen3", "qwen3_moe")),
+        *product(
+            ("fp8", "fp8-unified", "bf16", "nvfp4", "nvfp4[activation=bf16]"),
+            ("qwen3", "qwen3_moe"),
+        ),
         ("mxfp8", "qwen3"),
         ("mxfp8", "qwen3_moe"),
         ("nvfp4[activation=bf16, kv_cache=int8]", "gpt_oss"),
@@ -64,9 +68,11 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
         ("fp8", "gpt_oss"),
     ],
 )
-def test_no_token_differs_after_updates(tmp_path: Path, models: Path, precision: str, family: str) -> None:
-    """Several updates a batch, whose adapters the next rollout must have. Rows agree where they are learned from as
-    where they are compared: `on_mismatch` is `stop`."""
+def test_no_token_differs_after_updates(
+    tmp_path: Path, models: Path, precision: str, family: str
+) -> None:
+    """Several updates a batch, whose adapters the next rollout must have. Rows agree where they are
+    learned from as where they are compared: `on_mismatch` is `stop`."""
     changes = {"precision": precision, "family": family, "algorithm": {"updates_per_batch": 2}}
     rows = _run(tmp_path, models, **changes).metrics[-4:]
     assert [row["mismatch/differing_tokens"] for row in rows] == [0.0] * 4
@@ -74,7 +80,8 @@ def test_no_token_differs_after_updates(tmp_path: Path, models: Path, precision:
 
 
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second batch on the learner has another B than the rollout had, under the same version."""
+    """From the second batch on the learner has another B than the rollout had, under the same
+    version."""
     learn, seen = Learner.learn, []
 
     def moved(self: Learner, *given: Any) -> Any:
@@ -97,7 +104,9 @@ def test_an_adapter_that_the_rollout_does_not_see_is_noticed(
     """The control of the test before this one."""
     _stale(monkeypatch)
     rows = _run(tmp_path / "warn", models, on_mismatch="warn", run={"check_memory": False}).metrics
-    differing = [row["mismatch/differing_tokens"] for row in rows if "mismatch/differing_tokens" in row]
+    differing = [
+        row["mismatch/differing_tokens"] for row in rows if "mismatch/differing_tokens" in row
+    ]
     assert differing[0] == 0
     assert all(count > 0 for count in differing[1:])
     with monkeypatch.context() as patch:
@@ -110,8 +119,8 @@ def test_an_adapter_that_the_rollout_does_not_see_is_noticed(
 def test_a_base_two_codes_to_a_byte_trains_what_a_byte_a_code_trains(
     tmp_path: Path, models: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every byte of the run's result, but the memory that it reports. The control exchanges the halves of each byte,
-    and learns something else."""
+    """Every byte of the run's result, but the memory that it reports. The control exchanges the
+    halves of each byte, and learns something else."""
 
     def learned(name: str) -> dict[str, str]:
         found = fingerprint(_run(tmp_path / name, models, family=family, precision="nvfp4").run_dir)
@@ -126,7 +135,9 @@ def test_a_base_two_codes_to_a_byte_trains_what_a_byte_a_code_trains(
         assert learned("a byte a code") == found
         assert held[0] < held[1]
     with monkeypatch.context() as patch:
-        patch.setattr(packed_fp4, "packed", lambda q, x, packed=packed_fp4.packed: _exchanged(packed(q, x)))
+        patch.setattr(
+            packed_fp4, "packed", lambda q, x, packed=packed_fp4.packed: _exchanged(packed(q, x))
+        )
         assert learned("exchanged")["model.safetensors"] != found["model.safetensors"]
 
 
@@ -134,13 +145,18 @@ def _exchanged(found: PackedFP4) -> PackedFP4:
     return replace(found, codes=found.codes << 4 | found.codes >> 4)
 
 
-@pytest.mark.parametrize(("precision", "kl"), [("fp8-rollout", 0.05), ("mxfp8-rollout", 0.05), ("nvfp4-rollout", 0.5)])
-def test_two_engines_receive_the_adapter(tmp_path: Path, models: Path, precision: str, kl: float) -> None:
-    """At every sync, A and B and no more; the rollout rounds in its own way, so its bits differ, and its values hardly
-    do."""
+@pytest.mark.parametrize(
+    ("precision", "kl"), [("fp8-rollout", 0.05), ("mxfp8-rollout", 0.05), ("nvfp4-rollout", 0.5)]
+)
+def test_two_engines_receive_the_adapter(
+    tmp_path: Path, models: Path, precision: str, kl: float
+) -> None:
+    """At every sync, A and B and no more; the rollout rounds in its own way, so its bits differ,
+    and its values hardly do."""
     rows = _run(tmp_path, models, precision=precision).metrics[-4:]
     factors = 2 * sum(
-        4 * sum(shape) for shape in ((32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32))
+        4 * sum(shape)
+        for shape in ((32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32))
     )
     assert all(row["sync/bytes"] == 2 * factors for row in rows)
     assert all(0 < row["mismatch/kl_k3"] < kl for row in rows)
@@ -148,12 +164,15 @@ def test_two_engines_receive_the_adapter(tmp_path: Path, models: Path, precision
 
 def _working(model: Model) -> dict[str, Tensor]:
     tensors = model.transformer.rollout_tensors()
-    return {name: (t.data.view(torch.uint8) if isinstance(t, QTensor) else t).clone() for name, t in tensors}
+    return {
+        name: (t.data.view(torch.uint8) if isinstance(t, QTensor) else t).clone()
+        for name, t in tensors
+    }
 
 
 def test_a_run_learns_and_changes_the_adapter_alone(tmp_path: Path, models: Path) -> None:
-    """The reward rises, and every factor moves; no working weight of the model changes a bit, and memory is the
-    adapter's."""
+    """The reward rises, and every factor moves; no working weight of the model changes a bit, and
+    memory is the adapter's."""
     changes = {"steps": 12, "sampling": {"group_size": 8, "max_new_tokens": 3}}
     config = load_config(_config(tmp_path, models, **changes))
     with open_session(config, NO_OBJECTS, quiet=True) as session:
@@ -168,17 +187,31 @@ def test_a_run_learns_and_changes_the_adapter_alone(tmp_path: Path, models: Path
         assert 4 * count < sum(before[name].numel() for name in before if "lora" not in name)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "lora" in name}
-    norms = [row["adapter/update_norm"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
+    norms = [
+        row["adapter/update_norm"]
+        for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        if row["step"] > 0
+    ]
     assert norms[0] == 0
     assert norms[1:] == sorted(norms[1:])
     assert "adapter of rank 4" in about((tmp_path / "run" / "config.yaml").read_text())
-    rewards = [row["reward/mean"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
+    rewards = [
+        row["reward/mean"]
+        for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        if row["step"] > 0
+    ]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, models: Path, family: str) -> None:
-    changes = {"family": family, "algorithm": {"kl_coefficient": 0.01}, "evaluation": {"every": 2, "samples": 4}}
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path: Path, models: Path, family: str
+) -> None:
+    changes = {
+        "family": family,
+        "algorithm": {"kl_coefficient": 0.01},
+        "evaluation": {"every": 2, "samples": 4},
+    }
     whole = fingerprint(_run(tmp_path / "whole", models, **changes).run_dir)
     stopped = _run(tmp_path / "stopped", models, steps=2, **changes).run_dir
     assert fingerprint(stopped)["model.safetensors"] != whole["model.safetensors"]
@@ -189,8 +222,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, models:
 
 
 def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, models: Path) -> None:
-    """It has the bits of a frozen copy, so runs are the same; at the first step it is the policy, and it takes no
-    memory. The copy is made where the reference's precision is said in another way."""
+    """It has the bits of a frozen copy, so runs are the same; at the first step it is the policy,
+    and it takes no memory. The copy is made where the reference's precision is said in another
+    way."""
     copied = {"precision": {"preset": "fp8"}}
     shared = _run(tmp_path / "shared", models, algorithm={"kl_coefficient": 0.05})
     copy = _run(tmp_path / "copy", models, algorithm={"kl_coefficient": 0.05}, reference=copied)
@@ -198,7 +232,9 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, models: 
     bits = [fingerprint(found.run_dir)["model.safetensors"] for found in (shared, copy, without)]
     assert bits[0] == bits[1]
     assert bits[0] != bits[2]
-    assert [row["loss/kl"] for row in shared.metrics[-4:]] == [row["loss/kl"] for row in copy.metrics[-4:]]
+    assert [row["loss/kl"] for row in shared.metrics[-4:]] == [
+        row["loss/kl"] for row in copy.metrics[-4:]
+    ]
     assert shared.metrics[-4]["loss/kl"] == 0 < shared.metrics[-1]["loss/kl"]
     assert "memory/reference_mib" not in shared.metrics[-1]
     assert copy.metrics[-1]["memory/reference_mib"] > 0
@@ -212,17 +248,30 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path, models: Path) -> None:
         found = session.parts.model.named_parameters()
         wanted = Model.load(models / "qwen3", "fp8", adapter=first).named_parameters()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert any(bool(parameter.any()) for name, parameter in found.items() if name.endswith("lora_B"))
+        assert any(
+            bool(parameter.any()) for name, parameter in found.items() if name.endswith("lora_B")
+        )
     for key, value in (("rank", 8), ("alpha", 4), ("targets", ["q_proj"])):
-        config = _config(tmp_path / key, models, adapter={**ADAPTER, "init": str(first), key: value})
-        with pytest.raises(IsobitError, match=r"adapter\.init: .* is an adapter of rank 4, alpha 8, on q_proj, k_proj"):
+        config = _config(
+            tmp_path / key, models, adapter={**ADAPTER, "init": str(first), key: value}
+        )
+        with pytest.raises(
+            IsobitError,
+            match=r"adapter\.init: .* is an adapter of rank 4, alpha 8, on q_proj, k_proj",
+        ):
             train(load_config(config), quiet=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fleet": ({"fleet": {"engines": 1}}, "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"),
+    "fleet": (
+        {"fleet": {"engines": 1}},
+        "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0",
+    ),
     "rank": ({"adapter": {"rank": 0}}, r"adapter\.rank: expected at least 1, got 0"),
-    "targets": ({"adapter": {"targets": ["q_prj"]}}, r"adapter\.targets\.0: expected all-linear, q_proj"),
+    "targets": (
+        {"adapter": {"targets": ["q_prj"]}},
+        r"adapter\.targets\.0: expected all-linear, q_proj",
+    ),
     "both": ({"adapter": {"targets": ["all-linear", "q_proj"]}}, "give all-linear alone"),
     "none": ({"adapter": {"targets": []}}, "give all-linear alone, or some of"),
     "twice": ({"adapter": {"targets": ["q_proj", "q_proj"]}}, "one of them is there twice"),
@@ -241,7 +290,9 @@ def test_what_a_config_may_not_ask_for(tmp_path: Path, models: Path, case: str) 
 def test_the_path_of_an_adapter_is_no_model_to_train(tmp_path: Path, models: Path) -> None:
     Model.load(models / "qwen3", adapter=NewAdapter(4, 8)).save(tmp_path / "adapter")
     config = write_config(tmp_path, tmp_path / "adapter")
-    with pytest.raises(IsobitError, match=r"is an adapter; give its model, and the adapter as adapter\.init"):
+    with pytest.raises(
+        IsobitError, match=r"is an adapter; give its model, and the adapter as adapter\.init"
+    ):
         train(load_config(config), quiet=True)
     with pytest.raises(IsobitError, match="is an adapter itself"):
         train(load_config(config, ["adapter.rank=4"]), quiet=True)
@@ -250,41 +301,61 @@ def test_the_path_of_an_adapter_is_no_model_to_train(tmp_path: Path, models: Pat
 def test_dry_run_and_plan_name_the_adapter(tmp_path: Path, models: Path) -> None:
     """And the dry run's masters are the adapter's; the control is a run without one."""
     config = _config(tmp_path, models)
-    count = sum(p.numel() for p in Model.load(models / "qwen3", adapter=NewAdapter(4, 8)).parameters())
-    for arguments in (["train", str(config), "--dry-run"], ["plan", str(config), "--device", "h200"]):
+    count = sum(
+        p.numel() for p in Model.load(models / "qwen3", adapter=NewAdapter(4, 8)).parameters()
+    )
+    for arguments in (
+        ["train", str(config), "--dry-run"],
+        ["plan", str(config), "--device", "h200"],
+    ):
         said = CliRunner().invoke(app, arguments)
         assert said.exit_code == 0, said.output
         assert "adapter of rank 4" in said.stdout
         assert f"{count:,}" in said.stdout
         without = CliRunner().invoke(app, [*arguments, "adapter=null"])
         assert "adapter" not in without.stdout
-    assert "FP32 masters, of the adapter" in CliRunner().invoke(app, ["train", str(config), "--dry-run"]).stdout
+    assert (
+        "FP32 masters, of the adapter"
+        in CliRunner().invoke(app, ["train", str(config), "--dry-run"]).stdout
+    )
 
 
 def test_a_rank_above_a_matrix_is_warned_of(tmp_path: Path, models: Path) -> None:
-    """By whatever opens or plans a run, and in supervised training; the control is the smaller side itself."""
+    """By whatever opens or plans a run, and in supervised training; the control is the smaller side
+    itself."""
     config = _config(tmp_path, models)
     k_proj = targeted(Model.load(models / "qwen3").config, ["k_proj"])[0]
     sides = k_proj.hi - k_proj.lo, k_proj.inputs
     sft = tmp_path / "sft.yaml"
     sft.write_text(
-        f"model: {models / 'qwen3'}\ntask: {{name: arithmetic, held_out_size: 4, options: {{digits: 1}}}}\n"
+        f"model: {models / 'qwen3'}\ntask: {{name: arithmetic, held_out_size: 4, options: "
+        "{digits: 1}}\n"
         f"adapter: {{rank: 4}}\nsteps: 1\nbatch_size: 2\nout: {tmp_path / 'out'}\n"
     )
-    commands = ["train", str(config), "--dry-run"], ["plan", str(config), "--device", "h200"], ["train", str(config)]
+    commands = (
+        ["train", str(config), "--dry-run"],
+        ["plan", str(config), "--device", "h200"],
+        ["train", str(config)],
+    )
     for number, arguments in enumerate([*commands, ["sft", str(sft)]]):
         for rank in (min(sides) + 1, min(sides)):
             key = "out" if arguments[0] == "sft" else "run.dir"
-            given = [f"adapter.rank={rank}", "adapter.targets=[k_proj]", f"{key}={tmp_path / f'{number} {rank}'}"]
+            given = [
+                f"adapter.rank={rank}",
+                "adapter.targets=[k_proj]",
+                f"{key}={tmp_path / f'{number} {rank}'}",
+            ]
             said = CliRunner().invoke(app, [*arguments, *given])
             assert said.exit_code == 0, said.output
-            line = f"adapter.rank {rank} is above the smaller side of k_proj [{sides[0]}, {sides[1]}]"
+            line = (
+                f"adapter.rank {rank} is above the smaller side of k_proj [{sides[0]}, {sides[1]}]"
+            )
             assert (line in said.output) == (rank > min(sides)), said.output
 
 
 def test_commands_take_the_run_and_its_folder(tmp_path: Path, models: Path) -> None:
-    """By `isobit`: train, then generate and evaluate with the run's directory, its checkpoint, and the model with it as
-    the adapter; the control is the model alone."""
+    """By `isobit`: train, then generate and evaluate with the run's directory, its checkpoint, and
+    the model with it as the adapter; the control is the model alone."""
     config = _config(tmp_path, models, adapter=None)
 
     def output(*arguments: object) -> str:
@@ -296,7 +367,10 @@ def test_commands_take_the_run_and_its_folder(tmp_path: Path, models: Path) -> N
     run, base = tmp_path / "run", models / "qwen3"
     folder = run / "checkpoints" / "step-000004"
     asked = ["--prompt", "1+2=", "--prompt", "3+4=", "-n", "4", "--max-new-tokens", "8", "--json"]
-    texts = [output("generate", *given, *asked) for given in ([run], [folder], [base, "--adapter", folder], [base])]
+    texts = [
+        output("generate", *given, *asked)
+        for given in ([run], [folder], [base, "--adapter", folder], [base])
+    ]
     assert texts[0] == texts[1] == texts[2] != texts[3]
     assert output("eval", run) == output("eval", run)
 
@@ -307,7 +381,11 @@ def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None
     for rate in (0.005, 1e-9):
         values = {
             "model": {"path": str(models / "qwen3")},
-            "task": {"name": "arithmetic", "held_out_size": 4, "options": {"digits": 1, "train_size": 40}},
+            "task": {
+                "name": "arithmetic",
+                "held_out_size": 4,
+                "options": {"digits": 1, "train_size": 40},
+            },
             "adapter": ADAPTER,
             "optimizer": {"learning_rate": rate},
             "steps": 20,
@@ -316,10 +394,16 @@ def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None
         }
         model = Model.load(supervised_run(load_sft_config(values), quiet=True), "fp8")
         assert model.transformer.adapter is not None
-        ids = [[*model.tokenizer.encode(f"{a}+{b}={a + b}"), *model.tokenizer.eos_ids] for a in (2, 3) for b in (2, 3)]
+        ids = [
+            [*model.tokenizer.encode(f"{a}+{b}={a + b}"), *model.tokenizer.eos_ids]
+            for a in (2, 3)
+            for b in (2, 3)
+        ]
         losses[rate] = -sum(float(row[-2:].sum()) for row in model.logprobs(ids)) / len(ids)
     assert losses[0.005] < losses[1e-9] - 1
-    path = _config(tmp_path / "rl", models, adapter={**ADAPTER, "init": str(tmp_path / "sft 0.005")}, steps=1)
+    path = _config(
+        tmp_path / "rl", models, adapter={**ADAPTER, "init": str(tmp_path / "sft 0.005")}, steps=1
+    )
     assert train(load_config(path), quiet=True).metrics[-1]["mismatch/differing_tokens"] == 0
 
 
@@ -328,6 +412,11 @@ def test_supervised_adapters_that_are_refused(tmp_path: Path, models: Path) -> N
         load_sft_config({"model": {"init": {"hidden_size": 16}}, "adapter": ADAPTER})
     sft = tmp_path / "sft.yaml"
     sft.write_text(f"model: {models / 'qwen3'}\nadapter: {{rank: 4}}\ntask: arithmetic\n")
-    config = load_config(write_config(tmp_path, models / "qwen3"), ["model.path=null", f"model.sft={sft}"])
-    with pytest.raises(IsobitError, match=r"trains an adapter; run isobit sft, and take its folder as adapter\.init"):
+    config = load_config(
+        write_config(tmp_path, models / "qwen3"), ["model.path=null", f"model.sft={sft}"]
+    )
+    with pytest.raises(
+        IsobitError,
+        match=r"trains an adapter; run isobit sft, and take its folder as adapter\.init",
+    ):
         train(config, quiet=True)

@@ -1,4 +1,5 @@
-"""A token that differs although the flow promises the same bits: the run stops, warns or corrects, and says where."""
+"""A token that differs although the flow promises the same bits: the run stops, warns or corrects,
+and says where."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,7 +28,8 @@ Broken = Callable[[], None]
 
 @pytest.fixture
 def broken_operator(monkeypatch: pytest.MonkeyPatch) -> Broken:
-    """From the call on, a row of the products that end layer 1 depends on how many rows are with it."""
+    """From the call on, a row of the products that end layer 1 depends on how many rows are with
+    it."""
 
     def breaks() -> None:
         whole = ReferenceOps.product
@@ -45,7 +47,8 @@ def broken_operator(monkeypatch: pytest.MonkeyPatch) -> Broken:
 
 @pytest.fixture
 def stale_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third sync leaves the rollout with the weights of before, as a sync that was lost would."""
+    """The third sync leaves the rollout with the weights of before, as a sync that was lost
+    would."""
     sync = Transformer.sync
 
     def loses(self: Transformer, rollout: bool = True) -> None:
@@ -59,7 +62,8 @@ def stale_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(folder: Path, model: Path, *overrides: str):  # type: ignore[no-untyped-def]
     return load_config(
-        write_config(folder, model), ["backend=reference", "consistency=exact", "run.checkpoint_every=1", *overrides]
+        write_config(folder, model),
+        ["backend=reference", "consistency=exact", "run.checkpoint_every=1", *overrides],
     )
 
 
@@ -98,34 +102,53 @@ def test_a_resume_may_warn_and_go_on_or_correct(
         train(config)
     capsys.readouterr()
     warned = resume(tmp_path / "run", ["on_mismatch=warn"], quiet=False)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "rollout and learner differ in" in line]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "rollout and learner differ in" in line
+    ]
     assert len(lines) == 4
     assert all("learned from nonetheless (on_mismatch: warn)" in line for line in lines)
     assert all(row["mismatch/differing_tokens"] > 0 for row in warned.metrics if row["step"] > 0)
     assert all("correction/mean_weight" not in row for row in warned.metrics)
 
-    corrected = train(config_of(tmp_path, base_model, "on_mismatch=correct", f"run.dir={tmp_path / 'other'}"))
+    corrected = train(
+        config_of(tmp_path, base_model, "on_mismatch=correct", f"run.dir={tmp_path / 'other'}")
+    )
     assert [row["mismatch/corrected"] for row in corrected.metrics] == [1.0] * 4
     assert all(row["correction/effective_sample_size"] < 1 for row in corrected.metrics)
-    weights = [fingerprint(folder)["model.safetensors"] for folder in (warned.run_dir, corrected.run_dir)]
+    weights = [
+        fingerprint(folder)["model.safetensors"] for folder in (warned.run_dir, corrected.run_dir)
+    ]
     assert weights[0] != weights[1]
 
 
-def test_a_stale_weight_version_stops_the_run(tmp_path: Path, base_model: Path, stale_rollout: None) -> None:
+def test_a_stale_weight_version_stops_the_run(
+    tmp_path: Path, base_model: Path, stale_rollout: None
+) -> None:
     with pytest.raises(RunFailed) as caught:
         train(config_of(tmp_path, base_model, "run.checkpoint_every=0"))
     assert "step 3: rollout and learner differ in " in str(caught.value)
-    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-000002'}" in str(caught.value)
+    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-000002'}" in str(
+        caught.value
+    )
     assert "other bits token by token, as in a rollout, than alone" in str(caught.value)
     assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-000002"
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "fp8[kv_cache=e4m3-calibrated]", "bf16"])
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8-unified", "fp8[kv_cache=e4m3-calibrated]", "bf16"]
+)
 def test_an_unbroken_run_never_stops(tmp_path: Path, base_model: Path, precision: str) -> None:
-    """The control, under each mode; with several optimizer steps a batch, whose later ones are of other weights."""
+    """The control, under each mode; with several optimizer steps a batch, whose later ones are of
+    other weights."""
     several = ["algorithm.updates_per_batch=2", f"precision={precision}"]
     runs = [
-        train(config_of(tmp_path, base_model, *several, f"on_mismatch={mode}", f"run.dir={tmp_path / mode}"))
+        train(
+            config_of(
+                tmp_path, base_model, *several, f"on_mismatch={mode}", f"run.dir={tmp_path / mode}"
+            )
+        )
         for mode in ("stop", "warn", "correct")
     ]
     assert all(row["mismatch/differing_tokens"] == 0 for run in runs for row in run.metrics)
@@ -133,7 +156,9 @@ def test_an_unbroken_run_never_stops(tmp_path: Path, base_model: Path, precision
     assert len({fingerprint(run.run_dir)["model.safetensors"] for run in runs}) == 1
 
 
-@pytest.mark.parametrize("override", ["precision=fp8-rollout", "consistency=fast", "rollouts_ahead=1"])
+@pytest.mark.parametrize(
+    "override", ["precision=fp8-rollout", "consistency=fast", "rollouts_ahead=1"]
+)
 def test_where_nothing_is_promised_or_samples_are_stale_nothing_stops(
     tmp_path: Path, base_model: Path, override: str
 ) -> None:
@@ -151,7 +176,9 @@ def test_a_replay_stops_under_the_same_config_and_not_under_another(
     assert other.metrics[-1]["mismatch/differing_tokens"] > 0
     assert "it had another optimizer" in capsys.readouterr().err
     broken_operator()
-    with pytest.raises(RunFailed, match=r"differ in .* --from-rollouts RECORDED --out DIR on_mismatch=warn"):
+    with pytest.raises(
+        RunFailed, match=r"differ in .* --from-rollouts RECORDED --out DIR on_mismatch=warn"
+    ):
         replay(first.run_dir, tmp_path / "broken")
     assert len(replay(first.run_dir, tmp_path / "warned", ["on_mismatch=warn"]).metrics) == 2
 
@@ -168,7 +195,8 @@ def test_a_comparison_keeps_the_stop_as_a_result(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_learner_changes_nothing_before_it_disagrees(recompute: bool) -> None:
-    """Weights, optimizer and gradients; the first differing token is named. The control is an untouched batch."""
+    """Weights, optimizer and gradients; the first differing token is named. The control is an
+    untouched batch."""
     from dataclasses import replace
 
     model = tiny_model()
@@ -183,7 +211,11 @@ def test_the_learner_changes_nothing_before_it_disagrees(recompute: bool) -> Non
     with pytest.raises(Disagreement) as caught:
         learner.learn(changed, alternating(changed), 0)
     assert same_bits(before, snapshot(learner))
-    assert (caught.value.differing, caught.value.first.sample, caught.value.first.position) == (1, changed[2], 1)
+    assert (caught.value.differing, caught.value.first.sample, caught.value.first.position) == (
+        1,
+        changed[2],
+        1,
+    )
     learner.learn(samples, alternating(samples), 0)
     assert not same_bits(before, snapshot(learner))
 

@@ -1,4 +1,5 @@
-"""What works and is probably not meant is said in a line, in a dry run and at the start of the run, and not else."""
+"""What works and is probably not meant is said in a line, in a dry run and at the start of the run,
+and not else."""
 
 import json
 import os
@@ -16,7 +17,9 @@ from isobit.errors import IsobitError
 from isobit.training.train import train
 from tests.runs import dry_run_text, write_config
 
-REWARDS = "def short(completions, **columns):\n    return [float(len(c) < 3) for c in completions]\n"
+REWARDS = (
+    "def short(completions, **columns):\n    return [float(len(c) < 3) for c in completions]\n"
+)
 
 
 def rows(path: Path, *prompts: str) -> str:
@@ -41,11 +44,15 @@ def said(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> l
     capsys.readouterr()
     train(loaded, quiet=False)
     shutil.rmtree(loaded.run.dir)
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == found
+    assert [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
+    ] == found
     return found
 
 
-def test_fewer_prompts_than_a_step_asks(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_prompts_than_a_step_asks(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(tmp_path / "rows.jsonl", *(f"{i}+1=" for i in range(3)))
     config = own(tmp_path, base_model, {"path": data})
     (line,) = said(config, capsys)
@@ -78,18 +85,28 @@ def test_held_out_prompts_that_are_trained_on(
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("precision=fp8[bf16_first_layers=99]", "bf16_first_layers 99 and bf16_last_layers 0 of 2 layers"),
+        (
+            "precision=fp8[bf16_first_layers=99]",
+            "bf16_first_layers 99 and bf16_last_layers 0 of 2 layers",
+        ),
         ("precision=fp8[bf16_first_layers=1,bf16_last_layers=1]", "every layer is in BF16"),
         ("precision=fp8[bf16_first_layers=1]", None),
         ("optimizer.warmup_steps=1", "warmup_steps 1 of 1 steps"),
         ("rewards.functions.0.weight=0", "the weight of every reward is 0"),
-        ("evaluation={every: 1, samples: 100}", "evaluation.samples 100: there are 8 held-out prompts"),
+        (
+            "evaluation={every: 1, samples: 100}",
+            "evaluation.samples 100: there are 8 held-out prompts",
+        ),
         ("evaluation={every: 1, samples: 8}", None),
         ("evaluation={every: 1}", None),
     ],
 )
 def test_settings_that_do_nothing(
-    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str], given: str, line: str | None
+    tmp_path: Path,
+    base_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    line: str | None,
 ) -> None:
     if given.startswith("rewards"):
         config = write_config(tmp_path, base_model)
@@ -101,8 +118,12 @@ def test_settings_that_do_nothing(
     assert line is None or line in found[0]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores of a process are not known here")
-def test_more_ranks_than_cores(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="cores of a process are not known here"
+)
+def test_more_ranks_than_cores(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(write_config(tmp_path, base_model), ["ranks=3"])
     for cores, told in ((2, True), (3, False)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
@@ -121,23 +142,38 @@ def test_more_ranks_than_cores(tmp_path: Path, base_model: Path, monkeypatch: py
         ("sampling.max_new_tokens=100000", "leaves no room for a prompt"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, base_model: Path, given: str, message: str) -> None:
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, base_model: Path, given: str, message: str
+) -> None:
     with pytest.raises(IsobitError, match=message):
         dry_run_text(load_config(write_config(tmp_path, base_model), [given]))
 
 
 def test_an_evaluation_that_scores_nothing_has_no_accuracy(tmp_path: Path) -> None:
-    """It ends with an error and no table, with what was answered in --out; one scored completion is an evaluation."""
-    lines = [{"prompt": "1+1=", "answer": "2", "said": "2"}, {"prompt": "2+2=", "answer": "4", "said": "5"}]
+    """It ends with an error and no table, with what was answered in --out; one scored completion is
+    an evaluation."""
+    lines = [
+        {"prompt": "1+1=", "answer": "2", "said": "2"},
+        {"prompt": "2+2=", "answer": "4", "said": "5"},
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "rewards.py").write_text(
         "def none(completions, **columns):\n    return [None] * len(completions)\n"
         "def fails(completions, **columns):\n    raise ValueError('no judge')\n"
-        "def one(completions, **columns):\n    return [1.0 if c == '2' else None for c in completions]\n"
+        "def one(completions, **columns):\n    return [1.0 if c == '2' else None for c in "
+        "completions]\n"
     )
 
     def evaluated(reward: str) -> subprocess.CompletedProcess[str]:
-        words = ["eval", "--data", "rows.jsonl", "--completions", "said", "--reward", f"rewards.py:{reward}"]
+        words = [
+            "eval",
+            "--data",
+            "rows.jsonl",
+            "--completions",
+            "said",
+            "--reward",
+            f"rewards.py:{reward}",
+        ]
         command = [sys.executable, "-m", "isobit", *words, "--out", f"{reward}.json"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 

@@ -23,21 +23,28 @@ def _model(masters: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> An
         others = []
         for each in range(size):
             kept = {name: part for name, part in rows(each).items() if part.numel()}
-            first = {name: shards[each].own(name)[0] * shards[each].width(name) // 256 for name in kept}
+            first = {
+                name: shards[each].own(name)[0] * shards[each].width(name) // 256 for name in kept
+            }
             others.append({name: int(_sum(part, first[name])) for name, part in kept.items()})
         assert others[rank] == mine
         return others
 
     transformer = SimpleNamespace(masters=SimpleNamespace(shards=shards[rank]))
     return SimpleNamespace(
-        transformer=transformer, named_parameters=lambda: rows(rank), ranks=SimpleNamespace(all_gather_json=gather)
+        transformer=transformer,
+        named_parameters=lambda: rows(rank),
+        ranks=SimpleNamespace(all_gather_json=gather),
     )
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def masters(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(request.param) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(request.param)
+        for name, shape in SHAPES.items()
+    }
 
 
 def test_it_is_the_same_on_any_number_of_ranks(masters: dict[str, torch.Tensor]) -> None:
@@ -50,7 +57,11 @@ def test_any_bit_that_flips_changes_it(masters: dict[str, torch.Tensor]) -> None
     whole, generator = of_weights(_model(masters)), torch.Generator().manual_seed(1)
     for name, master in masters.items():
         data = master.view(-1).view(torch.uint8)
-        for place in [0, len(data) - 1, *torch.randint(len(data), (40,), generator=generator).tolist()]:
+        for place in [
+            0,
+            len(data) - 1,
+            *torch.randint(len(data), (40,), generator=generator).tolist(),
+        ]:
             for bit in (1, 16, 128):
                 data[place] ^= bit
                 assert of_weights(_model(masters)) != whole, (name, place, bit)

@@ -1,4 +1,5 @@
-"""Training with top-p, top-k and min-p: rollout and learner keep the same tokens and renormalize, bit for bit."""
+"""Training with top-p, top-k and min-p: rollout and learner keep the same tokens and renormalize,
+bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,13 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 20},
     "min_p": {"min_p": 0.05},
     "penalty": {"repetition_penalty": 1.5},
-    "all": {"repetition_penalty": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "temperature": 0.8},
+    "all": {
+        "repetition_penalty": 1.2,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "temperature": 0.8,
+    },
 }
 LETTERS = ALPHABET + "*"
 FLOWS = ["fp8", "fp8-unified", "bf16"]
@@ -94,13 +101,19 @@ def test_a_support_that_is_a_little_wider_differs(precision: str, kind: str) -> 
     assert torch.equal(_bits(model, samples, objective), rolled)
     assert objective.filtering is not None
     top_k, top_p, min_p, penalty = objective.filtering
-    wider = (top_k + 1 if top_k else 0, min(top_p + 0.01, 1.0) if top_p < 1 else 1.0, min_p / 2, 1 + (penalty - 1) / 2)
+    wider = (
+        top_k + 1 if top_k else 0,
+        min(top_p + 0.01, 1.0) if top_p < 1 else 1.0,
+        min_p / 2,
+        1 + (penalty - 1) / 2,
+    )
     differing = int((_bits(model, samples, replace(objective, filtering=wider)) != rolled).sum())
     assert differing > len(rolled) // 20
 
 
 def test_ties_at_every_edge_are_kept_alike() -> None:
-    """A head of four distinct rows: every logit occurs twelve times, so an edge falls among equal ones."""
+    """A head of four distinct rows: every logit occurs twelve times, so an edge falls among equal
+    ones."""
     model = tiny_model("fp8", scale=4.0, alphabet=LETTERS)
     with torch.no_grad():
         head = model.named_parameters()["embed"]
@@ -112,11 +125,16 @@ def test_ties_at_every_edge_are_kept_alike() -> None:
         assert torch.equal(_bits(model, samples, objective), rolled.view(torch.int32))
 
 
-def test_tokens_that_leave_the_support_keep_a_finite_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two updates a batch with a large step: some drawn tokens are no longer among the kept ones."""
+def test_tokens_that_leave_the_support_keep_a_finite_log_probability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two updates a batch with a large step: some drawn tokens are no longer among the kept
+    ones."""
     model = tiny_model("fp8", scale=4.0, alphabet=LETTERS)
     samples, objective = _rollouts(model, top_p=0.7)
-    learner = make_learner(model, replace(objective, updates_per_batch=2), rate=0.05, on_mismatch="stop")
+    learner = make_learner(
+        model, replace(objective, updates_per_batch=2), rate=0.05, on_mismatch="stop"
+    )
     found = learner.learn(samples, alternating(samples), 0).metrics
     assert found["mismatch/differing_tokens"] == 0
     assert found["steps/skipped"] == 0
@@ -133,8 +151,12 @@ def test_tokens_that_leave_the_support_keep_a_finite_log_probability(monkeypatch
     assert torch.equal(control[~outside], moved[~outside])
 
 
-def _without_the_drawn_tokens(logits: Tensor, tokens: Tensor, temperature: float, given: Any) -> Tensor:
-    return filtering.filter_logits(logits, filtering.of_rows(temperature, logits), filtering._limits(given, logits))
+def _without_the_drawn_tokens(
+    logits: Tensor, tokens: Tensor, temperature: float, given: Any
+) -> Tensor:
+    return filtering.filter_logits(
+        logits, filtering.of_rows(temperature, logits), filtering._limits(given, logits)
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +164,9 @@ def _without_the_drawn_tokens(logits: Tensor, tokens: Tensor, temperature: float
     [{"updates_per_batch": 2, "epochs": 2}, {"recompute_old_logprobs": "always"}],
     ids=["several updates", "recomputed"],
 )
-def test_other_ways_to_learn_from_a_batch(tmp_path: Path, base: Path, algorithm: dict[str, Any]) -> None:
+def test_other_ways_to_learn_from_a_batch(
+    tmp_path: Path, base: Path, algorithm: dict[str, Any]
+) -> None:
     rows = _run(tmp_path, base, {"top_p": 0.9}, algorithm=algorithm, steps=3).metrics[-3:]
     assert [row["mismatch/differing_tokens"] for row in rows] == [0.0] * 3
     assert all(row["steps/skipped"] == 0 for row in rows)
@@ -162,14 +186,23 @@ def test_experts_and_adapters_agree_too(tmp_path: Path) -> None:
     assert [row["mismatch/differing_tokens"] for row in rows] == [0.0] * 4
 
 
-def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(tmp_path: Path, base: Path) -> None:
+def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(
+    tmp_path: Path, base: Path
+) -> None:
     whole = _run(tmp_path / "whole", base, {"top_p": 0.9}, run={"report": True})
     half = _run(tmp_path / "half", base, {"top_p": 0.9}, steps=2)
     resumed = resume(half.run_dir, ["steps=4"])
     assert fingerprint(resumed.run_dir) == fingerprint(whole.run_dir)
     other = _run(tmp_path / "other", base, {"top_p": 0.8})
-    assert fingerprint(other.run_dir)["model.safetensors"] != fingerprint(whole.run_dir)["model.safetensors"]
-    rows = [row for row in read_jsonl(whole.run_dir / "metrics.jsonl") if "mismatch/differing_tokens" in row]
+    assert (
+        fingerprint(other.run_dir)["model.safetensors"]
+        != fingerprint(whole.run_dir)["model.safetensors"]
+    )
+    rows = [
+        row
+        for row in read_jsonl(whole.run_dir / "metrics.jsonl")
+        if "mismatch/differing_tokens" in row
+    ]
     assert rows
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
     assert "top_p: 0.9" in (whole.run_dir / "config.yaml").read_text()
@@ -179,13 +212,21 @@ def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp8-rollout"}, "cannot be used in training with a precision with two engines"),
+        (
+            {"precision": "fp8-rollout"},
+            "cannot be used in training with a precision with two engines",
+        ),
         ({"consistency": "fast"}, "cannot be used in training with consistency: fast"),
         ({"algorithm": {"kl_coefficient": 0.01}}, "cannot be used with a KL penalty"),
-        ({"algorithm": {"kl_coefficient": 0.01, "kl_in_reward": True}}, "cannot be used with a KL penalty"),
+        (
+            {"algorithm": {"kl_coefficient": 0.01, "kl_in_reward": True}},
+            "cannot be used with a KL penalty",
+        ),
     ],
 )
-def test_what_is_not_defined_is_refused(tmp_path: Path, base: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_defined_is_refused(
+    tmp_path: Path, base: Path, changes: dict[str, Any], message: str
+) -> None:
     """In one line, with what to set; the control is the same run without a filtering."""
     for sampling in TRUNCATIONS.values():
         with pytest.raises(IsobitError, match=message) as caught:
@@ -196,9 +237,12 @@ def test_what_is_not_defined_is_refused(tmp_path: Path, base: Path, changes: dic
 
 
 def test_what_the_engine_records_is_of_the_kept_tokens() -> None:
-    """A completion's log-probabilities are the learner's, renormalized: at top-k 2, those of two tokens sum to 1."""
+    """A completion's log-probabilities are the learner's, renormalized: at top-k 2, those of two
+    tokens sum to 1."""
     model = tiny_model("fp8", scale=2.0, alphabet=LETTERS)
-    groups = Engine(model).generate(["ab"], Sampling(n=64, max_new_tokens=1, top_k=2, seed=1, ignore_eos=True))
+    groups = Engine(model).generate(
+        ["ab"], Sampling(n=64, max_new_tokens=1, top_k=2, seed=1, ignore_eos=True)
+    )
     drawn = {c.token_ids[0]: c.logprobs[0] for c in groups[0]}
     assert len(drawn) == 2
     assert sum(torch.tensor(list(drawn.values())).exp().tolist()) == pytest.approx(1.0, abs=1e-6)

@@ -1,4 +1,5 @@
-"""What notices a bit that flips in memory, and what does not: docs/contract.md says so, row by row."""
+"""What notices a bit that flips in memory, and what does not: docs/contract.md says so, row by
+row."""
 
 from collections.abc import Callable
 from functools import cache
@@ -50,7 +51,9 @@ def test_between_rollout_and_learner_the_learner_notices(model: Model) -> None:
         make_learner(model, on_mismatch="stop").learn(samples, alternating(samples), 0)
 
 
-def test_in_keys_and_values_the_learner_notices(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_keys_and_values_the_learner_notices(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     operators = type(model.ops)
     write = operators.kv_write
 
@@ -71,14 +74,18 @@ def test_before_both_nobody_notices_without_checksums_and_the_next_sync_heals(mo
     flip_a_working_weight(model)
     flipped = roll_out(model)
     assert [s.rollout_logprobs for s in flipped] != [s.rollout_logprobs for s in whole]
-    found = make_learner(model, rate=1e-30, on_mismatch="stop").learn(flipped, alternating(flipped), 0)
+    found = make_learner(model, rate=1e-30, on_mismatch="stop").learn(
+        flipped, alternating(flipped), 0
+    )
     assert found.metrics["mismatch/differing_tokens"] == 0
     model.sync()
     assert [s.rollout_logprobs for s in roll_out(model)] == [s.rollout_logprobs for s in whole]
 
 
 def test_in_a_master_nobody_notices_without_checksums_unless_it_is_no_number(model: Model) -> None:
-    bits = next(p for name, p in model.named_parameters().items() if "layers.0" in name and p.ndim == 2)
+    bits = next(
+        p for name, p in model.named_parameters().items() if "layers.0" in name and p.ndim == 2
+    )
     bits = bits.detach().view(torch.int32).view(-1)
     bits[0] ^= 1 << 20
     model.sync()
@@ -125,14 +132,28 @@ def the_reward_model(parts: Parts) -> None:
 TWO_ENGINES = "precision=fp8-rollout"
 REFERENCE = "algorithm.kl_coefficient=0.5"
 JUDGED = "rewards.models=[{path: JUDGE}]"
-FLIPS = [  # what flips, at which call of which method, what the run is, what the message names, its last checkpoint
+# what flips, at which call of which method, what the run is, what the message names, its last
+# checkpoint
+FLIPS = [
     (a_working_weight, (Policy, "sync", 2), "precision=fp8", "working weight layers.0.qkv", 1),
-    (a_working_weight, (PeriodicEvaluation, "evaluate", 2), "evaluation.every=1", "working weight layers.0.qkv", 0),
+    (
+        a_working_weight,
+        (PeriodicEvaluation, "evaluate", 2),
+        "evaluation.every=1",
+        "working weight layers.0.qkv",
+        0,
+    ),
     (a_master, (Policy, "sync", 2), "precision=fp8", "master layers.0.o", 1),
     (a_master, (Model, "save", 3), "precision=fp8", "master layers.0.o", 1),
     (a_master_so_that_it_is_infinite, (Saver, "keep", 5), "precision=fp8", "master layers.0.o", 1),
     (a_moment, (Policy, "sync", 2), "precision=fp8", "exp_avg of layers.0.o", 1),
-    (the_copy_of_a_second_engine, (Policy, "sync", 2), TWO_ENGINES, "the rollout's working weight layers.0.qkv", 1),
+    (
+        the_copy_of_a_second_engine,
+        (Policy, "sync", 2),
+        TWO_ENGINES,
+        "the rollout's working weight layers.0.qkv",
+        1,
+    ),
     (the_reference, (Policy, "sync", 2), REFERENCE, "working weight layers.0.qkv", 1),
     (the_reward_model, (Policy, "sync", 2), JUDGED, "working weight layers.0.qkv", 1),
 ]
@@ -190,7 +211,9 @@ def test_a_run_ends_before_it_is_saved_and_goes_on_as_if_nothing_had_happened(
         f"step-{last:06d}; go on with: isobit train --resume {tmp_path / 'run'}",
     ):
         assert part in message, message
-    assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:06d}"
+    assert (
+        checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:06d}"
+    )
     assert fingerprint(resume(tmp_path / "run").run_dir) == undisturbed(override)
     flip_at(when, flip, monkeypatch)
     if flip is a_master_so_that_it_is_infinite:
@@ -201,22 +224,30 @@ def test_a_run_ends_before_it_is_saved_and_goes_on_as_if_nothing_had_happened(
     if override != TWO_ENGINES:
         assert not any(row.get("mismatch/differing_tokens") for row in unchecked.metrics)
     found = fingerprint(unchecked.run_dir)
-    assert any(found[part] != undisturbed(override)[part] for part in ("model.safetensors", "metrics"))
+    assert any(
+        found[part] != undisturbed(override)[part] for part in ("model.safetensors", "metrics")
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
     family: str, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tensor's gradient is off by an eighth, once. The control does not check: nobody notices. And a run
-    without errors has the bits, metrics included, that it has without the check."""
+    """One tensor's gradient is off by an eighth, once. The control does not check: nobody notices.
+    And a run without errors has the bits, metrics included, that it has without the check."""
     tiny_model(family=family).save(tmp_path / "model")
-    given = (f"model.path={tmp_path / 'model'}", "optimizer.micro_batch_tokens=40", "run.quantization_every=1")
+    given = (
+        f"model.path={tmp_path / 'model'}",
+        "optimizer.micro_batch_tokens=40",
+        "run.quantization_every=1",
+    )
     checking = "run.check_gradients_every=1"
     whole = fingerprint(run(*given).run_dir)
     assert fingerprint(run(*given, checking).run_dir) == whole
 
-    def open_with_an_error(self: Session, parts: Parts, *arguments: object, **options: object) -> None:
+    def open_with_an_error(
+        self: Session, parts: Parts, *arguments: object, **options: object
+    ) -> None:
         errors = [True]
 
         def once(gradient: Tensor) -> Tensor:
@@ -229,8 +260,13 @@ def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
     monkeypatch.setattr(Session, "__init__", open_with_an_error)
     unchecked = run(*given)
     assert not any(row["mismatch/differing_tokens"] for row in unchecked.metrics)
-    assert fingerprint(unchecked.run_dir)["trainer/optimizer.safetensors"] != whole["trainer/optimizer.safetensors"]
-    with pytest.raises(RunFailed, match=r"the gradient of layers\.0\.o has other bits .* go on with: isobit train"):
+    assert (
+        fingerprint(unchecked.run_dir)["trainer/optimizer.safetensors"]
+        != whole["trainer/optimizer.safetensors"]
+    )
+    with pytest.raises(
+        RunFailed, match=r"the gradient of layers\.0\.o has other bits .* go on with: isobit train"
+    ):
         run(*given, checking)
 
 
@@ -258,7 +294,9 @@ def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("flipped", [True, False])
-def test_a_step_without_an_update_notices_too(model: Model, flipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_an_update_notices_too(
+    model: Model, flipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples, learner = roll_out(model), make_learner(model)
     learner.optimizer.checksums.begin()
     monkeypatch.setattr(Cutting, "_parts", lambda self, count, step, epoch: [])

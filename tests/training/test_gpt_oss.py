@@ -1,4 +1,5 @@
-"""GRPO on a gpt-oss of two layers and the quickstart's task: no token differs after updates, and all is trained."""
+"""GRPO on a gpt-oss of two layers and the quickstart's task: no token differs after updates, and
+all is trained."""
 
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from tests.runs import write_config
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-unified"])
 def test_no_token_differs_after_updates(precision: str, tmp_path: Path) -> None:
     tiny_model(family="gpt_oss", scale=4.0, windows=(3, None)).save(tmp_path / "model")
-    changes = {"precision": precision, "algorithm": {"updates_per_batch": 2}, "optimizer": {"learning_rate": 0.02}}
+    changes = {
+        "precision": precision,
+        "algorithm": {"updates_per_batch": 2},
+        "optimizer": {"learning_rate": 0.02},
+    }
     result = train(load_config(write_config(tmp_path, tmp_path / "model", **changes)), quiet=True)
     rows = result.metrics[-4:]
     assert [row["mismatch/differing_tokens"] for row in rows] == [0.0] * 4

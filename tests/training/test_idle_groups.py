@@ -1,4 +1,5 @@
-"""Whole runs in which some groups teach nothing: they are left out, and weights and completions keep their bits."""
+"""Whole runs in which some groups teach nothing: they are left out, and weights and completions
+keep their bits."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests.runs import fingerprint, write_config
 
-SETTINGS = ("optimizer.micro_batch_tokens=12", "mismatch.samples_of_idle_groups=1", "optimizer.learning_rate=3e-3")
+SETTINGS = (
+    "optimizer.micro_batch_tokens=12",
+    "mismatch.samples_of_idle_groups=1",
+    "optimizer.learning_rate=3e-3",
+)
 VARIANTS = {
     "plain": [],
     "apart": ["optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 40, idle_apart: true}"],
@@ -21,7 +26,9 @@ VARIANTS = {
     "rollouts ahead": ["rollouts_ahead=1"],
     "two engines": ["precision=fp8-rollout"],
     "old recomputed": ["algorithm={recompute_old_logprobs: always}"],
-    "recomputed layers": ["optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 12, activation_checkpointing: true}"],
+    "recomputed layers": [
+        "optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 12, activation_checkpointing: true}"
+    ],
 }
 
 
@@ -44,7 +51,9 @@ def _bits(folder: Path) -> tuple[str, str, list[list[float]]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_keeps_its_bits(tmp_path: Path, base_model: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_bits(
+    tmp_path: Path, base_model: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control gives those completions an advantage of 1e-8, which teaches."""
     for name in ("some", "all", "least"):
         (tmp_path / name).mkdir()
@@ -53,7 +62,9 @@ def test_a_run_keeps_its_bits(tmp_path: Path, base_model: Path, variant: str, mo
     assert share == 0 if variant == "dynamic sampling" else share > 0.05  # which drops such groups
     assert all(row["mismatch/differing_tokens"] == 0 for row in found.metrics if variant == "plain")
     with monkeypatch.context() as patch:
-        patch.setattr("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset())
+        patch.setattr(
+            "isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset()
+        )
         everything = run(tmp_path / "all", base_model, *VARIANTS[variant])
     assert all(row["learn/skipped_share"] == 0 for row in everything.metrics)
     assert _bits(found.run_dir) == _bits(everything.run_dir)

@@ -1,4 +1,5 @@
-"""The files that a run reads: a resume on others says which, and stops unless it is told to go on."""
+"""The files that a run reads: a resume on others says which, and stops unless it is told to go
+on."""
 
 import json
 import shutil
@@ -31,7 +32,9 @@ def run(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(base_model, tmp_path / "model")
     (tmp_path / "data").mkdir()
     for name in ("train", "test"):
-        rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))
+        rows = "".join(
+            json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8)
+        )
         (tmp_path / "data" / f"{name}.jsonl").write_text(rows)
     shutil.copy(tmp_path / "data" / "test.jsonl", tmp_path / "held.jsonl")
     (tmp_path / "judge_of_mine.py").write_text(
@@ -50,12 +53,19 @@ def run(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
             "options": {"seed": 0},
             "held_out_size": None,
         },
-        algorithm={"preset": "dr_grpo", "loss": "losses.py:loss", "advantage": "credit.py:advantage"},
+        algorithm={
+            "preset": "dr_grpo",
+            "loss": "losses.py:loss",
+            "advantage": "credit.py:advantage",
+        },
         steps=2,
     )
     settings = load_config(
         config,
-        ["model.chat_template=chat.jinja", 'rewards.functions=["digit_reward.py:digits", "judge_of_mine:judge"]'],
+        [
+            "model.chat_template=chat.jinja",
+            'rewards.functions=["digit_reward.py:digits", "judge_of_mine:judge"]',
+        ],
     )
     return train(settings).run_dir
 
@@ -66,16 +76,28 @@ def _append(name: str, text: str = "\n") -> Callable[[Path], object]:
 
 def _train_more(folder: Path) -> None:
     tensors = load_file(folder / "model" / "model.safetensors")
-    save_file({name: tensor * 1.0001 for name, tensor in tensors.items()}, folder / "model" / "model.safetensors")
+    save_file(
+        {name: tensor * 1.0001 for name, tensor in tensors.items()},
+        folder / "model" / "model.safetensors",
+    )
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "data": (_append("data/train.jsonl"), "task.path (train.jsonl)"),
-    "a file more": (lambda folder: (folder / "data" / "b.jsonl").write_text("{}"), "task.path (b.jsonl)"),
-    "a file less": (lambda folder: (folder / "data" / "test.jsonl").unlink(), "task.path (test.jsonl)"),
+    "a file more": (
+        lambda folder: (folder / "data" / "b.jsonl").write_text("{}"),
+        "task.path (b.jsonl)",
+    ),
+    "a file less": (
+        lambda folder: (folder / "data" / "test.jsonl").unlink(),
+        "task.path (test.jsonl)",
+    ),
     "held-out data": (_append("held.jsonl"), "task.held_out_path (held.jsonl)"),
     "a reward": (_append("digit_reward.py"), "rewards.functions: digits (digit_reward.py)"),
-    "a reward's module": (_append("judge_of_mine.py"), "rewards.functions: judge (judge_of_mine.py)"),
+    "a reward's module": (
+        _append("judge_of_mine.py"),
+        "rewards.functions: judge (judge_of_mine.py)",
+    ),
     "a template": (_append("chat.jinja", "!"), "model.chat_template (chat.jinja)"),
     "a loss": (_append("losses.py"), "algorithm.loss (losses.py)"),
     "an advantage": (_append("credit.py"), "algorithm.advantage (credit.py)"),
@@ -85,7 +107,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_a_resume_on_other_files_says_which_and_stops(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_on_other_files_says_which_and_stops(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each alone, and then all of them, under `warn`; after that the new ones count."""
     folder, kept = run.parent, run.parent / "kept"
     names = (
@@ -106,9 +130,10 @@ def test_a_resume_on_other_files_says_which_and_stops(run: Path, capsys: pytest.
         change(folder)
         with pytest.raises(IsobitError, match="changed since the run began: ") as caught:
             resume(run, ["steps=3"])
-        assert f"changed since the run began: {said}; bring the files back, or go on with the new ones: " in str(
-            caught.value
-        )
+        assert (
+            f"changed since the run began: {said}; bring the files back, or go on with the new "
+            "ones: "
+        ) in str(caught.value)
         assert "run.on_change=warn" in str(caught.value)
         for name in names:
             shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
@@ -120,7 +145,10 @@ def test_a_resume_on_other_files_says_which_and_stops(run: Path, capsys: pytest.
         CHANGES[name][0](folder)
     assert resume(run, ["steps=3", "run.on_change=warn"]).exit_code == 0
     said = capsys.readouterr().err
-    assert "task.path (train.jsonl), rewards.functions: digits (digit_reward.py), algorithm.loss (losses.py)" in said
+    assert (
+        "task.path (train.jsonl), rewards.functions: digits (digit_reward.py), algorithm.loss "
+        "(losses.py)"
+    ) in said
     assert resume(run, ["steps=4", "run.on_change=stop"]).exit_code == 0
     assert "changed since" not in capsys.readouterr().err
     kept_hashes = json.loads((run / "inputs.json").read_text())
@@ -146,7 +174,13 @@ def test_a_run_from_before_takes_the_files_that_are_there(run: Path) -> None:
         resume(run, ["steps=4"])
 
 
-def test_objects_of_python_and_rewards_by_name_have_no_file(tmp_path: Path, base_model: Path) -> None:
+def test_objects_of_python_and_rewards_by_name_have_no_file(
+    tmp_path: Path, base_model: Path
+) -> None:
     config = load_config(write_config(tmp_path, base_model), ["rewards.functions=exact_match"])
     assert set(inputs_of(config)) == {"model.path"}
-    assert set(inputs_of(config)["model.path"]) >= {"config.json", "tokenizer.json", "model.safetensors"}
+    assert set(inputs_of(config)["model.path"]) >= {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }

@@ -1,4 +1,5 @@
-"""Prompts against their limits of length, and chats against the model's template, before a run begins."""
+"""Prompts against their limits of length, and chats against the model's template, before a run
+begins."""
 
 import json
 import shutil
@@ -22,7 +23,10 @@ from tests.models import tiny_model
 from tests.runs import dry_run_text, fingerprint, write_config
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-REWARD = "def score(prompts, completions, **columns):\n    return [len(str(c)) / 50 for c in completions]\n"
+REWARD = (
+    "def score(prompts, completions, **columns):\n    return [len(str(c)) / 50 for c in "
+    "completions]\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +45,12 @@ def run(tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
 
-    def write(prompts: list[Any], column: str = "prompt", model: dict[str, str] | None = None, **task: Any) -> Path:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({column: prompt}) + "\n" for prompt in prompts))
+    def write(
+        prompts: list[Any], column: str = "prompt", model: dict[str, str] | None = None, **task: Any
+    ) -> Path:
+        (tmp_path / "rows.jsonl").write_text(
+            "".join(json.dumps({column: prompt}) + "\n" for prompt in prompts)
+        )
         values = {
             "model": {"path": "model", **(model or {})},
             "task": {"path": "rows.jsonl", "held_out_size": 0, **task},
@@ -67,10 +75,14 @@ PROMPTS = ["a" * 10, "b" * 57, "c" * 20, "d" * 56]
     [
         (
             {},
-            "rows.jsonl:2: the prompt has 57 tokens: the model's context of 64 leaves 56 beside sampling.max_new",
+            "rows.jsonl:2: the prompt has 57 tokens: the model's context of 64 leaves 56 beside "
+            "sampling.max_new",
         ),
         ({"max_prompt_tokens": 15}, "rows.jsonl:2: the prompt has 57 tokens: "),
-        ({"max_prompt_tokens": 9}, "rows.jsonl:1: the prompt has 10 tokens: task.max_prompt_tokens is 9; change it or"),
+        (
+            {"max_prompt_tokens": 9},
+            "rows.jsonl:1: the prompt has 10 tokens: task.max_prompt_tokens is 9; change it or",
+        ),
         (
             {"min_prompt_tokens": 11},
             "rows.jsonl:1: the prompt has 10 tokens: task.min_prompt_tokens is 11; change it or",
@@ -79,7 +91,10 @@ PROMPTS = ["a" * 10, "b" * 57, "c" * 20, "d" * 56]
             {"max_prompt_tokens": 9, "too_long": "drop"},
             "no training example is within the limits of length; the first: ",
         ),
-        ({"max_prompt_tokens": 9, "min_prompt_tokens": 10}, "min_prompt_tokens 10 exceeds max_prompt_tokens"),
+        (
+            {"max_prompt_tokens": 9, "min_prompt_tokens": 10},
+            "min_prompt_tokens 10 exceeds max_prompt_tokens",
+        ),
     ],
     ids=str,
 )
@@ -91,12 +106,15 @@ def test_a_prompt_outside_the_limits_stops_the_run_before_it_starts(
     assert message in refused("train", config, "--dry-run")
 
 
-def test_what_is_too_long_is_dropped_and_counted(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_too_long_is_dropped_and_counted(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load_config(run(PROMPTS, too_long="drop", min_prompt_tokens=11))
     assert "2 training and 0 held-out prompts" in dry_run_text(config)
     said = capsys.readouterr().err
     assert said.startswith(
-        "2 of 4 training examples dropped for their length; the first: rows.jsonl:1: the prompt has 10"
+        "2 of 4 training examples dropped for their length; the first: rows.jsonl:1: the prompt "
+        "has 10"
     )
     train(config, quiet=True)
     assert capsys.readouterr().err == ""
@@ -104,10 +122,18 @@ def test_what_is_too_long_is_dropped_and_counted(run: Callable[..., Path], capsy
     assert shown == {"c" * 20, "d" * 56}
 
 
-def test_the_limits_are_exact_and_hold_for_the_held_out_split(text_model: Path, tmp_path: Path) -> None:
+def test_the_limits_are_exact_and_hold_for_the_held_out_split(
+    text_model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": c * n}) + "\n" for c, n in [("a", 5), ("b", 6), ("c", 7), ("d", 8)]))
-    task, model = load_task(TaskSettings(path=str(path), held_out_path=str(path))), Model.load(text_model, "float32")
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": c * n}) + "\n"
+            for c, n in [("a", 5), ("b", 6), ("c", 7), ("d", 8)]
+        )
+    )
+    task = load_task(TaskSettings(path=str(path), held_out_path=str(path)))
+    model = Model.load(text_model, "float32")
     limits = TaskSettings(max_prompt_tokens=7, min_prompt_tokens=6, too_long="drop")
     fitted = fit_prompts(task, model, limits, 8, quiet=True)
     assert [e.prompt[0] for e in fitted.task.train.examples] == ["b", "c"]
@@ -124,18 +150,30 @@ CHAT = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]
 
 def test_a_chat_needs_a_template(run: Callable[..., Path], refused: Callable[..., str]) -> None:
     line = refused("train", run(CHAT), "--quiet")
-    assert "rows.jsonl:1: the prompt is a chat, but the model has no chat template; give text prompts, or a " in line
+    assert (
+        "rows.jsonl:1: the prompt is a chat, but the model has no chat template; give text "
+        "prompts, or a "
+    ) in line
     assert "model.chat_template" in line
     for content, message in [
         (None, "cannot read chat template template.jinja: No such file"),
         (b"\xff", "cannot read chat template template.jinja: not UTF-8"),
-        (b"\n{% for m in messages %}", "template.jinja: the model's chat template cannot be parsed: Unexpected end of"),
-        (b"{{ messages[1].content }}", "rows.jsonl:1: the model's chat template refused a conversation: "),
+        (
+            b"\n{% for m in messages %}",
+            "template.jinja: the model's chat template cannot be parsed: Unexpected end of",
+        ),
+        (
+            b"{{ messages[1].content }}",
+            "rows.jsonl:1: the model's chat template refused a conversation: ",
+        ),
         (
             b"{{ raise_exception('no\nsystem') }}",
             "rows.jsonl:1: the model's chat template refused a conversation: no sys",
         ),
-        (b"{{ ''.__class__.__mro__ }}", "rows.jsonl:1: the model's chat template refused a conversation: access to"),
+        (
+            b"{{ ''.__class__.__mro__ }}",
+            "rows.jsonl:1: the model's chat template refused a conversation: access to",
+        ),
     ]:
         config = run(CHAT, model={"chat_template": "template.jinja"})
         Path("template.jinja").unlink(missing_ok=True)
@@ -144,16 +182,27 @@ def test_a_chat_needs_a_template(run: Callable[..., Path], refused: Callable[...
         assert message in refused("train", config, "--quiet")
 
 
-def test_a_template_that_fails_on_one_row_names_it(run: Callable[..., Path], refused: Callable[..., str]) -> None:
-    config = run([*CHAT, [{"role": "tool", "content": "x"}]], model={"chat_template": "template.jinja"})
-    Path("template.jinja").write_text("{% for m in messages %}{{ {'user': 'U'}[m.role] + m.content }}{% endfor %}")
-    assert "rows.jsonl:3: the model's chat template refused a conversation: " in refused("train", config, "--quiet")
+def test_a_template_that_fails_on_one_row_names_it(
+    run: Callable[..., Path], refused: Callable[..., str]
+) -> None:
+    config = run(
+        [*CHAT, [{"role": "tool", "content": "x"}]], model={"chat_template": "template.jinja"}
+    )
+    Path("template.jinja").write_text(
+        "{% for m in messages %}{{ {'user': 'U'}[m.role] + m.content }}{% endfor %}"
+    )
+    assert "rows.jsonl:3: the model's chat template refused a conversation: " in refused(
+        "train", config, "--quiet"
+    )
 
 
 def test_a_given_template_is_used_and_saved_with_the_checkpoints(run: Callable[..., Path]) -> None:
-    """Also for a model that has one; a resumed run takes the saved one, wherever the file is by then."""
+    """Also for a model that has one; a resumed run takes the saved one, wherever the file is by
+    then."""
     Path("model/chat_template.jinja").write_text("another {{ messages }}")
-    config = run(["Hi", "Ho"], model={"chat_template": "template.jinja"}, chat=True, system="Be brief.")
+    config = run(
+        ["Hi", "Ho"], model={"chat_template": "template.jinja"}, chat=True, system="Be brief."
+    )
     train(load_config(config, ["run.dir=whole"]))
     train(load_config(config, ["steps=1"]))
     Path("template.jinja").unlink()
@@ -184,7 +233,10 @@ def test_a_template_replaces_the_one_in_the_tokenizers_settings(tmp_path: Path) 
 
 def test_the_reference_model_needs_no_template_of_its_own(run: Callable[..., Path]) -> None:
     config = run(CHAT, model={"chat_template": "template.jinja"})
-    changes = ["algorithm.kl_coefficient=0.1", "precision={preset: bf16, kv_cache: e4m3-calibrated}"]
+    changes = [
+        "algorithm.kl_coefficient=0.1",
+        "precision={preset: bf16, kv_cache: e4m3-calibrated}",
+    ]
     parts = open_parts(load_config(config, changes), quiet=True)
     parts.rewards.close()
     assert parts.reference is not None
@@ -199,7 +251,8 @@ def test_data_without_shuffling_are_seen_in_their_order(run: Callable[..., Path]
 def test_a_model_that_cannot_end_a_completion_is_said(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the start and in a dry run; not with an end-of-sequence token, a stop string, or where it is wanted."""
+    """At the start and in a dry run; not with an end-of-sequence token, a stop string, or where it
+    is wanted."""
     endless = tmp_path / "endless"
     shutil.copytree(base_model, endless)
     for name, key in (
@@ -212,12 +265,20 @@ def test_a_model_that_cannot_end_a_completion_is_said(
         (endless / f"{name}.json").write_text(json.dumps(values))
 
     def said(model: Path, *overrides: str) -> str:
-        config = load_config(write_config(tmp_path, model), ["steps=1", f"run.dir={tmp_path / 'run'}", *overrides])
+        config = load_config(
+            write_config(tmp_path, model), ["steps=1", f"run.dir={tmp_path / 'run'}", *overrides]
+        )
         printed = dry_run_text(config)
         train(config, quiet=False)
         shutil.rmtree(tmp_path / "run")
-        found = [line for line in capsys.readouterr().err.splitlines() if "no end-of-sequence token" in line]
-        assert found == [line for line in printed.splitlines() if "no end-of-sequence token" in line]
+        found = [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if "no end-of-sequence token" in line
+        ]
+        assert found == [
+            line for line in printed.splitlines() if "no end-of-sequence token" in line
+        ]
         return "".join(found)
 
     assert "so every completion runs to 3 tokens; name one, or give sampling.stop" in said(endless)
@@ -240,7 +301,8 @@ def test_special_tokens_in_prompts_are_said_once(
     said = capsys.readouterr().err.splitlines()
     done = "encoded as text" if rule == "escape" else "taken for the tokens"
     assert said == [
-        f"the prompts' own text spells 3 special tokens, such as </s>: {done} (task.special_tokens_in_content: {rule})"
+        f"the prompts' own text spells 3 special tokens, such as </s>: {done} "
+        f"(task.special_tokens_in_content: {rule})"
     ]
     ids = parts.model.tokenizer.encode_text("two</s>")
     assert len(ids) == (7 if rule == "escape" else 4)

@@ -1,4 +1,5 @@
-"""Runs that are given reward functions, rows and callbacks as objects of Python, and the lines for what is none."""
+"""Runs that are given reward functions, rows and callbacks as objects of Python, and the lines for
+what is none."""
 
 import asyncio
 import functools
@@ -54,11 +55,15 @@ def test_objects_and_files_make_the_same_run(tmp_path: Path, base_model: Path) -
     """Bit for bit: weights, metrics, completions. The control: another weight gives another run."""
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    in_files = settings(tmp_path, base_model, "files", task=data, rewards=f"{digit_reward_file(tmp_path)}:digits")
+    in_files = settings(
+        tmp_path, base_model, "files", task=data, rewards=f"{digit_reward_file(tmp_path)}:digits"
+    )
     of_files = fingerprint(train(in_files).run_dir)
     objects = train(settings(tmp_path, base_model, "objects"), rewards=digits, data=ROWS)
     assert fingerprint(objects.run_dir) == of_files
-    short_too = train(settings(tmp_path, base_model, "other"), rewards=[digits, (short, 0.5)], data=ROWS)
+    short_too = train(
+        settings(tmp_path, base_model, "other"), rewards=[digits, (short, 0.5)], data=ROWS
+    )
     assert fingerprint(short_too.run_dir) != of_files
 
 
@@ -76,7 +81,9 @@ def test_weights_async_functions_and_workers_add_up(tmp_path: Path, base_model: 
     )
     for row in read(result.run_dir / COMPLETIONS):
         parts = row["rewards"]
-        assert row["reward"] == pytest.approx(parts["digits"] + 0.5 * parts["short"] + 2 * parts["exact_match"])
+        assert row["reward"] == pytest.approx(
+            parts["digits"] + 0.5 * parts["short"] + 2 * parts["exact_match"]
+        )
         assert parts["digits"] == digits([], [row["completion"]])[0]
     assert [step for step, _ in seen] == [1, 2]
     written = {row["step"]: row for row in result.metrics}
@@ -96,14 +103,20 @@ def test_an_async_function_works_where_a_loop_runs(tmp_path: Path, base_model: P
 def test_a_function_cannot_change_the_data(tmp_path: Path, base_model: Path) -> None:
     before = json.dumps(ROWS)
 
-    def spoil(prompts: list[str], completions: list[str], answer: list[list[str]], **columns: Any) -> list[float]:
+    def spoil(
+        prompts: list[str], completions: list[str], answer: list[list[str]], **columns: Any
+    ) -> list[float]:
         assert all(len(each) == 1 for each in answer)
         answer[0].append("spoiled")
         prompts.clear()
         return digits([], completions)
 
     rows = [{**row, "answer": [row["answer"]]} for row in ROWS[:4]]  # of which both steps see all
-    train(settings(tmp_path, base_model, steps=2, **{"sampling.group_size": 2}) | {}, rewards=spoil, data=rows)
+    train(
+        settings(tmp_path, base_model, steps=2, **{"sampling.group_size": 2}) | {},
+        rewards=spoil,
+        data=rows,
+    )
     assert json.dumps(ROWS) == before
     assert all(len(row["answer"]) == 1 for row in rows)
 
@@ -111,18 +124,29 @@ def test_a_function_cannot_change_the_data(tmp_path: Path, base_model: Path) -> 
 def test_going_on_takes_the_objects_again(tmp_path: Path, base_model: Path) -> None:
     """Two steps, then two more, as four at once; weights are the run's own."""
     whole = train(settings(tmp_path, base_model, "whole"), rewards=[(digits, 0.5)], data=ROWS)
-    half = train(settings(tmp_path, base_model, "half", steps=2), rewards=[(digits, 0.5)], data=ROWS)
+    half = train(
+        settings(tmp_path, base_model, "half", steps=2), rewards=[(digits, 0.5)], data=ROWS
+    )
     steps: list[int] = []
     again = resume(
-        half.run_dir, ["steps=4"], rewards=digits, data=ROWS, callbacks=lambda step, metrics: steps.append(step)
+        half.run_dir,
+        ["steps=4"],
+        rewards=digits,
+        data=ROWS,
+        callbacks=lambda step, metrics: steps.append(step),
     )
     assert fingerprint(again.run_dir) == fingerprint(whole.run_dir)
     assert steps == [3, 4]
 
 
-def test_the_shell_refuses_to_go_on_without_the_objects(began: Path, refused: Callable[..., str]) -> None:
+def test_the_shell_refuses_to_go_on_without_the_objects(
+    began: Path, refused: Callable[..., str]
+) -> None:
     copy = str(began.parent / "copy")
-    for arguments in (["--resume", str(began), "steps=3"], [str(began / "config.yaml"), "--out", copy]):
+    for arguments in (
+        ["--resume", str(began), "steps=3"],
+        [str(began / "config.yaml"), "--out", copy],
+    ):
         line = refused("train", *arguments)
         assert "which no file keeps: go on in Python, with isobit.resume(" in line
         assert "rewards=[digits], data=rows)" in line
@@ -149,7 +173,9 @@ def test_other_objects_are_refused(began: Path, given: dict[str, Any], message: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_that_raises_stops_the_run_with_its_place(tmp_path: Path, base_model: Path) -> None:
+def test_a_function_that_raises_stops_the_run_with_its_place(
+    tmp_path: Path, base_model: Path
+) -> None:
     def broken(completions: list[str], **columns: Any) -> list[float]:
         raise KeyError("no such thing")
 
@@ -170,12 +196,19 @@ def test_what_a_callback_raises_ends_the_run_as_it_is(tmp_path: Path, base_model
     assert resume(tmp_path / "run", rewards=digits, data=ROWS).metrics[-1]["step"] == 4
 
 
-def test_what_a_measure_returns_is_logged_and_learning_is_the_same(tmp_path: Path, base_model: Path) -> None:
+def test_what_a_measure_returns_is_logged_and_learning_is_the_same(
+    tmp_path: Path, base_model: Path
+) -> None:
     def longest(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
         assert len(samples) == len(advantages)
-        return {"longest": max(len(sample.completion_ids) for sample in samples), "count/all": len(samples)}
+        return {
+            "longest": max(len(sample.completion_ids) for sample in samples),
+            "count/all": len(samples),
+        }
 
-    with_measure = train(settings(tmp_path, base_model), rewards=digits, data=ROWS, measures=longest)
+    with_measure = train(
+        settings(tmp_path, base_model), rewards=digits, data=ROWS, measures=longest
+    )
     without = train(settings(tmp_path, base_model, "without"), rewards=digits, data=ROWS)
     for row in with_measure.metrics:
         assert row["custom/count/all"] == 16
@@ -210,26 +243,47 @@ def mistakes() -> list[tuple[dict[str, Any], str]]:
         ({"rewards": 3}, "rewards: expected functions, reward(prompts, completions, **columns)"),
         ({"rewards": [3]}, "rewards: expected functions"),
         ({"rewards": [dict]}, "rewards: expected functions"),
-        ({"rewards": [(digits, "1")]}, "rewards: expected (function, weight), and the weight is '1'"),
+        (
+            {"rewards": [(digits, "1")]},
+            "rewards: expected (function, weight), and the weight is '1'",
+        ),
         ({"rewards": [digits, digits]}, "two functions are called 'digits'"),
-        ({"rewards": [lambda completions: [], lambda completions: []]}, "two functions are called 'lambda'"),
+        (
+            {"rewards": [lambda completions: [], lambda completions: []]},
+            "two functions are called 'lambda'",
+        ),
         ({"rewards": [functools.partial(digits), digits]}, "two functions are called 'digits'"),
         ({"rewards": [(digits, float("nan"))]}, "finite number"),
         ({"rewards": lambda text: 1.0}, "reward function 'lambda': expected def"),
-        ({"data": "rows.jsonl"}, "data: expected rows, each a mapping of columns such as {'prompt': ..."),
+        (
+            {"data": "rows.jsonl"},
+            "data: expected rows, each a mapping of columns such as {'prompt': ...",
+        ),
         ({"data": "rows.jsonl"}, "a file is named with task.path in the settings"),
         ({"data": {"prompt": ["a"]}}, "data: expected rows"),
         ({"data": 3}, "data: expected rows"),
         ({"data": [3]}, "data, row 1: expected rows"),
         ({"data": [{"prompt": object()}]}, "data, row 1: column 'prompt' holds object"),
-        ({"data": [{"prompt": "1", None: "2"}]}, "data, row 1: the name of a column must be text, got None"),
-        ({"data": [{"prompt": "1", "info": {None: 2}}]}, "column 'info' has an object with null as a key"),
+        (
+            {"data": [{"prompt": "1", None: "2"}]},
+            "data, row 1: the name of a column must be text, got None",
+        ),
+        (
+            {"data": [{"prompt": "1", "info": {None: 2}}]},
+            "column 'info' has an object with null as a key",
+        ),
         ({"data": [{"question": "1"}]}, "data, row 1: no column 'prompt'"),
-        ({"data": [{"prompt": "1"}, {"prompt": "2", "x": 1}]}, "data, row 2: its columns are not those of data, row 1"),
+        (
+            {"data": [{"prompt": "1"}, {"prompt": "2", "x": 1}]},
+            "data, row 2: its columns are not those of data, row 1",
+        ),
         ({"data": []}, "data: no examples in it"),
         ({"held_out": [{"prompt": "1"}]}, "held_out, row 1"),
         ({"callbacks": [3]}, "callbacks: expected functions on_step(step, metrics), got 3"),
-        ({"measures": [3]}, "measures: expected functions measure(samples, advantages) -> numbers by name, got 3"),
+        (
+            {"measures": [3]},
+            "measures: expected functions measure(samples, advantages) -> numbers by name, got 3",
+        ),
     ]
 
 
@@ -246,9 +300,17 @@ def test_what_is_no_object_of_a_run_gives_one_line(
 
 def test_one_place_for_each_thing(tmp_path: Path, base_model: Path) -> None:
     both: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"rewards": "exact_match"}, {"rewards": digits}, "the settings have rewards.functions already"),
+        (
+            {"rewards": "exact_match"},
+            {"rewards": digits},
+            "the settings have rewards.functions already",
+        ),
         ({"task": "rows.jsonl"}, {"data": ROWS}, "the settings have task.path already"),
-        ({"task.held_out_path": "rows.jsonl"}, {"held_out": ROWS}, "the settings have task.held_out_path already"),
+        (
+            {"task.held_out_path": "rows.jsonl"},
+            {"held_out": ROWS},
+            "the settings have task.held_out_path already",
+        ),
         ({"task": "arithmetic"}, {"data": ROWS}, "task arithmetic makes its own data"),
     ]
     for changes, given, message in both:

@@ -1,4 +1,5 @@
-"""Runs with a loss and an advantage of the user's file, and what a resumed run says of another text."""
+"""Runs with a loss and an advantage of the user's file, and what a resumed run says of another
+text."""
 
 import json
 from pathlib import Path
@@ -61,11 +62,16 @@ def test_the_named_ones_written_anew_train_to_the_same_bits(files: Path, base_mo
     rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss/ratio"] for row in rows if row["step"] > 0] == [1.0, 1.0]
     facts = json.loads((all_own / "machine.json").read_text())["functions"]
-    assert {key: len(found) for key, found in facts.items()} == {"algorithm.loss": 1, "algorithm.advantage": 1}
+    assert {key: len(found) for key, found in facts.items()} == {
+        "algorithm.loss": 1,
+        "algorithm.advantage": 1,
+    }
 
 
 def test_a_loss_that_cannot_be_split_costs_nothing(files: Path, base_model: Path) -> None:
-    (files / "losses.py").write_text(CLIP.replace("LossOutputs(loss,", "LossOutputs(loss / len(loss),"))
+    (files / "losses.py").write_text(
+        CLIP.replace("LossOutputs(loss,", "LossOutputs(loss / len(loss),")
+    )
     with pytest.raises(IsobitError, match="depends on how a batch is split into micro-batches"):
         run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
     assert not (files / "own").exists()

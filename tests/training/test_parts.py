@@ -35,7 +35,9 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_mo
     assert float(moments[1]) == pytest.approx(8 * parameters / 2**20, abs=0.06)
 
 
-@pytest.mark.parametrize(("masters", "state"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "8bit")])
+@pytest.mark.parametrize(
+    ("masters", "state"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "8bit")]
+)
 def test_a_dry_run_says_the_formats_of_what_is_trained(
     tmp_path: Path, base_model: Path, masters: str, state: str
 ) -> None:
@@ -63,7 +65,10 @@ def chat_model(path: Path) -> Path:
     ("task", "expected"),
     [
         ({"chat": True}, "<s>user: How many?<s>bot:"),
-        ({"chat": True, "options": {"instruction": True}}, f"<s>user: How many?\n{INSTRUCTION}<s>bot:"),
+        (
+            {"chat": True, "options": {"instruction": True}},
+            f"<s>user: How many?\n{INSTRUCTION}<s>bot:",
+        ),
         ({}, f"Question: How many?\n{INSTRUCTION}\nAnswer:"),
     ],
 )
@@ -73,14 +78,18 @@ def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(
     data = tmp_path / "questions.jsonl"
     data.write_text('{"question": "How many?", "answer": "#### 2"}\n')
     given = {"name": "gsm8k", "path": str(data), "held_out_size": 0, "options": {}, **task}
-    path = write_config(tmp_path, chat_model(tmp_path / "model"), task=given, rewards={"functions": []})
+    path = write_config(
+        tmp_path, chat_model(tmp_path / "model"), task=given, rewards={"functions": []}
+    )
     text = dry_run_text(load_config(path))
     first = re.search(r"first prompt \((.*), (\d+) tokens\):\n(.*)", text, re.S)
     assert first is not None
     assert first[1] == f"{data}:1"
     hint = "\n\nThe model has a chat template that this prompt does not use; task.chat: true would."
     assert first[3] == expected + ("" if "chat" in task else hint)
-    assert int(first[2]) == len(expected.replace("<s>", "~"))  # a token a character, and one for <s>
+    assert int(first[2]) == len(
+        expected.replace("<s>", "~")
+    )  # a token a character, and one for <s>
 
 
 def test_longer_completions_need_more_memory(tmp_path: Path, base_model: Path) -> None:
@@ -114,21 +123,28 @@ def test_auto_follows_the_precision(
 def test_a_correction_put_together_by_hand(tmp_path: Path, base_model: Path) -> None:
     """`{weight, cap, veto, rejection: {...}}`: what is not given has no bound."""
     given = (
-        "algorithm.correction={weight: sequence, cap: 3, rejection: {measure: k3, level: sequence_mean, high: 0.02}}"
+        "algorithm.correction={weight: sequence, cap: 3, rejection: {measure: k3, level: "
+        "sequence_mean, high: 0.02}}"
     )
     config = load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", given])
     rule = objective_of(config, precision_from("fp8-rollout")).rule
-    assert rule == CorrectionRule("sequence", 3.0, rejection=Rejection("k3", "sequence_mean", high=0.02))
+    assert rule == CorrectionRule(
+        "sequence", 3.0, rejection=Rejection("k3", "sequence_mean", high=0.02)
+    )
 
 
 def test_what_is_given_replaces_the_presets_part(tmp_path: Path, base_model: Path) -> None:
-    config = load_config(write_config(tmp_path, base_model), ["algorithm={preset: dapo, clip_high: 0.4}"])
+    config = load_config(
+        write_config(tmp_path, base_model), ["algorithm={preset: dapo, clip_high: 0.4}"]
+    )
     objective = objective_of(config, precision_from(config.precision))
     assert (objective.clip_low, objective.clip_high, objective.dynamic_sampling) == (0.2, 0.4, True)
     assert objective.loss_aggregation == "token_mean"
 
 
-def test_columns_that_a_reward_needs_are_checked_before_anything_is_written(tmp_path: Path, base_model: Path) -> None:
+def test_columns_that_a_reward_needs_are_checked_before_anything_is_written(
+    tmp_path: Path, base_model: Path
+) -> None:
     reward = tmp_path / "needs.py"
     reward.write_text("def f(prompts, completions, level):\n    return [1.0] * len(prompts)\n")
     changes = [f"rewards.functions=[{{function: '{reward}:f'}}]"]

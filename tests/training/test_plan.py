@@ -1,4 +1,5 @@
-"""A run's memory: planned before it reads weights, `optimizer.micro_batch_tokens: auto`, and how it is measured."""
+"""A run's memory: planned before it reads weights, `optimizer.micro_batch_tokens: auto`, and how it
+is measured."""
 
 import json
 import math
@@ -39,7 +40,9 @@ _AUTO = "optimizer.micro_batch_tokens=auto"
 def _job(folder: Path, model: Path, *overrides: str) -> Job:
     """Of a run here, as it is planned before it begins; its longest prompt has 4 tokens."""
     config = load_config(write_config(folder, model), overrides)
-    return job_with(config, architecture(str(model)), 4, this_machine(tiny_model().ops, config.ranks))
+    return job_with(
+        config, architecture(str(model)), 4, this_machine(tiny_model().ops, config.ranks)
+    )
 
 
 def _memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -69,11 +72,16 @@ def test_more_tokens_take_more_in_straight_lines() -> None:
     assert found.at(200) > 3 * found.at(24) > 0
 
 
-@pytest.mark.parametrize("experts", [None, Experts(5, 2, 96), Experts(64, 2, 16), Experts(16, 8, 24)])
+@pytest.mark.parametrize(
+    "experts", [None, Experts(5, 2, 96), Experts(64, 2, 16), Experts(16, 8, 24)]
+)
 def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
-    """To 3 %, whether few of the experts have rows of a few tokens or all, and wherever in a pass few take most."""
+    """To 3 %, whether few of the experts have rows of a few tokens or all, and wherever in a pass
+    few take most."""
     family = "qwen3" if experts is None else "qwen3_moe"
-    model = tiny_model("fp8", family, max_positions=2048, **({} if experts is None else {"experts": experts}))
+    model = tiny_model(
+        "fp8", family, max_positions=2048, **({} if experts is None else {"experts": experts})
+    )
     for recompute in ("mlp", True):
         found = learning.measure(model.transformer, recompute)
         assert found.at(2048) == pytest.approx(_peak(model, 2048, recompute), rel=0.03)
@@ -81,7 +89,9 @@ def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
 
 
 def _peak(model: Model, tokens: int, recompute: Recompute) -> int:
-    return max(map(max, learning._pass(model.transformer, tokens, recompute, chunk=min(tokens, 200))))
+    return max(
+        map(max, learning._pass(model.transformer, tokens, recompute, chunk=min(tokens, 200)))
+    )
 
 
 def test_more_chunks_of_logits_hold_no_more_of_the_heads_gradient() -> None:
@@ -113,7 +123,10 @@ def test_the_total_is_what_is_held_and_the_largest_part(tmp_path: Path, base_mod
     del held["FP32 masters"]
     assert dict(other.held) == {"BF16 masters": masters // 2, **held}
     assert other.parts[0] == found.parts[0], "gradients and activations are what they were"
-    assert dict(other.parts)["updating: gradients, their norm, the moments' values"] == masters * 5 // 2
+    assert (
+        dict(other.parts)["updating: gradients, their norm, the moments' values"]
+        == masters * 5 // 2
+    )
 
 
 def test_ranks_share_what_they_can(tmp_path: Path) -> None:
@@ -130,21 +143,32 @@ def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(engine, "_most_cache_bytes", lambda device, reserved: asked.append(reserved) or 1 << 20)
-    parts = open_parts(load_config(write_config(tmp_path, base_model), ["evaluation.every=1"]), quiet=True)
+    monkeypatch.setattr(
+        engine, "_most_cache_bytes", lambda device, reserved: asked.append(reserved) or 1 << 20
+    )
+    parts = open_parts(
+        load_config(write_config(tmp_path, base_model), ["evaluation.every=1"]), quiet=True
+    )
     parts.rewards.close()
     masters = sum(p.numel() for p in parts.model.parameters())
-    assert asked == [12 * masters] * 2  # two moments and a gradient, in FP32; for the rollout and for the evaluation
+    assert (
+        asked == [12 * masters] * 2
+    )  # two moments and a gradient, in FP32; for the rollout and for the evaluation
 
 
-def test_a_dry_run_says_whether_it_fits_and_what_lowers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with the total that a plan with this key has. Where the weights are too large they are not read."""
+def test_a_dry_run_says_whether_it_fits_and_what_lowers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with the total that a plan with this key has. Where the weights are too large they are
+    not read."""
     many = ("prompts_per_step=64", "optimizer.micro_batch_tokens=4096")
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 6}
     tiny_model(alphabet=string.printable, **sizes).save(tmp_path / "model")
     config = load_config(write_config(tmp_path, tmp_path / "model"), many)
     text = dry_run_text(config)
-    assert re.search(r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of .*\), [\d.]+ GiB free$", text, re.M)
+    assert re.search(
+        r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of .*\), [\d.]+ GiB free$", text, re.M
+    )
     (total,) = re.findall(r"^total, \w+ +([\d.]+) MiB$", text, re.M)
     _memory(monkeypatch, int(0.95 * float(total) * 2**20))
     text = dry_run_text(config).partition("does not fit: ")[2]
@@ -162,7 +186,10 @@ def test_a_dry_run_says_whether_it_fits_and_what_lowers_it(tmp_path: Path, monke
 
 
 def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
-    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    base_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = load_config(write_config(tmp_path, base_model))
 
@@ -185,7 +212,8 @@ def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
 def test_auto_takes_what_fits_and_a_resumed_run_repeats_it(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More memory, more tokens, up to the batch; the number is in config.yaml, and stays when the memory changes."""
+    """More memory, more tokens, up to the batch; the number is in config.yaml, and stays when the
+    memory changes."""
 
     def auto(size: int) -> int:
         _memory(monkeypatch, size)
@@ -197,16 +225,23 @@ def test_auto_takes_what_fits_and_a_resumed_run_repeats_it(
         assert auto(int(needed / 0.9) + 4096) == tokens
     whole = 200 * 4 * _job(tmp_path, base_model).longest
     assert auto(1 << 40) == -(-whole // 128) * 128
-    with pytest.raises(IsobitError, match=r"one sequence of .* tokens needs .* GiB, more than 90 %"):
+    with pytest.raises(
+        IsobitError, match=r"one sequence of .* tokens needs .* GiB, more than 90 %"
+    ):
         auto(1 << 20)
     _memory(monkeypatch, 1 << 40)
     config = load_config(write_config(tmp_path, base_model), [_AUTO, "steps=1"])
     run = Path(train(config, quiet=True).run_dir)
-    number: Any = yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["micro_batch_tokens"]
+    number: Any = yaml.safe_load((run / "config.yaml").read_text())["optimizer"][
+        "micro_batch_tokens"
+    ]
     assert number == 128
     _memory(monkeypatch, 1 << 20)
     resume(run, ["steps=2"], quiet=True)
-    assert yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["micro_batch_tokens"] == number
+    assert (
+        yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["micro_batch_tokens"]
+        == number
+    )
 
 
 def test_the_smallest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +287,8 @@ finally:
 
 
 def eight_billion(folder: Path) -> Path:
-    """Qwen3-8B as a directory whose file of weights has a header, and no bytes on the disk behind it."""
+    """Qwen3-8B as a directory whose file of weights has a header, and no bytes on the disk behind
+    it."""
     folder.mkdir()
     tiny_model(alphabet=string.printable).tokenizer.save(folder)
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
@@ -271,16 +307,25 @@ def eight_billion(folder: Path) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks in KiB, and sparse files, are Linux's")
 def test_a_dry_run_plans_eight_billion_parameters_where_they_do_not_fit(tmp_path: Path) -> None:
-    """The table comes, with what does not fit and what would lower it; no weight is read, so the process stays small,
-    where the weights alone are 16 GB. The control is a machine on which they would fit, whose dry run reads them."""
+    """The table comes, with what does not fit and what would lower it; no weight is read, so the
+    process stays small, where the weights alone are 16 GB. The control is a machine on which they
+    would fit, whose dry run reads them."""
     model = eight_billion(tmp_path / "model")
     config = write_config(tmp_path, model)
 
     def run(limit: int, most: int | None) -> subprocess.CompletedProcess[str]:
         driver = DRIVER.format(limit=limit, arguments=["train", str(config), "--dry-run"])
-        bound = None if most is None else (lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)))
+        bound = (
+            None
+            if most is None
+            else (lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)))
+        )
         return subprocess.run(
-            [sys.executable, "-c", driver], capture_output=True, text=True, timeout=300, preexec_fn=bound
+            [sys.executable, "-c", driver],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            preexec_fn=bound,
         )
 
     small = run(40 * GIB, 3 * GIB)

@@ -1,4 +1,5 @@
-"""Prompts of chats in a run: its date is kept, begun answers are continued, and what ends a completion is said."""
+"""Prompts of chats in a run: its date is kept, begun answers are continued, and what ends a
+completion is said."""
 
 import json
 import shutil
@@ -36,7 +37,8 @@ DATED = "{{ strftime_now('%H %M %S %f') }} " + CHAT
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A random model whose tokenizer ends a completion with another token than generation_config.json says."""
+    """A random model whose tokenizer ends a completion with another token than
+    generation_config.json says."""
     monkeypatch.chdir(tmp_path)
     made = tiny_model("float32", "llama", alphabet=ALPHABET)
     made.save("model")
@@ -50,7 +52,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(prompts: list[Any], template: str = CHAT, **changes: Any) -> dict[str, Any]:
     Path("chat.jinja").write_text(template)
-    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     return {
         "model": {"path": "model", "chat_template": "chat.jinja"},
         "task": {"path": "rows.jsonl", "held_out_size": 1},
@@ -86,9 +90,9 @@ def test_the_date_of_a_run_is_that_of_its_beginning(
     train(load_config(given))
     facts = json.loads(Path("run/machine.json").read_text())
     assert facts["date"] != began
-    for path in Path(
-        "run"
-    ).iterdir():  # as if it had been killed at its beginning; it begins again, with the other's date
+    for path in (
+        Path("run").iterdir()
+    ):  # as if it had been killed at its beginning; it begins again, with the other's date
         if path.name not in ("config.yaml", "format.txt", "machine.json", "inputs.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     Path("run/machine.json").write_text(json.dumps(facts | {"date": began}))
@@ -127,20 +131,31 @@ def test_a_begun_answer_is_continued(model: Path, capsys: pytest.CaptureFixture[
     assert {row["prompt_rendered"] for row in read(Path("run") / COMPLETIONS)} <= {
         f"user {name}</s>assistant well 1+" for name in "ab"
     }
-    given = load_config(config([user("a", begun), user("b")], run={"dir": "other"}, task={"path": "rows.jsonl"}))
+    given = load_config(
+        config([user("a", begun), user("b")], run={"dir": "other"}, task={"path": "rows.jsonl"})
+    )
     parts = open_parts(given, quiet=True)
     parts.rewards.close()
     tokenizer, examples = parts.model.tokenizer, parts.task.train.examples
-    texts = [tokenizer.decode(encode_prompt(example, parts.model), special=True) for example in examples]
+    texts = [
+        tokenizer.decode(encode_prompt(example, parts.model), special=True) for example in examples
+    ]
     assert texts == ["user a</s>assistant well 1+", "user b</s>assistant "]
 
 
-def test_what_ends_a_completion_is_said_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "model: a completion ends with </s> (id 2) of generation_config.json, or <s> (id 1) of the tokenizer"
+def test_what_ends_a_completion_is_said_once(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        "model: a completion ends with </s> (id 2) of generation_config.json, or <s> (id 1) "
+        "of the tokenizer"
+    )
     train(load_config(config(["a", "b"])), quiet=False)
     assert capsys.readouterr().err.splitlines().count(line) == 1
     rows = list(read(Path("run") / COMPLETIONS))
-    assert {row["truncated"] for row in rows} == {False} or all(len(row["completion_ids"]) == 4 for row in rows)
+    assert {row["truncated"] for row in rows} == {False} or all(
+        len(row["completion_ids"]) == 4 for row in rows
+    )
     evaluate_command(model, None, Request(evaluation("a", "b")), None)
     assert capsys.readouterr().err.splitlines().count(line) == 1
     print_completions(model, ["a"], Sampling(max_new_tokens=2), ("float32", "auto", "bitwise"))
@@ -151,7 +166,9 @@ def test_what_ends_a_completion_is_said_once(model: Path, capsys: pytest.Capture
 
 
 def evaluation(*prompts: str) -> dict[str, Any]:
-    Path("held.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    Path("held.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     return {
         "task": {"name": "file", "held_out_path": "held.jsonl", "path": "held.jsonl"},
         "rewards": {"functions": ["reward.py:score"]},
@@ -170,10 +187,17 @@ def test_a_special_stop_string_in_a_run(model: Path) -> None:
     made.tokenizer = Tokenizer(tokenizer.fast, tokenizer.settings, tokenizer.eos_ids, None)
     made.save("model")
     sampling = {"group_size": 8, "max_new_tokens": 12, "stop": names[:20]}
-    train(load_config(config(["zz", "zy"], model={"path": "model"}, sampling=sampling, prompts_per_step=1)))
-    rows, stops = list(read(Path("run") / COMPLETIONS)), {tokenizer.fast.token_to_id(name) for name in names[:20]}
+    train(
+        load_config(
+            config(["zz", "zy"], model={"path": "model"}, sampling=sampling, prompts_per_step=1)
+        )
+    )
+    rows = list(read(Path("run") / COMPLETIONS))
+    stops = {tokenizer.fast.token_to_id(name) for name in names[:20]}
     assert any(row["completion_ids"][-1] in stops for row in rows)
     for row in rows:
         assert not stops & {*row["completion_ids"][:-1]}
-        assert row["truncated"] == (row["completion_ids"][-1] not in {*stops, *tokenizer.eos_ids, 1})
+        assert row["truncated"] == (
+            row["completion_ids"][-1] not in {*stops, *tokenizer.eos_ids, 1}
+        )
         assert not {*row["completion"]} & {*names}

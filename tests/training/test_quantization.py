@@ -1,4 +1,5 @@
-"""FP8 activations and output gradients of the learner: what is logged is what was quantized, and no bit changes."""
+"""FP8 activations and output gradients of the learner: what is logged is what was quantized, and no
+bit changes."""
 
 import dataclasses
 import hashlib
@@ -43,7 +44,10 @@ def test_logging_changes_no_bit_of_a_run(tmp_path: Path, base_model: Path, preci
         for every in (1, 3, 0)
     ]
     assert len({weights_of(run.run_dir) for run in runs}) == 1
-    logged = [[row["step"] for row in run.metrics if "quant/gradient_relative_error" in row] for run in runs]
+    logged = [
+        [row["step"] for row in run.metrics if "quant/gradient_relative_error" in row]
+        for run in runs
+    ]
     assert logged == [[1, 2, 3, 4], [1, 3], []]
     for row in runs[0].metrics:
         for kind in ("activation", "gradient"):
@@ -58,22 +62,31 @@ def test_logging_changes_no_bit_of_a_run(tmp_path: Path, base_model: Path, preci
 
 
 def test_a_bf16_learner_has_nothing_to_log(tmp_path: Path, base_model: Path) -> None:
-    result = train(load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", "steps=1"]))
-    assert not any(name.startswith(("quant/gradient", "quant/activation")) for name in result.metrics[0])
+    result = train(
+        load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", "steps=1"])
+    )
+    assert not any(
+        name.startswith(("quant/gradient", "quant/activation")) for name in result.metrics[0]
+    )
     (record,) = read_jsonl(result.run_dir / "quantization.jsonl")
     assert set(record["tensors"]) == WEIGHTS
 
 
-def test_the_report_shows_gradients_and_a_resumed_run_logs_the_same(tmp_path: Path, base_model: Path) -> None:
+def test_the_report_shows_gradients_and_a_resumed_run_logs_the_same(
+    tmp_path: Path, base_model: Path
+) -> None:
     whole = train(load_config(write_config(tmp_path, base_model), ["run.quantization_every=2"]))
     config = load_config(
-        write_config(tmp_path, base_model), ["run.quantization_every=2", f"run.dir={tmp_path / 'cut'}"]
+        write_config(tmp_path, base_model),
+        ["run.quantization_every=2", f"run.dir={tmp_path / 'cut'}"],
     )
     train(dataclasses.replace(config, steps=2))
     resume(tmp_path / "cut", ["steps=4"])
     assert fingerprint(tmp_path / "cut") == fingerprint(whole.run_dir)
     page = write_report([whole.run_dir], tmp_path / "report.html").read_text()
-    heads = [f"<th scope='col'>{name} {kind}</th>" for name in WEIGHTS for kind in ("input", "gradient")]
+    heads = [
+        f"<th scope='col'>{name} {kind}</th>" for name in WEIGHTS for kind in ("input", "gradient")
+    ]
     assert all(head in page for head in heads)
     assert page.index(">down<") < page.index(">qkv input<") < page.index(">qkv gradient<")
     assert "Activations and gradients flushed to zero" in page
@@ -82,7 +95,8 @@ def test_the_report_shows_gradients_and_a_resumed_run_logs_the_same(tmp_path: Pa
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_what_is_watched_is_what_is_quantized(backend: str, family: str) -> None:
-    """Each figure is that of the output gradient itself and of the codes of the one quantizer, for DGrad and WGrad."""
+    """Each figure is that of the output gradient itself and of the codes of the one quantizer, for
+    DGrad and WGrad."""
     require(backend)
     small = tiny_model("fp8", family)
     model = Model.init(small.config, small.tokenizer, "fp8", 0, backend, level(backend))
@@ -115,7 +129,8 @@ def test_what_is_watched_is_what_is_quantized(backend: str, family: str) -> None
 
 
 def test_underflow_and_saturation_show() -> None:
-    """A tensor with elements far below its block's largest is flushed; codes of too small a scale saturate."""
+    """A tensor with elements far below its block's largest is flushed; codes of too small a scale
+    saturate."""
     totals = LearnerTotals(tiny_model("fp8"))
     x = torch.full((4, 128), 1e-9)
     x[:, 0] = 1.0
@@ -136,4 +151,6 @@ def test_weights_that_are_made_anew_between_optimizer_steps_are_no_activations()
         assert totals.metrics() == {}
         learner.learn(samples, alternating(samples), 0)
     assert not same_bits(before, snapshot(learner))
-    assert {f"quant/{kind}_{name}" for kind in ("activation", "gradient") for name in FIGURES} == set(totals.metrics())
+    assert {
+        f"quant/{kind}_{name}" for kind in ("activation", "gradient") for name in FIGURES
+    } == set(totals.metrics())

@@ -1,4 +1,5 @@
-"""`isobit train CONFIG --redo`: what may be removed for a run that is done again, and what must not be."""
+"""`isobit train CONFIG --redo`: what may be removed for a run that is done again, and what must not
+be."""
 
 from pathlib import Path
 
@@ -32,7 +33,10 @@ def test_a_finished_run_of_the_same_config_is_done_again(path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("extended", "holds a run of 3 steps, and this one has 2; go on with it: isobit train --resume"),
+        (
+            "extended",
+            "holds a run of 3 steps, and this one has 2; go on with it: isobit train --resume",
+        ),
         ("other", "holds a run of another configuration"),
         ("interrupted", "holds a run that has done 1 of its 2 steps"),
         ("at work", "in use by another process"),

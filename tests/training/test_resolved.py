@@ -25,8 +25,11 @@ def written(run: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("precision", CORRECTIONS)
-def test_the_run_has_the_correction_that_auto_came_to(tmp_path: Path, base_model: Path, precision: str) -> None:
-    """And it is what the learner has; the config says auto in both runs, and the control is the other precision."""
+def test_the_run_has_the_correction_that_auto_came_to(
+    tmp_path: Path, base_model: Path, precision: str
+) -> None:
+    """And it is what the learner has; the config says auto in both runs, and the control is the
+    other precision."""
     config = load_config(write_config(tmp_path, base_model), ["steps=1", f"precision={precision}"])
     assert config.algorithm.correction == "auto"
     with open_session(config, NO_OBJECTS, quiet=True) as session:
@@ -34,7 +37,11 @@ def test_the_run_has_the_correction_that_auto_came_to(tmp_path: Path, base_model
         found = written(run)
         assert "correction: auto" in (run / "config.yaml").read_text()
         assert found["correction"] == CORRECTIONS[precision] == str(learner.objective.rule)
-        assert found["recompute_old_logprobs"] == learner.objective.recompute_old == (precision != "fp8")
+        assert (
+            found["recompute_old_logprobs"]
+            == learner.objective.recompute_old
+            == (precision != "fp8")
+        )
         assert found["expects_equal_bits"] == learner.expects_equal_bits == (precision == "fp8")
         assert found["micro_batch_tokens"] == learner.micro_batch_tokens
         assert found["share_prompts"] == learner.share_prompts
@@ -55,7 +62,9 @@ def test_a_run_goes_on_with_what_it_began_with(tmp_path: Path, base_model: Path)
     run = train(load_config(write_config(tmp_path, base_model), ["steps=1"]), quiet=True).run_dir
     before = written(run)
     (run / "resolved.json").write_text(json.dumps(before | {"correction": "token_tis"}))
-    with pytest.raises(IsobitError, match=r"began with correction token_tis .* go on with none") as caught:
+    with pytest.raises(
+        IsobitError, match=r"began with correction token_tis .* go on with none"
+    ) as caught:
         resume(run, ["steps=2"], quiet=True)
     assert "\n" not in str(caught.value)
     (run / "resolved.json").write_text(json.dumps(before))
@@ -75,12 +84,15 @@ def test_a_run_from_recorded_rollouts_promises_bits_only_where_nothing_differs(
 
 
 def test_the_report_shows_it(tmp_path: Path, base_model: Path) -> None:
-    """Below the config; of several runs among what differs. The control is a run that has not recorded it."""
+    """Below the config; of several runs among what differs. The control is a run that has not
+    recorded it."""
     runs = []
     for precision in CORRECTIONS:
         (tmp_path / precision).mkdir()
         config = write_config(tmp_path / precision, base_model)
-        runs.append(train(load_config(config, ["steps=1", f"precision={precision}"]), quiet=True).run_dir)
+        runs.append(
+            train(load_config(config, ["steps=1", f"precision={precision}"]), quiet=True).run_dir
+        )
     first, second = runs
     text = write_report([second], tmp_path / "one.html").read_text()
     assert "correction: token_tis" in text

@@ -1,4 +1,5 @@
-"""Batches that are sampled ahead of the learner: a share of each is compared under the weights that sampled it."""
+"""Batches that are sampled ahead of the learner: a share of each is compared under the weights that
+sampled it."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ SIGN = 0x80
 
 @pytest.fixture
 def flipped_keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From the third step on each step of the engine leaves keys with another bit: the learner's own are whole. What is
-    in the list counts them."""
+    """From the third step on each step of the engine leaves keys with another bit: the learner's
+    own are whole. What is in the list counts them."""
     sampling, flips = list[bool](), list[int]()
     step, write = Engine.step, ReferenceOps.kv_write
 
@@ -46,7 +47,13 @@ def flipped_keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def go(folder: Path, model: Path, *overrides: str) -> TrainResult:
     folder.mkdir(exist_ok=True)
-    every = ["backend=reference", "consistency=exact", "run.checkpoint_every=1", "rollouts_ahead=1", *overrides]
+    every = [
+        "backend=reference",
+        "consistency=exact",
+        "run.checkpoint_every=1",
+        "rollouts_ahead=1",
+        *overrides,
+    ]
     return train(load_config(write_config(folder, model), every))
 
 
@@ -57,8 +64,8 @@ def rows(result: TrainResult) -> list[Any]:
 def test_flipped_keys_end_the_run_in_the_step_that_sampled_them(
     tmp_path: Path, base_model: Path, flipped_keys: list[int]
 ) -> None:
-    """With the share by default, before anything is learned from them. The control compares none, and learns from them
-    without a word."""
+    """With the share by default, before anything is learned from them. The control compares none,
+    and learns from them without a word."""
     with pytest.raises(RunFailed) as caught:
         go(tmp_path / "one", base_model)
     message = str(caught.value)
@@ -81,8 +88,8 @@ def test_flipped_keys_end_the_run_in_the_step_that_sampled_them(
 def test_a_run_may_warn_or_correct(
     tmp_path: Path, base_model: Path, flipped_keys: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Samples of older weights are weighed by the run's correction; where it has none, there is nothing to correct
-    them with, and the run ends."""
+    """Samples of older weights are weighed by the run's correction; where it has none, there is
+    nothing to correct them with, and the run ends."""
     warned = rows(go(tmp_path / "warned", base_model, "on_mismatch=warn"))
     assert [bool(row["mismatch/differing_tokens"]) for row in warned] == [False, True, True, True]
     corrected = rows(go(tmp_path / "corrected", base_model, "on_mismatch=correct"))
@@ -96,7 +103,12 @@ def test_a_run_may_warn_or_correct(
     "overrides",
     [
         ("precision=fp8",),
-        ("precision=fp8", "algorithm.updates_per_batch=2", "replay.groups_per_step=1", "replay.capacity=4"),
+        (
+            "precision=fp8",
+            "algorithm.updates_per_batch=2",
+            "replay.groups_per_step=1",
+            "replay.capacity=4",
+        ),
         ("precision=fp8[kv_cache=e4m3-calibrated]", "rollouts_ahead=2"),
         ("precision=bf16", "algorithm.preset=dapo"),
     ],
@@ -104,7 +116,8 @@ def test_a_run_may_warn_or_correct(
 def test_without_a_fault_nothing_differs_and_nothing_changes(
     tmp_path: Path, base_model: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Weights, moments and completions are those of a run that compares none, in every bit; and so is a resumed run."""
+    """Weights, moments and completions are those of a run that compares none, in every bit; and so
+    is a resumed run."""
     compared = go(tmp_path / "compared", base_model, "mismatch.share_ahead=0.3", *overrides)
     for row in rows(compared):
         assert row["mismatch/differing_tokens"] == 0
@@ -117,15 +130,21 @@ def test_without_a_fault_nothing_differs_and_nothing_changes(
 
 
 def test_two_engines_are_measured_in_every_step(tmp_path: Path, base_model: Path) -> None:
-    """Where nothing is promised, the mismatch is known all the same: it was not from the second step on."""
+    """Where nothing is promised, the mismatch is known all the same: it was not from the second
+    step on."""
     measured = rows(go(tmp_path, base_model, "precision=fp8-rollout"))
-    assert all(row["mismatch/kl_k3"] > 0 and row["mismatch/differing_tokens"] > 0 for row in measured)
+    assert all(
+        row["mismatch/kl_k3"] > 0 and row["mismatch/differing_tokens"] > 0 for row in measured
+    )
 
 
 def test_a_mixture_that_repeats_routes(tmp_path: Path) -> None:
     tiny_model(family="qwen3_moe").save(tmp_path / "model")
     measured = rows(go(tmp_path, tmp_path / "model", "algorithm.router_replay=true"))
-    assert all(row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0 for row in measured)
+    assert all(
+        row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0
+        for row in measured
+    )
 
 
 def test_which_are_compared_is_drawn_by_batch(

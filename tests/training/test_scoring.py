@@ -23,7 +23,10 @@ def reward_model(path: Path, max_positions: int = 64) -> Path:
     tensors = read_weights(path)
     score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     write_weights(path, {**tensors, "score.weight": score})
-    changes = {"architectures": ["Qwen3ForSequenceClassification"], "max_position_embeddings": max_positions}
+    changes = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "max_position_embeddings": max_positions,
+    }
     write_json(path / "config.json", read_json(path / "config.json") | changes)
     return path
 
@@ -43,7 +46,9 @@ def test_functions_and_models_are_added_by_weight(tmp_path: Path, judge: Path) -
         rewards = scorer.score(prompts, completions, [{}, {}])
     wanted = model.score([model.encode(p, c) for p, c in zip(prompts, completions)])
     assert [r.by_function["judge"] for r in rewards] == wanted
-    assert [r.total for r in rewards] == pytest.approx([2 * 2 / 3 - 0.5 * wanted[0], -0.5 * wanted[1]])
+    assert [r.total for r in rewards] == pytest.approx(
+        [2 * 2 / 3 - 0.5 * wanted[0], -0.5 * wanted[1]]
+    )
 
 
 def test_what_does_not_fit_the_judge_is_unscored_or_stops(tmp_path: Path) -> None:
@@ -53,9 +58,13 @@ def test_what_does_not_fit_the_judge_is_unscored_or_stops(tmp_path: Path) -> Non
         rewards = skipping.score(["1+1="] * 2, ["2", "2222"], [{}, {}])
         assert rewards[0].total is not None
         assert rewards[1].total is None
-        assert rewards[1].error == "reward model judge, sample 1: 8 tokens, its context takes 1 to 6"
+        assert (
+            rewards[1].error == "reward model judge, sample 1: 8 tokens, its context takes 1 to 6"
+        )
         with pytest.raises(RunFailed, match="sample 1: 8 tokens"):
-            RewardScorer(pool, [WeightedModel(model, 1.0, "judge")], True).score(["1+1="] * 2, ["2", "2222"], [{}, {}])
+            RewardScorer(pool, [WeightedModel(model, 1.0, "judge")], True).score(
+                ["1+1="] * 2, ["2", "2222"], [{}, {}]
+            )
 
 
 def test_two_rewards_of_one_name_are_refused(judge: Path) -> None:
@@ -64,7 +73,9 @@ def test_two_rewards_of_one_name_are_refused(judge: Path) -> None:
         RewardScorer(pool, [model, model], True)
 
 
-def test_a_run_under_a_reward_model_and_a_reference_both_in_fp8(tmp_path: Path, base_model: Path, judge: Path) -> None:
+def test_a_run_under_a_reward_model_and_a_reference_both_in_fp8(
+    tmp_path: Path, base_model: Path, judge: Path
+) -> None:
     settings = {
         "rewards": {"models": [{"path": str(judge), "weight": 0.5}]},
         "algorithm": {"kl_coefficient": 0.05},
@@ -77,11 +88,15 @@ def test_a_run_under_a_reward_model_and_a_reference_both_in_fp8(tmp_path: Path, 
     for row in rows:
         parts = row["reward/function/digits"] + 0.5 * row["reward/function/reward_model"]
         assert row["reward/mean"] == pytest.approx(parts, abs=1e-6)
-    # a byte an element of the linear layers and BF16 for the rest, where the policy has FP32 masters too
+    # a byte an element of the linear layers and BF16 for the rest, where the policy has FP32
+    # masters too
     assert rows[0]["memory/reference_mib"] < 0.4 * rows[0]["memory/weights_mib"]
     assert rows[0]["memory/reward_models_mib"] < 0.4 * rows[0]["memory/weights_mib"]
     again = replay(result.run_dir, tmp_path / "again")
-    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(result.run_dir)["model.safetensors"]
+    assert (
+        fingerprint(again.run_dir)["model.safetensors"]
+        == fingerprint(result.run_dir)["model.safetensors"]
+    )
 
 
 def test_bad_reward_models_cost_nothing(tmp_path: Path, base_model: Path) -> None:
@@ -110,9 +125,14 @@ def test_what_a_reward_prints_is_in_the_run(
     dry_run_text(config)
     assert "hello\n" in capfd.readouterr().err
     log = tmp_path / "run" / "rewards.log"
-    with pytest.raises(RunFailed, match=rf"ZeroDivisionError.*; what it printed: {log}; step 3 is saved; go on with: "):
+    with pytest.raises(
+        RunFailed,
+        match=rf"ZeroDivisionError.*; what it printed: {log}; step 3 is saved; go on with: ",
+    ):
         train(config)
     lines = log.read_text().splitlines()
     assert lines[:3] == ["--- after step 0", "hello", "step 0"]
-    assert [line for line in lines if line.startswith("---")] == [f"--- after step {i}" for i in range(4)]
+    assert [line for line in lines if line.startswith("---")] == [
+        f"--- after step {i}" for i in range(4)
+    ]
     assert "hello" not in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing half done."""
+"""Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing
+half done."""
 
 import json
 import os
@@ -44,7 +45,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "cache"))
 
     def write(**changes: object) -> Path:
-        init = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "max_positions": 32}
+        init = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "max_positions": 32,
+        }
         values = {
             "model": {"init": init},
             "task": {"name": "arithmetic", "held_out_size": 16, "options": {"digits": 1}},
@@ -84,7 +91,9 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     out = supervised_run(load_sft_config(config(steps=350)), quiet=True)
     task = load_task(TaskSettings("arithmetic", held_out_size=16, options={"digits": 1}))
     examples = list(task.train.examples)
-    untrained = supervised_run(load_sft_config(config(), ["steps=1", f"out={out.parent / 'untrained'}"]), quiet=True)
+    untrained = supervised_run(
+        load_sft_config(config(), ["steps=1", f"out={out.parent / 'untrained'}"]), quiet=True
+    )
     accuracy = {}
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
@@ -98,15 +107,20 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
 def test_training_ends_at_the_accuracy_that_is_asked_for(
     config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first of its evaluations that finds it, with the weights of as many steps. The control: never found."""
+    """At the first of its evaluations that finds it, with the weights of as many steps. The
+    control: never found."""
     answers = iter([3, 8, 12])
-    monkeypatch.setattr(sft.Evaluation, "accuracy", lambda evaluation: proportion(next(answers), 16))
+    monkeypatch.setattr(
+        sft.Evaluation, "accuracy", lambda evaluation: proportion(next(answers), 16)
+    )
     asked = {"samples": 16, "every": 2, "stop_at": 0.5}
     out = supervised_run(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
     said = capsys.readouterr().err
     assert "step 4: held-out greedy accuracy 0.5000" in said
     assert "step 6:" not in said
-    short = supervised_run(load_sft_config(config(steps=4), [f"out={out.parent / 'short'}"]), quiet=True)
+    short = supervised_run(
+        load_sft_config(config(steps=4), [f"out={out.parent / 'short'}"]), quiet=True
+    )
     assert (out / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
     answers = iter([3, 4, 5])
     changes = [f"out={out.parent / 'long'}"]
@@ -115,13 +129,21 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
     assert (out / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()
 
 
-def test_where_nothing_can_be_evaluated_no_accuracy_is_waited_for(config: WriteConfig, tmp_path: Path) -> None:
-    with pytest.raises(IsobitError, match=r"evaluation\.stop_at is looked at every evaluation\.every steps"):
+def test_where_nothing_can_be_evaluated_no_accuracy_is_waited_for(
+    config: WriteConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        IsobitError, match=r"evaluation\.stop_at is looked at every evaluation\.every steps"
+    ):
         load_sft_config(config(evaluation={"stop_at": 0.5}))
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40)))
+    rows.write_text(
+        "".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40))
+    )
     given = config(task={"path": str(rows)}, evaluation={"every": 2})
-    with pytest.raises(IsobitError, match=r"evaluation\.every: task .* has nothing held out, or no reward"):
+    with pytest.raises(
+        IsobitError, match=r"evaluation\.every: task .* has nothing held out, or no reward"
+    ):
         supervised_run(load_sft_config(given, ["model.init.vocabulary=0123456789+="]), quiet=True)
 
 
@@ -132,7 +154,9 @@ def test_the_result_loads_in_transformers(config: WriteConfig) -> None:
     assert model.config.num_hidden_layers == 2
 
 
-def test_the_same_config_is_made_once(config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_config_is_made_once(
+    config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config()
     first = cached_model(str(path))
     assert "making the base model" in capsys.readouterr().err
@@ -149,7 +173,9 @@ def test_another_config_is_another_model(config: WriteConfig, changes: dict[str,
     assert cached_model(str(config(**changes)), quiet=True) != first
 
 
-def test_a_precision_with_other_formats_is_another_model(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_with_other_formats_is_another_model(
+    config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name stays, where a version changes what a preset is."""
     first = cached_model(str(config(precision="fp8")), quiet=True)
     assert cached_model(str(config(precision="fp8")), quiet=True) == first
@@ -172,14 +198,19 @@ def test_a_base_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_its_order({}, {}) == in_its_order({}, {**on_a_cpu, "bitwise": "vdp32"}) == {}
 
 
-def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
+def test_other_data_and_other_weights_are_another_model(
+    config: WriteConfig, base_model: Path, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     task = {"path": str(rows), "held_out_size": 0}
     first = cached_model(str(config(task=task, model={"path": str(base_model)})), quiet=True)
     rows.write_text('{"prompt": "1+1=", "completion": "3"}\n')
     second = cached_model(str(config(task=task, model={"path": str(base_model)})), quiet=True)
-    assert cached_model(str(config(task=task, model={"path": str(first)})), quiet=True) not in (first, second)
+    assert cached_model(str(config(task=task, model={"path": str(first)})), quiet=True) not in (
+        first,
+        second,
+    )
     assert first != second
 
 
@@ -187,13 +218,17 @@ def test_an_existing_model_is_not_overwritten(config: WriteConfig) -> None:
     settings = load_sft_config(config())
     out = supervised_run(settings, quiet=True)
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(IsobitError, match=r"exists and is a model; sft .* choose another \(--out, or out=") as caught:
+    with pytest.raises(
+        IsobitError, match=r"exists and is a model; sft .* choose another \(--out, or out="
+    ) as caught:
         supervised_run(settings, quiet=True)
     assert "--resume" not in str(caught.value)
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing(
+    config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Model, folder: Path, dtype: torch.dtype) -> None:
         Path(folder).mkdir()
         (Path(folder) / "config.json").write_text("{}")
@@ -205,8 +240,12 @@ def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["sft.yaml"]
 
 
-def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf"))
+def test_steps_that_are_not_finite_end_the_run(
+    config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf")
+    )
     with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
         supervised_run(load_sft_config(config(steps=5)), quiet=True)
 
@@ -214,21 +253,43 @@ def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch:
 def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2" * 40}) + "\n")
-    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    init = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "max_positions": 32,
+        "vocabulary": "0123456789+=",
+    }
     path = config(task={"path": str(rows), "held_out_size": 0}, model={"init": init})
-    with pytest.raises(IsobitError, match=r"rows\.jsonl:1: a prompt of 4 tokens .* exceeds the model's context of 32"):
+    with pytest.raises(
+        IsobitError,
+        match=r"rows\.jsonl:1: a prompt of 4 tokens .* exceeds the model's context of 32",
+    ):
         supervised_run(load_sft_config(path), quiet=True)
     assert not (tmp_path / "model").exists()
 
 
-def test_what_is_held_out_for_the_evaluation_must_fit_too(config: WriteConfig, tmp_path: Path) -> None:
+def test_what_is_held_out_for_the_evaluation_must_fit_too(
+    config: WriteConfig, tmp_path: Path
+) -> None:
     for name, question in (("train", "1+1="), ("test", "1" * 32)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
-    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"question": question, "answer": "2"}) + "\n"
+        )
+    init = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "max_positions": 32,
+        "vocabulary": "0123456789+=",
+    }
     files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
-    path = config(task={"name": "gsm8k", "prompt_template": "{prompt}", **files}, model={"init": init})
+    path = config(
+        task={"name": "gsm8k", "prompt_template": "{prompt}", **files}, model={"init": init}
+    )
     with pytest.raises(
-        IsobitError, match=r"test\.jsonl:1: the prompt has 32 tokens, which fill the model's context of 32"
+        IsobitError,
+        match=r"test\.jsonl:1: the prompt has 32 tokens, which fill the model's context of 32",
     ):
         supervised_run(load_sft_config(path), quiet=True)
 
@@ -239,24 +300,47 @@ def test_what_does_not_fit_is_dropped_where_asked(
     rows = tmp_path / "rows.csv"
     rows.write_text(f"question,solution\n1+1=,{'2' * 40}\n1+2=,3\n1+1+1=,3\n")
     columns = {"prompt": "question", "completion": "solution"}
-    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
-    task = {"path": str(rows), "held_out_size": 0, "columns": columns, "too_long": "drop", "max_prompt_tokens": 5}
+    init = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "max_positions": 32,
+        "vocabulary": "0123456789+=",
+    }
+    task = {
+        "path": str(rows),
+        "held_out_size": 0,
+        "columns": columns,
+        "too_long": "drop",
+        "max_prompt_tokens": 5,
+    }
     supervised_run(load_sft_config(config(task=task, model={"init": init})))
     said = capsys.readouterr().err
     assert "2 of 3 training examples dropped for their length; the first: " in said
     assert "rows.csv:2: a prompt of 4 tokens with a completion of 41" in said
 
 
-def test_conversations_are_learned_under_a_given_template(config: WriteConfig, tmp_path: Path) -> None:
-    """`messages` as SFT sets have them; the template is saved with the model, and part of what it is cached by."""
+def test_conversations_are_learned_under_a_given_template(
+    config: WriteConfig, tmp_path: Path
+) -> None:
+    """`messages` as SFT sets have them; the template is saved with the model, and part of what it
+    is cached by."""
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 4), tmp_path / "rows.parquet")
     template = tmp_path / "template.jinja"
     turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template.write_text(turns)
-    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    init = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "max_positions": 32,
+        "vocabulary": "0123456789+=",
+    }
     task = {"path": str(tmp_path / "rows.parquet"), "held_out_size": 0}
-    path = config(task=task, model={"init": init, "chat_template": str(template)}, steps=30, batch_size=4)
+    path = config(
+        task=task, model={"init": init, "chat_template": str(template)}, steps=30, batch_size=4
+    )
     first = cached_model(str(path), quiet=True)
     model = Model.load(first)
     assert model.tokenizer.chat_template == template.read_text()
@@ -265,7 +349,9 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     template.write_text(f"={turns}")
     assert cached_model(str(path), quiet=True) != first
     template.unlink()
-    with pytest.raises(IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"):
+    with pytest.raises(
+        IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"
+    ):
         cached_model(str(path), quiet=True)
 
 
@@ -287,11 +373,15 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
         found = set(pool.map(lambda _: cached_model(path, quiet=True), range(4)))
     assert len(made) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
-    with pytest.raises(IsobitError, match=r"cannot write the cache .*/sft: [A-Z][a-z ]+; set ISOBIT_CACHE"):
+    with pytest.raises(
+        IsobitError, match=r"cannot write the cache .*/sft: [A-Z][a-z ]+; set ISOBIT_CACHE"
+    ):
         cached_model(path)
 
 
-def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_masters_learn_and_are_saved_as_they_are(
+    config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their loss falls as that of FP32 masters does, and is not the same in any step."""
     losses: dict[str, list[float]] = {}
     update = sft.supervised_update
@@ -308,7 +398,9 @@ def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig, monke
         changes = [f"optimizer.masters={name}", f"out={path.parent / name}"]
         out = supervised_run(load_sft_config(path, changes), quiet=True)
         saved = load_file(out / "model.safetensors")
-        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16 if name == "bf16" else torch.float32}
+        assert {tensor.dtype for tensor in saved.values()} == {
+            torch.bfloat16 if name == "bf16" else torch.float32
+        }
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.06)
     assert all(one != other for one, other in zip(losses["bf16"], losses["fp32"]))
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.5
@@ -325,7 +417,8 @@ def test_interrupted_it_saves_what_it_has(
     number: signal.Signals,
     quiet: bool,
 ) -> None:
-    """With the weights of as many steps, which is said also where it is to be quiet, and the exit code of a run."""
+    """With the weights of as many steps, which is said also where it is to be quiet, and the exit
+    code of a run."""
     update, steps = sft.supervised_update, iter(range(100))
 
     def interrupted(*given: Any) -> dict[str, float]:
@@ -336,12 +429,17 @@ def test_interrupted_it_saves_what_it_has(
     given = ["out=stopped", "evaluation.every=2", "evaluation.samples=4"]
     monkeypatch.chdir(config(steps=9).parent)
     monkeypatch.setattr(sft, "supervised_update", interrupted)
-    monkeypatch.setattr(sys, "argv", ["isobit", "sft", "sft.yaml", *given, *(["--quiet"] if quiet else [])])
+    monkeypatch.setattr(
+        sys, "argv", ["isobit", "sft", "sft.yaml", *given, *(["--quiet"] if quiet else [])]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 128 + number
     said = capsys.readouterr().err
-    assert "interrupted after step 4 of 9: what is in stopped is unfinished, and sft cannot go on\n" in said
+    assert (
+        "interrupted after step 4 of 9: what is in stopped is unfinished, and sft cannot go on\n"
+        in said
+    )
     assert "base model in" not in said
     assert "step 4:" not in said  # it does not evaluate
     monkeypatch.setattr(sft, "supervised_update", update)
@@ -357,21 +455,35 @@ def test_interrupted_before_a_step_it_writes_nothing(
     interruption = Interruption()
     interruption.signal = signal.SIGINT
     supervised_run(load_sft_config(config()), quiet=True, interruption=interruption)
-    assert "interrupted before the first step was done: nothing is written to" in capsys.readouterr().err
+    assert (
+        "interrupted before the first step was done: nothing is written to"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "model").exists()
 
 
-def test_rows_without_an_answer_are_refused(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
+def test_rows_without_an_answer_are_refused(
+    config: WriteConfig, base_model: Path, tmp_path: Path
+) -> None:
     """A list was learned as Python writes it, null as None."""
     rows = tmp_path / "rows.jsonl"
-    given = load_sft_config(config(task={"path": str(rows), "held_out_size": 0}, model={"path": str(base_model)}))
+    given = load_sft_config(
+        config(task={"path": str(rows), "held_out_size": 0}, model={"path": str(base_model)})
+    )
     for value in (None, ["2"], 2, [{"role": "user", "content": "2"}]):
         rows.write_text(ROWS + json.dumps({"prompt": "9+1=", "completion": value}) + "\n")
-        with pytest.raises(IsobitError, match=r"rows\.jsonl:41: column 'completion': expected text or the messages of"):
+        with pytest.raises(
+            IsobitError,
+            match=r"rows\.jsonl:41: column 'completion': expected text or the messages of",
+        ):
             supervised_run(given, quiet=True)
     assert not (tmp_path / "model").exists()
     taught = set()
-    for value in ("2", [{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]):
+    for value in (
+        "2",
+        [{"role": "assistant", "content": "2"}],
+        [{"role": "assistant", "content": "3"}],
+    ):
         rows.write_text(json.dumps({"prompt": "1+1=", "completion": value}) + "\n")
         taught.add(supervised_run(replace(given, out=str(tmp_path / f"{value}")), quiet=True))
     weights = [(folder / "model.safetensors").read_bytes() for folder in sorted(taught)]

@@ -44,13 +44,17 @@ def test_rewards_lengths_and_spread() -> None:
 def test_quantization_of_weights_is_that_of_the_last_sync() -> None:
     model = tiny_model("fp8")
     exact = WeightTotals(model).metrics()
-    assert 0.005 < exact["quant/weight_relative_error"] < 0.06  # E4M3: a mantissa of 3 bits, 2 ** -4 at most
+    assert (
+        0.005 < exact["quant/weight_relative_error"] < 0.06
+    )  # E4M3: a mantissa of 3 bits, 2 ** -4 at most
     assert exact["quant/weight_saturated_fraction"] == 0
     assert WeightTotals(tiny_model("bf16")).metrics() == {}
     with torch.no_grad():
         for parameter in model.named_parameters().values():
             parameter.mul_(1.5)
-    assert WeightTotals(model).metrics()["quant/weight_relative_error"] > 0.3  # the control: stale working weights
+    assert (
+        WeightTotals(model).metrics()["quant/weight_relative_error"] > 0.3
+    )  # the control: stale working weights
     model.sync()
     assert WeightTotals(model).metrics()["quant/weight_relative_error"] < 0.06
 

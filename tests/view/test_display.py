@@ -1,4 +1,5 @@
-"""The view in the run's own process: live in a terminal, plain lines elsewhere, silent with `quiet`."""
+"""The view in the run's own process: live in a terminal, plain lines elsewhere, silent with
+`quiet`."""
 
 import os
 import pty
@@ -40,7 +41,9 @@ def test_a_step_without_times_of_its_own_is_timed(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.startswith("step 1/2  loss 1.2500  0:00 left")
 
 
-def test_quiet_is_silent_and_does_not_look_at_completions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_is_silent_and_does_not_look_at_completions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def completions():  # type: ignore[no-untyped-def]
         raise AssertionError("nobody sees them")
         yield Shown(1.0, "", "")
@@ -62,7 +65,9 @@ def in_a_terminal(words: list[str], folder: Path) -> str:
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
     line = [sys.executable, "-m", "isobit", *words]
-    process = subprocess.Popen(line, stdin=follower, stdout=follower, stderr=follower, cwd=folder, env=variables)
+    process = subprocess.Popen(
+        line, stdin=follower, stdout=follower, stderr=follower, cwd=folder, env=variables
+    )
     os.close(follower)
     written = bytearray()
     while True:
@@ -91,4 +96,6 @@ def test_the_live_screen_of_a_real_run(tmp_path: Path, base_model: Path) -> None
     watched = in_a_terminal(["watch", str(tmp_path / "run")], tmp_path)
     assert "step 4 of 4   done" in watched
     assert "finished: isobit report" in watched
-    assert "\x1b[2K" not in in_a_terminal(["train", str(config), "run.dir=quiet", "--quiet"], tmp_path)
+    assert "\x1b[2K" not in in_a_terminal(
+        ["train", str(config), "run.dir=quiet", "--quiet"], tmp_path
+    )

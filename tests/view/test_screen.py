@@ -1,4 +1,5 @@
-"""What is shown: the right numbers, at any size of the terminal, and nothing that a terminal would obey."""
+"""What is shown: the right numbers, at any size of the terminal, and nothing that a terminal would
+obey."""
 
 import io
 import math
@@ -40,7 +41,9 @@ def history(steps: int = 12, differing: float = 0.0, total: int = 40, **more: fl
 
 
 def drawn(view: History, width: int = 100, height: int = 40) -> list[str]:
-    console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
+    console = Console(
+        width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO()
+    )
     with console.capture() as capture:
         console.print(screen(view, width, height))
     return capture.get().splitlines()
@@ -71,7 +74,12 @@ def test_the_screen_says_what_a_run_does() -> None:
     assert "isobit  quickstart" in text
     assert "fp8, bitwise" in text
     assert "step 12 of 40   0:56 left   learn" in text  # 28 steps of 2 s
-    for label, value in (("reward", "0.600"), ("accuracy", "0.500"), ("tokens/s", "2,012"), ("length", "5.0")):
+    for label, value in (
+        ("reward", "0.600"),
+        ("accuracy", "0.500"),
+        ("tokens/s", "2,012"),
+        ("length", "5.0"),
+    ):
         assert any(line.split()[:2] == [label, value] for line in text.splitlines()), label
     assert "± 0.400" in text
     assert "25% truncated" in text
@@ -114,18 +122,27 @@ def test_a_finished_run_and_one_that_has_not_begun() -> None:
 @pytest.mark.parametrize("height", [14, 24, 50])
 def test_it_fits(width: int, height: int) -> None:
     view = history()
-    view.show([Shown(1.0, "a long question " * 40, "an answer " * 60), Shown(0.0, "q", "漢字" * 80)])
+    view.show(
+        [Shown(1.0, "a long question " * 40, "an answer " * 60), Shown(0.0, "q", "漢字" * 80)]
+    )
     lines = drawn(view, width, height)
     assert len(lines) <= height
     assert max(cell_len(line) for line in lines) <= width
     assert any("reward" in line for line in lines)
     assert sum(line.startswith("memory") for line in lines) == 1
-    assert all(line == "" or line[0] in "i━ramtlebw" for line in lines)  # nothing wraps into a line of its own
+    assert all(
+        line == "" or line[0] in "i━ramtlebw" for line in lines
+    )  # nothing wraps into a line of its own
 
 
 def test_text_of_a_model_cannot_drive_the_terminal() -> None:
     view = history()
-    view.show([Shown(1.0, "\x1b[2Jclear\u202e", "two\nlines\x07\x9b31m[bold]red[/bold]"), Shown(0.0, "q", "a")])
+    view.show(
+        [
+            Shown(1.0, "\x1b[2Jclear\u202e", "two\nlines\x07\x9b31m[bold]red[/bold]"),
+            Shown(0.0, "q", "a"),
+        ]
+    )
     text = "".join(drawn(view))
     assert not any(ord(c) < 32 or c in "\u202e\x9b" for c in text)
     assert "two⏎lines" in text

@@ -16,7 +16,12 @@ from isobit.run.directory import LOCK, RunDirectory
 
 
 def row(step: int) -> dict[str, float]:
-    return {"step": step, "reward/mean": step / 10, "mismatch/differing_tokens": 0, "mismatch/compared_tokens": 5}
+    return {
+        "step": step,
+        "reward/mean": step / 10,
+        "mismatch/differing_tokens": 0,
+        "mismatch/compared_tokens": 5,
+    }
 
 
 def completion(step: int, reward: float | None, text: str) -> dict[str, object]:
@@ -63,7 +68,9 @@ def test_a_resumed_run_that_was_cut_back_starts_over(run: Path) -> None:
     assert watched.history.step == 1
 
 
-def test_only_the_last_step_of_the_completions_is_unpacked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_step_of_the_completions_is_unpacked(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after a resume that cut the file back; of a sampled run those with a text."""
     unpacked = []
 
@@ -77,7 +84,10 @@ def test_only_the_last_step_of_the_completions_is_unpacked(run: Path, monkeypatc
         return watched.history.best.completion
 
     monkeypatch.setattr(module, "lines", counted)
-    steps = [pack([completion(1, 1.0, f"text {i}") for i in range(50)]), pack([completion(2, 0.5, "end")])]
+    steps = [
+        pack([completion(1, 1.0, f"text {i}") for i in range(50)]),
+        pack([completion(2, 0.5, "end")]),
+    ]
     (run / COMPLETIONS).write_bytes(b"".join(steps))
     watched = Watched(run)
     assert end() == "end"
@@ -120,11 +130,15 @@ def test_once(run: Path) -> None:
     assert "exactly zero" in done.stdout
 
 
-def test_what_cannot_be_watched_is_said(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_cannot_be_watched_is_said(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with pytest.raises(IsobitError, match="not a run directory"):
         watch(tmp_path_factory.mktemp("empty"))
     write(run / "metrics.jsonl", [])
-    with pytest.raises(IsobitError, match="no step has been recorded yet, and no process works on it"):
+    with pytest.raises(
+        IsobitError, match="no step has been recorded yet, and no process works on it"
+    ):
         watch(run, once=True)
     (run / "config.yaml").write_text("steps: many\n")
     with pytest.raises(IsobitError, match="is not the config that a run writes"):

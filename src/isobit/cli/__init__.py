@@ -1,9 +1,9 @@
-"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export | serve | watch |
-report | track | verify | doctor`.
+"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export |
+serve | watch | report | track | verify | doctor`.
 
-Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
-user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
-inside the commands, so that `--help` answers at once.
+Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an
+exit code: 2 for a user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted
+and saved. Heavy modules are imported inside the commands, so that `--help` answers at once.
 """
 
 import errno
@@ -16,14 +16,34 @@ from isobit.cli.app import app
 from isobit.errors import IsobitError, RankLost, RunFailed, brief, failed_allocation
 from isobit.run.private import PrivateFolder, say
 
-__all__ = ["app", "evaluation", "machine", "main", "models", "pages", "planning", "serving", "training"]
+__all__ = [
+    "app",
+    "evaluation",
+    "machine",
+    "main",
+    "models",
+    "pages",
+    "planning",
+    "serving",
+    "training",
+]
 
 
-_OF_A_PLACE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
+_OF_A_PLACE = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EROFS,
+)
 """What is wrong with a place of the user's, wherever it was met."""
 _LESS_MEMORY = (
-    "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and with "
-    "optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last checkpoint with --resume"
+    "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, "
+    "and with "
+    "optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last "
+    "checkpoint with --resume"
 )
 
 

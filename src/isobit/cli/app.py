@@ -22,7 +22,11 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[key.sub=value]...", help="config keys to change", autocompletion=completion.overrides),
+    typer.Argument(
+        metavar="[key.sub=value]...",
+        help="config keys to change",
+        autocompletion=completion.overrides,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
 Precision = Annotated[
@@ -33,9 +37,14 @@ Precision = Annotated[
     ),
 ]
 Consistency = Annotated[
-    str, typer.Option(help="bitwise (-tdp32, -vdp32), exact or fast", autocompletion=completion.consistencies)
+    str,
+    typer.Option(
+        help="bitwise (-tdp32, -vdp32), exact or fast", autocompletion=completion.consistencies
+    ),
 ]
-Backend = Annotated[str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)]
+Backend = Annotated[
+    str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)
+]
 Column = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,7 +53,9 @@ Column = Annotated[
         help="role or new name of a column, such as prompt=question; may be given several times",
     ),
 ]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")
+]
 
 Adapters = Annotated[
     list[str] | None,
@@ -64,7 +75,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")
+    ] = False,
 ) -> None:
     pass
 
@@ -79,13 +92,15 @@ def columns(given: list[str] | None) -> dict[str, str]:
     pairs = [text.partition("=") for text in given or []]
     for name, sign, column in pairs:
         if not (name and sign and column):
-            raise IsobitError(f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question")
+            raise IsobitError(
+                f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question"
+            )
     return {name: column for name, _, column in pairs}
 
 
 def adapters(given: list[str] | None) -> dict[str, Path]:
-    """Folder by name of `--adapter [NAME=]DIR`; without a name it is that of the folder. Raises IsobitError for a name
-    that is none, and for one that two of them have."""
+    """Folder by name of `--adapter [NAME=]DIR`; without a name it is that of the folder. Raises
+    IsobitError for a name that is none, and for one that two of them have."""
     found: dict[str, Path] = {}
     for text in given or []:
         name, sign, folder = text.partition("=")
@@ -93,9 +108,13 @@ def adapters(given: list[str] | None) -> dict[str, Path]:
             name, folder = Path(text).resolve().name, text
         if not re.fullmatch(r"[\w.-]+", name) or not folder:
             raise IsobitError(
-                f"--adapter {text!r}: expected NAME=DIR, with a name of letters, digits, '.', '_' and '-', or DIR"
+                f"--adapter {text!r}: expected NAME=DIR, with a name of letters, digits, '.', "
+                "'_' and '-', or DIR"
             )
         if name in found:
-            raise IsobitError(f"--adapter {text!r}: {found[name]} is called {name} too; give each a name: NAME=DIR")
+            raise IsobitError(
+                f"--adapter {text!r}: {found[name]} is called {name} too; give each a name: "
+                "NAME=DIR"
+            )
         found[name] = Path(folder)
     return found

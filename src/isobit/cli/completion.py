@@ -1,7 +1,7 @@
 """Shell completion: config files, `key.sub=value` overrides, presets.
 
-The keys come from the declarations of `isobit.config`, which import neither torch nor numpy. Install with
-`isobit --install-completion`.
+The keys come from the declarations of `isobit.config`, which import neither torch nor numpy.
+Install with `isobit --install-completion`.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,17 @@ Key = tuple[str, tuple[str, ...]]
 
 
 def config_files(incomplete: str) -> list[str]:
-    """YAML files, and directories to go on in; the content of a directory where it is the only match."""
+    """YAML files, and directories to go on in; the content of a directory where it is the only
+    match."""
     folder, _, start = incomplete.rpartition("/")
     where = Path(f"{folder}/" if "/" in incomplete else ".")
     if not where.is_dir():
         return []
-    found = [p for p in sorted(where.iterdir()) if p.name.startswith(start) and not p.name.startswith(".")]
+    found = [
+        p
+        for p in sorted(where.iterdir())
+        if p.name.startswith(start) and not p.name.startswith(".")
+    ]
     prefix = f"{folder}/" if "/" in incomplete else ""
     names = [f"{prefix}{p.name}" for p in found if p.suffix in (".yaml", ".yml") and p.is_file()]
     folders = [f"{prefix}{p.name}/" for p in found if p.is_dir()]
@@ -32,7 +37,8 @@ def config_files(incomplete: str) -> list[str]:
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Keys, then values. Bash passes what follows the `=` as a separate word, other shells pass the whole."""
+    """Keys, then values. Bash passes what follows the `=` as a separate word, other shells pass the
+    whole."""
     from isobit.config import schema  # here, so that --help does not import it
 
     keys = dict(schema_keys(schema.SftConfig if ctx.info_name == "sft" else schema.Config))
@@ -56,7 +62,9 @@ def presets(incomplete: str) -> list[str]:
 
 def backends(incomplete: str) -> list[str]:
     """Values of --backend."""
-    return [name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)]
+    return [
+        name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)
+    ]
 
 
 _CARDS = ("rtx4090", "rtx5090", "a100-40", "l40s", "a100-80", "h100", "h200", "b200")
@@ -75,11 +83,14 @@ def consistencies(incomplete: str) -> list[str]:
 
 
 def schema_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every dotted key of a config that takes a value, and those of its sections; not those of sections in a list."""
+    """Every dotted key of a config that takes a value, and those of its sections; not those of
+    sections in a list."""
     from isobit.options.declare import choices, members, options_of
 
     for name, option in options_of(schema).items():
-        inner = [kind for kind in members(option.kind) if isinstance(kind, type) and is_dataclass(kind)]
+        inner = [
+            kind for kind in members(option.kind) if isinstance(kind, type) and is_dataclass(kind)
+        ]
         default = option.default if isinstance(option.default, (int, float, str)) else ""
         values = choices(option.kind) or ((str(default),) if default != "" else ())
         if values or not inner:

@@ -10,17 +10,32 @@ from isobit.cli import completion
 from isobit.cli.app import Adapters, Column, Stop, adapters, app, columns
 from isobit.errors import IsobitError
 
-_Side = Annotated[Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")]
-_Against = Annotated[Path | None, typer.Option(metavar="MODEL", help="a second model, compared on the same prompts")]
+_Side = Annotated[
+    Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")
+]
+_Against = Annotated[
+    Path | None, typer.Option(metavar="MODEL", help="a second model, compared on the same prompts")
+]
 _Best = Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")]
-_Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file")]
-_Data = Annotated[Path | None, typer.Option(help="file or directory, all of it; default: the held-out split")]
-_Split = Annotated[str | None, typer.Option(help="split of a directory with several; default: test")]
+_Task = Annotated[
+    str | None,
+    typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file"),
+]
+_Data = Annotated[
+    Path | None, typer.Option(help="file or directory, all of it; default: the held-out split")
+]
+_Split = Annotated[
+    str | None, typer.Option(help="split of a directory with several; default: test")
+]
 _Chat = Annotated[
-    bool, typer.Option("--chat", help="a text prompt becomes a user's message; leaves gsm8k's template out")
+    bool,
+    typer.Option(
+        "--chat", help="a text prompt becomes a user's message; leaves gsm8k's template out"
+    ),
 ]
 _ChatTemplate = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
+    Path | None,
+    typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
 ]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[
@@ -29,35 +44,59 @@ _Option = Annotated[
 ]
 _Reward = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}; may be given several times'),
+    typer.Option(
+        metavar="NAME|FILE.py:FUNCTION",
+        help='or NAME:{"option": value}; may be given several times',
+    ),
 ]
 _Environment = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME", help="environment variable that rewards get, such as a judge's key; may be given several times"
+        metavar="NAME",
+        help="environment variable that rewards get, such as a judge's key; may be given "
+        "several times",
     ),
 ]
 _Template = Annotated[
-    str | None, typer.Option(help="text with {prompt} in it; default: the task's own (gsm8k has one)")
+    str | None,
+    typer.Option(help="text with {prompt} in it; default: the task's own (gsm8k has one)"),
 ]
-_Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column instead of a model")]
-_Samples = Annotated[int | None, typer.Option(help="number of prompts, from the first; default: all, or the run's")]
-_Tag = Annotated[str | None, typer.Option(metavar="COLUMN", help="also report each value of this column")]
-_Pattern = Annotated[str | None, typer.Option(metavar="REGEX", help="finds the answer in a completion, for maj@k")]
-_N = Annotated[int | None, typer.Option("-n", help="samples per prompt; default: 0, or 8 with --pass-at")]
-_PassAt = Annotated[str | None, typer.Option(metavar="K,K", help="pass@k and maj@k; default: 1 and -n")]
+_Completions = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="score this column instead of a model")
+]
+_Samples = Annotated[
+    int | None, typer.Option(help="number of prompts, from the first; default: all, or the run's")
+]
+_Tag = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="also report each value of this column")
+]
+_Pattern = Annotated[
+    str | None, typer.Option(metavar="REGEX", help="finds the answer in a completion, for maj@k")
+]
+_N = Annotated[
+    int | None, typer.Option("-n", help="samples per prompt; default: 0, or 8 with --pass-at")
+]
+_PassAt = Annotated[
+    str | None, typer.Option(metavar="K,K", help="pass@k and maj@k; default: 1 and -n")
+]
 _NewTokens = Annotated[int | None, typer.Option(help="default: 256, or the run's")]
 _Temperature = Annotated[float | None, typer.Option(help="for samples; default: 1, or the run's")]
-_TopK = Annotated[int | None, typer.Option(help="for samples; default: 0, which is off, or the run's")]
+_TopK = Annotated[
+    int | None, typer.Option(help="for samples; default: 0, which is off, or the run's")
+]
 _TopP = Annotated[float | None, typer.Option(help="for samples; default: 1, or the run's")]
 _MinP = Annotated[float | None, typer.Option(help="for samples; default: 0, or the run's")]
 _Penalty = Annotated[
-    float | None, typer.Option(help="for greedy completions too; default: 1, which is off, or the run's")
+    float | None,
+    typer.Option(help="for greedy completions too; default: 1, which is off, or the run's"),
 ]
 _Seed = Annotated[int | None, typer.Option(help="for samples; default: 0, or the run's")]
-_Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")]
+_Out = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")
+]
 _Precision = Annotated[
-    str | None, typer.Option(help="preset; default: fp8, or the run's", autocompletion=completion.presets)
+    str | None,
+    typer.Option(help="preset; default: fp8, or the run's", autocompletion=completion.presets),
 ]
 _Consistency = Annotated[
     str | None,
@@ -69,7 +108,8 @@ _Consistency = Annotated[
 _Backend = Annotated[
     str | None,
     typer.Option(
-        help="auto, triton, native or reference; default: auto, or the run's", autocompletion=completion.backends
+        help="auto, triton, native or reference; default: auto, or the run's",
+        autocompletion=completion.backends,
     ),
 ]
 
@@ -110,7 +150,8 @@ def evaluate(
     consistency: _Consistency = None,
     backend: _Backend = None,
 ) -> None:
-    """Measure accuracy on held-out prompts (greedy, pass@k, maj@k, mean reward), with intervals; compare two models.
+    """Measure accuracy on held-out prompts (greedy, pass@k, maj@k, mean reward), with intervals;
+    compare two models.
 
     \b
     isobit eval MODEL --task gsm8k --data test.jsonl
@@ -124,11 +165,19 @@ def evaluate(
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     asking = {"prompt_template": prompt_template, "chat": chat or None, "system": system}
-    kept = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    kept = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
     values: dict[str, Any] = {
         "model": {"chat_template": None if chat_template is None else str(chat_template)},
         "task": {**_task(task, data, split, option), "columns": columns(column) or None, **asking},
-        "rewards": {"functions": [_reward(text) for text in reward or ()] or None, "environment": environment or None},
+        "rewards": {
+            "functions": [_reward(text) for text in reward or ()] or None,
+            "environment": environment or None,
+        },
         "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None, **kept},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
@@ -163,16 +212,24 @@ def _reward(text: str) -> dict[str, Any]:
     return {"function": spec.function, "options": dict(spec.options)}
 
 
-def _task(name: str | None, data: Path | None, split: str | None, options: list[str] | None) -> dict[str, Any]:
+def _task(
+    name: str | None, data: Path | None, split: str | None, options: list[str] | None
+) -> dict[str, Any]:
     """Data that are given are evaluated whole: they are the held-out split."""
     path = None if data is None else str(data)
     files = {"path": path, "held_out_path": path, "split": split, "held_out_split": split}
-    return {"name": name, **files, "options": dict(_key_value(text) for text in options) if options else None}
+    return {
+        "name": name,
+        **files,
+        "options": dict(_key_value(text) for text in options) if options else None,
+    }
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Without what is None, and without sections of which nothing is left."""
-    kept = {key: _given(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    kept = {
+        key: _given(value) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
     return {key: value for key, value in kept.items() if value is not None and value != {}}
 
 
@@ -183,7 +240,9 @@ def _ks(text: str, n: int | None) -> list[int]:
         raise IsobitError(f"--pass-at {text!r}: expected whole numbers, such as 1,4") from None
     for k in ks:
         if k < 1 or (n is not None and k > n):
-            raise IsobitError(f"--pass-at {k}: needs 1 to -n samples" + ("" if n is None else f", and -n is {n}"))
+            raise IsobitError(
+                f"--pass-at {k}: needs 1 to -n samples" + ("" if n is None else f", and -n is {n}")
+            )
     return ks
 
 
@@ -198,4 +257,6 @@ def _key_value(text: str) -> tuple[str, object]:
     try:
         return key, strict_yaml.load(value)
     except yaml.YAMLError as error:
-        raise IsobitError(f"--option {text!r}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise IsobitError(
+            f"--option {text!r}: not valid YAML: {str(error).splitlines()[0]}"
+        ) from None

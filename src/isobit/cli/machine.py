@@ -8,8 +8,11 @@ from isobit.cli.app import app
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False) -> None:
-    """Say what this machine computes with and why, and what makes it slow; paste it into a bug report.
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False,
+) -> None:
+    """Say what this machine computes with and why, and what makes it slow; paste it into a bug
+    report.
 
     \b
     isobit doctor

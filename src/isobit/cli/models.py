@@ -7,12 +7,25 @@ from typing import Annotated
 import typer
 
 from isobit.cli import completion
-from isobit.cli.app import Adapters, Backend, Column, Consistency, Precision, Stop, adapters, app, columns, names
+from isobit.cli.app import (
+    Adapters,
+    Backend,
+    Column,
+    Consistency,
+    Precision,
+    Stop,
+    adapters,
+    app,
+    columns,
+    names,
+)
 
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
+    ],
     prompt: Annotated[
         list[str] | None, typer.Option(help="may be given several times; default: lines of stdin")
     ] = None,
@@ -25,13 +38,17 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     stop: Stop = None,
     seed: Annotated[int, typer.Option()] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="render each prompt with the model's chat template")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="render each prompt with the model's chat template")
+    ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
     ] = None,
     adapter: Adapters = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object per completion, with tokens and logprobs")
+        bool,
+        typer.Option("--json", help="one JSON object per completion, with tokens and logprobs"),
     ] = False,
     precision: Precision = "fp8",
     consistency: Consistency = "bitwise",
@@ -74,31 +91,43 @@ def generate(
 
 @app.command()
 def inspect(
-    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
+    ],
     presets: Annotated[
-        str, typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets)
+        str,
+        typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets),
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
     prompts: Annotated[
-        Path | None, typer.Option(help="file or directory; default: sequences that the model starts itself")
+        Path | None,
+        typer.Option(help="file or directory; default: sequences that the model starts itself"),
     ] = None,
     column: Column = None,
     decompose: Annotated[
-        bool, typer.Option("--decompose", help="break down the mismatch of two-engine flows by source")
+        bool,
+        typer.Option("--decompose", help="break down the mismatch of two-engine flows by source"),
     ] = False,
     stale: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: also the mismatch of a late weight sync")
+        Path | None,
+        typer.Option(
+            metavar="MODEL", help="an older checkpoint: also the mismatch of a late weight sync"
+        ),
     ] = None,
     reward_model: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="also how much the flows change its scores and ranks")
+        Path | None,
+        typer.Option(metavar="MODEL", help="also how much the flows change its scores and ranks"),
     ] = None,
     n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 4,
     max_new_tokens: Annotated[int, typer.Option()] = 48,
     temperature: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     backend: Backend = "auto",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="also write inspection.html and .json")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="also write inspection.html and .json")
+    ] = None,
 ) -> None:
-    """Show the effect of precision flows on a model: quantization noise by tensor, mismatch of a real rollout.
+    """Show the effect of precision flows on a model: quantization noise by tensor, mismatch of a
+    real rollout.
 
     \b
     isobit inspect MODEL
@@ -126,16 +155,28 @@ def inspect(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    source: Annotated[
+        Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
+    ],
     to: Annotated[Path, typer.Option(metavar="DIR", help="must not exist yet, or be empty")],
-    form: Annotated[str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")] = "bf16",
+    form: Annotated[
+        str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")
+    ] = "bf16",
     precision: Annotated[
         str | None,
-        typer.Option(help="flow for the FP8 weights; default: the run's, or fp8", autocompletion=completion.presets),
+        typer.Option(
+            help="flow for the FP8 weights; default: the run's, or fp8",
+            autocompletion=completion.presets,
+        ),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="use a run's best model instead of its newest")
+    ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="add an adapter to its model's weights, and say what that loses")
+        bool,
+        typer.Option(
+            "--merge", help="add an adapter to its model's weights, and say what that loses"
+        ),
     ] = False,
 ) -> None:
     """Write a Hugging Face checkpoint for other systems.

@@ -60,10 +60,15 @@ def track(
     require_run(run)
     changes = ["tracking.close_s=600", *(overrides or [])]
     if wrong := [change for change in changes if not change.startswith("tracking.")]:
-        raise IsobitError(f"override {wrong[0]!r}: only tracking.* may change, because the run is already there")
+        raise IsobitError(
+            f"override {wrong[0]!r}: only tracking.* may change, because the run is already there"
+        )
     config = load_run_config(run, changes)
     if not config.tracking.trackers:
-        raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")
+        raise IsobitError(
+            "no tracker to send it to: give tracking.trackers, such as "
+            "tracking.trackers=[tensorboard]"
+        )
     raise typer.Exit(send_run(run, plain(config.tracking), plain(config)))
 
 
@@ -72,14 +77,21 @@ def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="at least so many completions of each checkpoint, in whole groups; default: all"),
+        typer.Option(
+            min=1,
+            help="at least so many completions of each checkpoint, in whole groups; default: all",
+        ),
     ] = None,
     certificate: Annotated[
-        str | None, typer.Option(metavar="HASH", help="a certificate that a run printed: say whether it is of this run")
+        str | None,
+        typer.Option(
+            metavar="HASH", help="a certificate that a run printed: say whether it is of this run"
+        ),
     ] = None,
 ) -> None:
-    """Draw a run's completions again from its checkpoints, and compare every token and log-probability with what the
-    run recorded, bit for bit. Check everything else that it recorded by its chain of hashes.
+    """Draw a run's completions again from its checkpoints, and compare every token and
+    log-probability with what the run recorded, bit for bit. Check everything else that it recorded
+    by its chain of hashes.
 
     \b
     isobit verify runs/quickstart

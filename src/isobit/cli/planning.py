@@ -10,7 +10,10 @@ from isobit.cli.app import Overrides, app
 
 @app.command()
 def plan(
-    config: Annotated[str, typer.Argument(help="YAML file of a training run", autocompletion=completion.config_files)],
+    config: Annotated[
+        str,
+        typer.Argument(help="YAML file of a training run", autocompletion=completion.config_files),
+    ],
     overrides: Overrides = None,
     gpus: Annotated[
         str | None, typer.Option(metavar="N,N", help="numbers of GPUs; default: the config's ranks")
@@ -18,15 +21,20 @@ def plan(
     device: Annotated[
         str,
         typer.Option(
-            help="rtx4090, rtx5090, a100-40, l40s, a100-80, h100, h200 or b200", autocompletion=completion.devices
+            help="rtx4090, rtx5090, a100-40, l40s, a100-80, h100, h200 or b200",
+            autocompletion=completion.devices,
         ),
     ] = "h200",
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="of any other card, such as 24GiB, in place of --device")
+        str | None,
+        typer.Option(metavar="SIZE", help="of any other card, such as 24GiB, in place of --device"),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="tokens of a prompt, which is not read; default: task.max_prompt_tokens, or at most 512"),
+        typer.Option(
+            help="tokens of a prompt, which is not read; default: task.max_prompt_tokens, or at "
+            "most 512"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print bytes as JSON")] = False,
 ) -> None:

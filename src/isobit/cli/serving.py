@@ -10,26 +10,42 @@ from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, 
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
+    ],
     adapter: Adapters = None,
     port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
-    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's need --token")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than this machine's need --token")
+    ] = ("127.0.0.1"),
     token: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="tokens of clients, one a line; made with one if it is not there"),
+        typer.Option(
+            metavar="FILE", help="tokens of clients, one a line; made with one if it is not there"
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="what clients call the model; default: its folder's name")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="what clients call the model; default: its folder's name")
+    ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
     ] = None,
     tool_format: Annotated[
-        str, typer.Option(help="how the model writes calls of tools: auto, hermes, qwen3_coder or llama3_json")
+        str,
+        typer.Option(
+            help="how the model writes calls of tools: auto, hermes, qwen3_coder or llama3_json"
+        ),
     ] = "auto",
-    kv_pages: Annotated[int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")] = None,
-    max_sequences: Annotated[int, typer.Option(help="answers that are sampled at the same time")] = 64,
-    grace: Annotated[float, typer.Option(help="seconds that open requests have to end after SIGTERM")] = 30.0,
+    kv_pages: Annotated[
+        int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
+    ] = None,
+    max_sequences: Annotated[
+        int, typer.Option(help="answers that are sampled at the same time")
+    ] = 64,
+    grace: Annotated[
+        float, typer.Option(help="seconds that open requests have to end after SIGTERM")
+    ] = 30.0,
     precision: Precision = "fp8",
     consistency: Consistency = "bitwise",
     backend: Backend = "auto",

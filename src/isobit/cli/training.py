@@ -17,7 +17,8 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="YAML file; leave out with --resume and --from-rollouts", autocompletion=completion.config_files
+            help="YAML file; leave out with --resume and --from-rollouts",
+            autocompletion=completion.config_files,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -25,19 +26,30 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="resume an interrupted run, or extend a finished one; overrides may change steps, ranks, on_mismatch, "
+            help="resume an interrupted run, or extend a finished one; overrides may change "
+            "steps, ranks, on_mismatch, "
             "rewards.on_error, rewards.environment, run.*, tracking.* and fleet.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another")
+        Path | None,
+        typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="check everything, show the memory plan and the first prompt, and stop")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="check everything, show the memory plan and the first prompt, and stop",
+        ),
     ] = False,
     redo: Annotated[
-        bool, typer.Option("--redo", help="remove a finished run of this config from the run directory first")
+        bool,
+        typer.Option(
+            "--redo", help="remove a finished run of this config from the run directory first"
+        ),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,19 +92,27 @@ def _train(
     from isobit.run.directory import CONFIG, require_run
 
     if redo and (config is None or dry_run):
-        raise IsobitError("--redo is for a new run: give a config, without --resume, --from-rollouts and --dry-run")
+        raise IsobitError(
+            "--redo is for a new run: give a config, without --resume, --from-rollouts and "
+            "--dry-run"
+        )
     if resume is not None and (from_rollouts is not None or out is not None or dry_run):
         raise IsobitError(
-            "--resume continues a run in its own directory; leave out --from-rollouts, --out and --dry-run"
+            "--resume continues a run in its own directory; leave out --from-rollouts, --out "
+            "and --dry-run"
         )
     if from_rollouts is not None and (out is None or dry_run):
-        raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+        raise IsobitError(
+            "--from-rollouts makes a new run: say where with --out DIR, without --dry-run"
+        )
     recorded = resume or from_rollouts
     if recorded is not None:
         require_run(recorded)
     path = config if recorded is None else recorded / CONFIG
     assert path is not None
-    loaded = load_config(path, [*overrides, *([override("run.dir", out)] if out is not None else [])])
+    loaded = load_config(
+        path, [*overrides, *([override("run.dir", out)] if out is not None else [])]
+    )
     if redo and os.environ.get("RANK", "0") == "0":
         from isobit.training.recording.overwrite import clear_finished
 
@@ -106,8 +126,14 @@ def _train(
     from isobit.distributed.supervisor import start
 
     if loaded.ranks > 1 and not launched():
-        return start(loaded.ranks, sys.argv[1:], f"go on with: isobit train --resume {resume or loaded.run.dir}")
-    from isobit.training import train as trainer  # only here: a launcher and a mistake in a config need none of it
+        return start(
+            loaded.ranks,
+            sys.argv[1:],
+            f"go on with: isobit train --resume {resume or loaded.run.dir}",
+        )
+    from isobit.training import (
+        train as trainer,
+    )  # only here: a launcher and a mistake in a config need none of it
 
     if resume is not None:
         return trainer.resume(resume, overrides, quiet=quiet).exit_code
@@ -120,10 +146,16 @@ def _train(
 @app.command()
 def sft(
     config: Annotated[
-        str, typer.Argument(help="YAML file, see configs/quickstart-sft.yaml", autocompletion=completion.config_files)
+        str,
+        typer.Argument(
+            help="YAML file, see configs/quickstart-sft.yaml",
+            autocompletion=completion.config_files,
+        ),
     ],
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="where the model is written; default: out")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="where the model is written; default: out")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Supervised training on prompt/completion data: the same model, the same precision, before RL.
@@ -142,7 +174,9 @@ def sft(
     if out is not None:
         changes.append(override("out", out))
     loaded = load_sft_config(config, changes)
-    from isobit.training.sft.supervised import supervised_run  # only here: a mistake in a config needs none of it
+    from isobit.training.sft.supervised import (
+        supervised_run,
+    )  # only here: a mistake in a config needs none of it
 
     with Interruption() as interruption:
         supervised_run(loaded, quiet=quiet, interruption=interruption)
@@ -153,27 +187,40 @@ def sft(
 def compare(
     config: Annotated[
         str,
-        typer.Argument(help="YAML file: a comparison, or a training config", autocompletion=completion.config_files),
+        typer.Argument(
+            help="YAML file: a comparison, or a training config",
+            autocompletion=completion.config_files,
+        ),
     ],
     overrides: Overrides = None,
     presets: Annotated[
         str,
-        typer.Option(metavar="A,B,C", help="precision flows; default: the config's", autocompletion=completion.presets),
+        typer.Option(
+            metavar="A,B,C",
+            help="precision flows; default: the config's",
+            autocompletion=completion.presets,
+        ),
     ] = "",
-    seeds: Annotated[int | None, typer.Option(help="runs per preset; default: the config's, or 1")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="runs per preset; default: the config's, or 1")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train under several precision flows with the same data and seeds, and compare them in a table and a page.
+    """Train under several precision flows with the same data and seeds, and compare them in a table
+    and a page.
 
-    \b
-    isobit compare configs/compare-recipes.yaml
-    isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+    \b isobit compare configs/compare-recipes.yaml isobit compare configs/quickstart.yaml steps=50
+    --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
 
     After an interruption the same command continues; finished runs are not repeated.
     """
     from isobit.cli.commands.compare import compare as run_comparison
     from isobit.config import load_compare_config
 
-    settings = load_compare_config(config, names(presets), seeds, None if out is None else str(out), overrides or ())
+    settings = load_compare_config(
+        config, names(presets), seeds, None if out is None else str(out), overrides or ()
+    )
     raise typer.Exit(run_comparison(settings, quiet=quiet))

@@ -1,4 +1,5 @@
-"""The configuration of a run: strict YAML into frozen values. Relative paths are taken from the current directory."""
+"""The configuration of a run: strict YAML into frozen values. Relative paths are taken from the
+current directory."""
 
 from isobit.config.load import (
     dump_config,

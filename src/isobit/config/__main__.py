@@ -1,4 +1,5 @@
-"""`python -m isobit.config` prints docs/config.md: every key of a configuration, from its declaration."""
+"""`python -m isobit.config` prints docs/config.md: every key of a configuration, from its
+declaration."""
 
 import re
 from dataclasses import is_dataclass
@@ -19,12 +20,15 @@ prints, has all of them.
 
 def markdown() -> str:
     """The text of docs/config.md."""
-    printed = {section for option in options_of(Config).values() for section in sections(option.kind)}
+    printed = {
+        section for option in options_of(Config).values() for section in sections(option.kind)
+    }
     train = "\n".join(_section(Config, "", "isobit train", set()))
     sft = "\n".join(_section(SftConfig, "", "isobit sft", printed))
     compare = "\n".join(_section(CompareConfig, "", "isobit compare", set()))
     tasks = "\n".join(
-        "\n".join(_section(schema, "", f"`task.options` of {name}", set())) for name, (_, schema) in TASKS.items()
+        "\n".join(_section(schema, "", f"`task.options` of {name}", set()))
+        for name, (_, schema) in TASKS.items()
     )
     precision = "\n".join(_section(PrecisionChanges, "", "Options of `precision`", {FlowChanges}))
     return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}\n{precision}"
@@ -41,7 +45,9 @@ def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[
         kind = f"{type_text(option.kind)} {limits}".strip().replace("|", "\\|")
         section = next(sections(option.kind), None)
         about = option.text or _first_sentence(section)
-        lines.append(f"| `{key}` | {kind} | {_default(option)} | {about.replace('|', chr(92) + '|')} |")
+        lines.append(
+            f"| `{key}` | {kind} | {_default(option)} | {about.replace('|', chr(92) + '|')} |"
+        )
         if section is not None and section not in printed:
             nested += _section(section, f"{key}.", f"`{key}`", set())
     return [*lines, "", *nested]

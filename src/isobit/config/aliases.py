@@ -1,14 +1,17 @@
 """What other trainers call a key of isobit: for the message about an unknown key.
 
-Names are those of `docs/from-trl.md`, `from-verl.md` and `from-nemo-rl.md`, whose tables a test compares with these
-(tests/test_option_tables.py), and some that people type. A dotted name counts by its end: `optim.lr` and
-`actor_rollout_ref.actor.optim.lr` are found under `lr`, and the longest end that is listed wins.
+Names are those of `docs/from-trl.md`, `from-verl.md` and `from-nemo-rl.md`, whose tables a test
+compares with these (tests/test_option_tables.py), and some that people type. A dotted name counts
+by its end: `optim.lr` and `actor_rollout_ref.actor.optim.lr` are found under `lr`, and the longest
+end that is listed wins.
 """
 
 _NAMES = {
-    "model.path": "model_name model_name_or_path actor_rollout_ref.model.path pretrained_model_name_or_path",
+    "model.path": "model_name model_name_or_path actor_rollout_ref.model.path "
+    "pretrained_model_name_or_path",
     "model.chat_template": "custom_chat_template chat_template_path apply_chat_template_kwargs",
-    "task.path": "train_dataset dataset dataset_name data train_files data_files train.data_path data_path",
+    "task.path": "train_dataset dataset dataset_name data train_files data_files "
+    "train.data_path data_path",
     "task.held_out_path": "eval_dataset val_files validation.data_path",
     "task.columns": "prompt_key input_key output_key reward_fn_key",
     "task.max_prompt_tokens": "max_prompt_length max_input_seq_length rollout.prompt_length",
@@ -17,22 +20,26 @@ _NAMES = {
     "task.system": "system_prompt_file system_prompt",
     "task.shuffle": "shuffle_dataset train_sampling_strategy",
     "rewards.functions": "reward_funcs reward_functions reward_fn",
-    "rewards.functions.function": "custom_reward_function.path custom_reward_function.name processor env_name",
+    "rewards.functions.function": "custom_reward_function.path custom_reward_function.name "
+    "processor env_name",
     "rewards.functions.weight": "reward_weights",
     "rewards.models.path": "reward_model.model_path reward_model",
-    "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype vllm_cfg.precision kv_cache_dtype "
+    "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype "
+    "vllm_cfg.precision kv_cache_dtype "
     "num_first_layers_in_bf16 num_last_layers_in_bf16 pow2_weight_scaling_factors policy.precision "
     "model_init_kwargs model_dtype",
     "consistency": "full_determinism",
     "backend": "trainer.device",
-    "prompts_per_step": "generation_batch_size per_device_train_batch_size train_batch_size batch_size "
+    "prompts_per_step": "generation_batch_size per_device_train_batch_size train_batch_size "
+    "batch_size "
     "num_prompts_per_step gen_batch_size",
     "steps": "max_steps total_training_steps max_num_steps num_steps train_steps",
     "seed": "data.seed grpo.seed random_seed data_seed data_loader_seed",
     "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
     "rollouts_ahead": "max_trajectory_age_steps rollout.mode trainer_mode",
     "sampling.group_size": "num_generations num_generations_per_prompt num_samples_per_prompt n",
-    "sampling.max_new_tokens": "max_completion_length max_response_length max_tokens max_length response_length",
+    "sampling.max_new_tokens": "max_completion_length max_response_length max_tokens max_length "
+    "response_length",
     "sampling.temperature": "rollout.temperature generation.temperature",
     "sampling.stop": "stop_strings stop_sequences",
     "engine.kv_pages": "vllm_gpu_memory_utilization gpu_memory_utilization",
@@ -46,7 +53,8 @@ _NAMES = {
     "use_leave_one_out_baseline norm_adv_by_std_in_grpo",
     "algorithm.loss_aggregation": "loss_type loss_agg_mode token_level_loss",
     "algorithm.decoupled_rewards": "multi_objective_aggregation",
-    "algorithm.updates_per_batch": "steps_per_generation gradient_accumulation_steps ppo_mini_batch_size "
+    "algorithm.updates_per_batch": "steps_per_generation gradient_accumulation_steps "
+    "ppo_mini_batch_size "
     "train_global_batch_size",
     "algorithm.discount": "gamma",
     "algorithm.loss": "surrogate disable_ppo_ratio use_cispo loss_mode",
@@ -55,19 +63,23 @@ _NAMES = {
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low ratio_clip_min cliprange",
     "algorithm.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
     "algorithm.dual_clip": "delta clip_ratio_c ratio_clip_c",
-    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty init_kl_coef",
-    "algorithm.kl_estimator": "kl_loss_type kl_penalty reference_policy_kl_type use_bias_correction_kl "
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss "
+    "reference_policy_kl_penalty init_kl_coef",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty reference_policy_kl_type "
+    "use_bias_correction_kl "
     "use_on_policy_kl_approximation",
     "algorithm.kl_in_reward": "use_kl_in_reward",
     "algorithm.dynamic_sampling": "filter_groups.enable use_dynamic_sampling",
     "algorithm.max_resamples": "max_num_gen_batches dynamic_sampling_max_gen_batches",
-    "algorithm.overlong_buffer": "overlong_buffer_length overlong_buffer.len overlong_buffer_cfg.len",
+    "algorithm.overlong_buffer": "overlong_buffer_length overlong_buffer.len "
+    "overlong_buffer_cfg.len",
     "algorithm.overlong_penalty": "overlong_buffer_penalty overlong_buffer.penalty_factor "
     "overlong_buffer_cfg.penalty_factor",
     "algorithm.router_replay": "enable_rollout_routing_replay",
     "algorithm.router_aux_coefficient": "router_aux_loss_coef",
     "algorithm.recompute_old_logprobs": "bypass_mode",
-    "algorithm.correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is rollout_rs "
+    "algorithm.correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode "
+    "rollout_is rollout_rs "
     "rollout_is_threshold rollout_is_batch_normalize rollout_correction "
     "use_importance_sampling_correction truncated_importance_sampling_ratio "
     "truncated_importance_sampling_type seq_logprob_error_threshold",
@@ -87,11 +99,13 @@ _NAMES = {
     "optimizer.max_grad_norm": "clip_grad grad_clip gradient_clip gradient_clipping",
     "optimizer.state": "optim",
     "optimizer.share_prompts": "use_prefix_grouper shared_prefix_training",
-    "optimizer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu train_micro_batch_size "
+    "optimizer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
+    "train_micro_batch_size "
     "train_mb_tokens micro_batch_size ppo_micro_batch_size use_dynamic_bsz",
     "optimizer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "replay.max_staleness": "max_off_policy_threshold",
-    "evaluation.every": "eval_steps test_freq val_period eval_every eval_strategy eval_on_start val_before_train",
+    "evaluation.every": "eval_steps test_freq val_period eval_every eval_strategy eval_on_start "
+    "val_before_train",
     "evaluation.samples": "max_val_samples val_max_samples",
     "evaluation.num_samples": "num_generations_eval val_kwargs.n val_kwargs.do_sample",
     "evaluation.temperature": "val_kwargs.temperature",
@@ -102,47 +116,70 @@ _NAMES = {
     "run.keep_last": "save_total_limit max_actor_ckpt_to_keep keep_top_k",
     "run.completions": "rollout_data_dir",
     "run.rank_timeout_s": "ddp_timeout nccl_timeout",
-    "tracking.trackers": "report_to logger wandb_enabled tensorboard_enabled mlflow_enabled use_wandb",
+    "tracking.trackers": "report_to logger wandb_enabled tensorboard_enabled mlflow_enabled "
+    "use_wandb",
     "tracking.project": "project_name wandb_project project",
     "tracking.name": "run_name experiment_name",
-    "tracking.completions": "log_completions num_completions_to_print log_unique_prompts log_val_generations",
+    "tracking.completions": "log_completions num_completions_to_print log_unique_prompts "
+    "log_val_generations",
     "tracking.trackio.space_id": "trackio_space_id",
 }
 """A key of isobit, and what it is called elsewhere."""
 
 _NONE = (
-    "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model max_rollout_turns "
-    "mask_truncated_completions top_entropy_quantile off_policy_mask_threshold use_vllm vllm_mode entropy_coeff "
-    "tensor_model_parallel_size overlong_filtering reward_scaling force_on_policy_ratio max_total_sequence_length "
-    "dtensor_cfg megatron_cfg rollout.name vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size "
+    "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
+    "max_rollout_turns "
+    "mask_truncated_completions top_entropy_quantile off_policy_mask_threshold use_vllm "
+    "vllm_mode entropy_coeff "
+    "tensor_model_parallel_size overlong_filtering reward_scaling force_on_policy_ratio "
+    "max_total_sequence_length "
+    "dtensor_cfg megatron_cfg rollout.name vllm_model_impl vllm_max_model_length "
+    "vllm_tensor_parallel_size "
     "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
-    "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
-    "cache_implementation vllm_structured_outputs_regex chat_template_kwargs max_tool_calling_iterations "
-    "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef "
-    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
+    "use_transformers_continuous_batching transformers_continuous_batching_config "
+    "use_transformers_paged "
+    "cache_implementation vllm_structured_outputs_regex chat_template_kwargs "
+    "max_tool_calling_iterations "
+    "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg "
+    "vespo_lambda_neg entropy_coef "
+    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
+    "ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
-    "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_compile "
+    "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "
+    "torch_compile "
     "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache tf32 "
-    "torch_empty_cache_steps skip_memory_metrics auto_find_batch_size average_tokens_across_devices use_cpu fsdp "
-    "fsdp_config deepspeed ds3_gather_for_generation parallelism_config accelerator_config ddp_find_unused_parameters "
-    "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank remove_unused_columns "
-    "label_names length_column_name dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
-    "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
-    "pad_to_multiple_of ignore_data_skip per_device_eval_batch_size eval_accumulation_steps eval_delay bf16_full_eval "
-    "fp16_full_eval prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches "
+    "torch_empty_cache_steps skip_memory_metrics auto_find_batch_size "
+    "average_tokens_across_devices use_cpu fsdp "
+    "fsdp_config deepspeed ds3_gather_for_generation parallelism_config accelerator_config "
+    "ddp_find_unused_parameters "
+    "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank "
+    "remove_unused_columns "
+    "label_names length_column_name dataloader_drop_last dataloader_num_workers "
+    "dataloader_pin_memory "
+    "dataloader_persistent_workers dataloader_prefetch_factor "
+    "dataloader_multiprocessing_context dataloader_in_order "
+    "pad_to_multiple_of ignore_data_skip per_device_eval_batch_size eval_accumulation_steps "
+    "eval_delay bf16_full_eval "
+    "fp16_full_eval prediction_loss_only include_for_metrics batch_eval_metrics "
+    "eval_do_concat_batches "
     "eval_use_gather_object greater_is_better save_only_model save_on_each_node "
-    "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter log_multimodal debug "
+    "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter "
+    "log_multimodal debug "
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
-    "log_completions_hub_repo trackio_bucket_id trackio_static_space_id rollout.nnodes rollout.n_gpus_per_node "
+    "log_completions_hub_repo trackio_bucket_id trackio_static_space_id rollout.nnodes "
+    "rollout.n_gpus_per_node "
     "rollout_correction.loss_type"
 )
 """Names to which nothing here corresponds."""
 
-_KEYS = {name: key for key, names in _NAMES.items() for name in names.split()} | dict.fromkeys(_NONE.split())
+_KEYS = {name: key for key, names in _NAMES.items() for name in names.split()} | dict.fromkeys(
+    _NONE.split()
+)
 
 
 def counterpart(name: str) -> tuple[bool, str | None]:
-    """(whether other trainers know such a name, the key that it is here or None where nothing corresponds to it)."""
+    """(whether other trainers know such a name, the key that it is here or None where nothing
+    corresponds to it)."""
     parts = name.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     return next(((True, _KEYS[end]) for end in ends if end in _KEYS), (False, None))

@@ -1,8 +1,8 @@
 """From a config and its overrides to a frozen value, or to one line that says what is wrong.
 
-One file, or one mapping, describes a run; `key.sub=value` overrides change it; the *resolved* value is what is used and
-what is written to the run directory. An unknown key, a wrong type, a value out of range or a contradiction raises
-`IsobitError`.
+One file, or one mapping, describes a run; `key.sub=value` overrides change it; the *resolved* value
+is what is used and what is written to the run directory. An unknown key, a wrong type, a value out
+of range or a contradiction raises `IsobitError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,12 @@ _COMMANDS: dict[type, str] = {Config: "train", SftConfig: "sft", CompareConfig: 
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
-    """The config of a training run: of a YAML file, or of a mapping of settings such as `{"model": {"path": ...}}`, in
-    which `"sampling.group_size"` is a key too; then the overrides `key.sub=value`, whose values are YAML and of which
-    a later one wins.
+    """The config of a training run: of a YAML file, or of a mapping of settings such as `{"model":
+    {"path": ...}}`, in which `"sampling.group_size"` is a key too; then the overrides
+    `key.sub=value`, whose values are YAML and of which a later one wins.
 
-    Raises IsobitError, in one line, for a missing or malformed file and for every key or value that is not right.
+    Raises IsobitError, in one line, for a missing or malformed file and for every key or value that
+    is not right.
     """
     return _load(Config, source, overrides)
 
@@ -51,7 +52,8 @@ def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
 def load_sft_config(
     source: Source, overrides: Sequence[str] = (), began: Mapping[str, Any] = MappingProxyType({})
 ) -> SftConfig:
-    """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it made."""
+    """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it
+    made."""
     given, where = read_source(source, ())
     values, _ = read_source(in_its_order(given, began), overrides)
     return _parse_own(SftConfig, values, where, given, source)
@@ -59,8 +61,8 @@ def load_sft_config(
 
 def in_its_order(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """A config, of a run or of the base model that it begins with, on any processor as on the one
-    where it began: `consistency: bitwise` leaves the order of sums to the processor, and the `facts`
-    that the run recorded there (`machine.json`) say which it was."""
+    where it began: `consistency: bitwise` leaves the order of sums to the processor, and the
+    `facts` that the run recorded there (`machine.json`) say which it was."""
     named, began = values.get("backend", "auto"), facts.get("bitwise")
     on_a_cpu = (facts.get("backend") if named == "auto" else named) in ("native", "reference")
     by_default = values.get("consistency", "bitwise") == "bitwise"
@@ -70,14 +72,21 @@ def in_its_order(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def load_compare_config(
-    path: str | Path, presets: Sequence[str], seeds: int | None, out: str | None, changes: Sequence[str] = ()
+    path: str | Path,
+    presets: Sequence[str],
+    seeds: int | None,
+    out: str | None,
+    changes: Sequence[str] = (),
 ) -> CompareConfig:
-    """Read a config of `isobit compare`, or take a training config with what the command line gives beside it."""
+    """Read a config of `isobit compare`, or take a training config with what the command line gives
+    beside it."""
     values, _ = read_source(path, ())
     if "presets" not in values and "train" not in values:
         _refuse_other(Config, values, str(path))
         if not presets:
-            raise IsobitError(f"{path} is a training config: say what to compare with --presets bf16,fp8")
+            raise IsobitError(
+                f"{path} is a training config: say what to compare with --presets bf16,fp8"
+            )
         values = {"train": str(path)}
     given = {"presets": list(presets) or None, "seeds": seeds, "out": out}
     values |= {key: value for key, value in given.items() if value is not None}
@@ -109,9 +118,14 @@ def _load(schema: type[_Schema], source: Source, overrides: Sequence[str]) -> _S
 
 
 def _parse_own(
-    schema: type[_Schema], values: Mapping[str, Any], where: str, given: Mapping[str, Any], source: Source
+    schema: type[_Schema],
+    values: Mapping[str, Any],
+    where: str,
+    given: Mapping[str, Any],
+    source: Source,
 ) -> _Schema:
-    """`parse_config`, whose message says where a file is meant for another command. `given`: what stands in it."""
+    """`parse_config`, whose message says where a file is meant for another command. `given`: what
+    stands in it."""
     try:
         return parse_config(schema, values, where)
     except IsobitError as error:
@@ -121,15 +135,21 @@ def _parse_own(
 
 
 def _refuse_other(schema: type, given: Mapping[str, Any], where: str, reason: str = "") -> None:
-    """Raise IsobitError where a file is a config of another command: all that it has another has, and this one has
-    not. `reason`: what is wrong with it as one of this command, which is said too where a single key decides."""
+    """Raise IsobitError where a file is a config of another command: all that it has another has,
+    and this one has not. `reason`: what is wrong with it as one of this command, which is said too
+    where a single key decides."""
     unknown = unknown_keys(given, schema)
     left = {other: unknown_keys(given, other) for other in _COMMANDS}
     other = min(left, key=lambda each: len(left[each]))
     if left[other] < unknown:
         own, command = sorted(unknown - left[other]), _COMMANDS[other]
-        text = f"{where}: a config of `isobit {command}`, and not of `isobit {_COMMANDS[schema]}`: it has {listed(own)}"
-        meant = f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(own) == 1 else ""
+        text = (
+            f"{where}: a config of `isobit {command}`, and not of `isobit "
+            f"{_COMMANDS[schema]}`: it has {listed(own)}"
+        )
+        meant = (
+            f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(own) == 1 else ""
+        )
         raise IsobitError(f"{text}; run isobit {command} {where}{meant}") from None
 
 
@@ -160,13 +180,16 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
 
 
 def _check_filtering(config: Config, unified: bool, where: str) -> None:
-    """Raise IsobitError unless the learner's logits are the rollout's, bit for bit, and so the tokens that are kept."""
+    """Raise IsobitError unless the learner's logits are the rollout's, bit for bit, and so the
+    tokens that are kept."""
     if unified and config.consistency != "fast":
         return
     reason = f"consistency: {config.consistency}" if unified else "a precision with two engines"
     raise IsobitError(
-        f"{where}: sampling.top_k, top_p, min_p and repetition_penalty cannot be used in training with {reason}, "
-        "whose learner may keep other tokens than the rollout drew from; use a unified precision such as fp8 "
+        f"{where}: sampling.top_k, top_p, min_p and repetition_penalty cannot be used in "
+        f"training with {reason}, "
+        "whose learner may keep other tokens than the rollout drew from; use a unified "
+        "precision such as fp8 "
         "and consistency: bitwise, or set top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
     )
 

@@ -30,7 +30,9 @@ def unknown_keys(values: Mapping[str, Any], schema: type, prefix: str = "") -> s
         if name not in options:
             found.add(f"{prefix}{name}")
         elif isinstance(value, Mapping) and (known := list(sections(options[name].kind))):
-            found |= set.intersection(*(unknown_keys(value, section, f"{prefix}{name}.") for section in known))
+            found |= set.intersection(
+                *(unknown_keys(value, section, f"{prefix}{name}.") for section in known)
+            )
     return found
 
 
@@ -43,7 +45,10 @@ def _unknown(error: UnknownOption, schema: type) -> str:
         if theirs in everywhere:
             return f"unknown key {brief(name)!r} (did you mean {theirs!r}?)"
         if known and theirs is None:
-            return f"unknown key {brief(name)!r}: isobit has no counterpart of it (docs/from-trl.md and its neighbours)"
+            return (
+                f"unknown key {brief(name)!r}: isobit has no counterpart of it "
+                "(docs/from-trl.md and its neighbours)"
+            )
     if close := get_close_matches(last, error.known, 1):
         meant = ".".join((*(part for part in above if not part.isdigit()), close[0]))
         return f"unknown key {given!r} (did you mean {meant!r}?)"

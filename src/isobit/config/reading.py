@@ -1,4 +1,5 @@
-"""A config as plain values: of a YAML file, of a mapping or of a `Config`, with `key.sub=value` overrides over it.
+"""A config as plain values: of a YAML file, of a mapping or of a `Config`, with `key.sub=value`
+overrides over it.
 
 Left out: whether keys and values are right, which the schema says.
 """
@@ -19,13 +20,15 @@ from isobit.options.declare import Preprocess, options_of, plain, unwrapped
 from isobit.rl.algorithm.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
-"""Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
+"""Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded
+before."""
 _MOST_BYTES = 1 << 20
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """(the values, what to call their origin in messages). Raises IsobitError for what is neither file nor mapping."""
+    """(the values, what to call their origin in messages). Raises IsobitError for what is neither
+    file nor mapping."""
     if isinstance(source, (str, Path)):
         values, where = _read_yaml(Path(source)), str(source)
     elif isinstance(source, (Config, SftConfig)):
@@ -33,20 +36,29 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     elif isinstance(source, Mapping):
         values, where = _settings(source), "settings"
     else:
-        raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r:.80}")
-    if isinstance(overrides, (str, Mapping)) or not all(isinstance(each, str) for each in overrides):
-        raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r:.80}')
+        raise IsobitError(
+            f"config: expected the path of a YAML file or a mapping of settings, got {source!r:.80}"
+        )
+    if isinstance(overrides, (str, Mapping)) or not all(
+        isinstance(each, str) for each in overrides
+    ):
+        raise IsobitError(
+            f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r:.80}'
+        )
     algorithm = values.get("algorithm")
     whole = isinstance(algorithm, Mapping) and set(options_of(Objective)) <= set(algorithm)
     if whole and any(each.startswith("algorithm.preset=") for each in overrides):
-        values["algorithm"] = without_preset(algorithm)  # a run's own config, which says every part of its preset
+        values["algorithm"] = without_preset(
+            algorithm
+        )  # a run's own config, which says every part of its preset
     for each in overrides:
         _override(values, each)
     return values, where
 
 
 def override(key: str, value: object) -> str:
-    """`key=value` of a text, as it stands: a path may hold what YAML reads as a comment, a number or a mapping."""
+    """`key=value` of a text, as it stands: a path may hold what YAML reads as a comment, a number
+    or a mapping."""
     return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
 
 
@@ -62,14 +74,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:
         raise IsobitError(
-            f"{path}, line {error.line}: key {brief(error.key)!r} was given before, in line {error.first_line}; "
+            f"{path}, line {error.line}: key {brief(error.key)!r} was given before, in line "
+            f"{error.first_line}; "
             "leave one"
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise IsobitError(
-            f"{path}{line}: not valid YAML: {brief(getattr(error, 'problem', None) or 'syntax error', 200)}"
+            f"{path}{line}: not valid YAML: "
+            f"{brief(getattr(error, 'problem', None) or 'syntax error', 200)}"
         ) from None
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
@@ -79,16 +93,26 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], given: str) -> None:
     key, sign, text = given.partition("=")
     if not sign or not _KEY.fullmatch(key):
-        raise IsobitError(f"override {brief(given)!r}: expected key.sub=value, such as sampling.temperature=0.8")
+        raise IsobitError(
+            f"override {brief(given)!r}: expected key.sub=value, such as sampling.temperature=0.8"
+        )
     try:
         value = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:
-        raise IsobitError(f"override {brief(given)!r}: key {brief(error.key)!r} comes twice; leave one") from None
+        raise IsobitError(
+            f"override {brief(given)!r}: key {brief(error.key)!r} comes twice; leave one"
+        ) from None
     except yaml.YAMLError:
         value = text
-    if key.rpartition(".")[2] == "precision" and isinstance(value, str) and "[" in value and not value.endswith("]"):
+    if (
+        key.rpartition(".")[2] == "precision"
+        and isinstance(value, str)
+        and "[" in value
+        and not value.endswith("]")
+    ):
         raise IsobitError(
-            f"override {brief(given)!r}: its [ is not closed; expected {key}=PRESET[option=value, option=value], in "
+            f"override {brief(given)!r}: its [ is not closed; expected "
+            f"{key}=PRESET[option=value, option=value], in "
             "quotes where a shell would cut it at a space"
         )
     section = key.partition(".")[0]
@@ -98,7 +122,8 @@ def _override(values: dict[str, Any], given: str) -> None:
 
 
 def _expand(values: dict[str, Any], name: str) -> None:
-    """Make a section of its short form, such as `model: DIR`, so that an override may say more of it."""
+    """Make a section of its short form, such as `model: DIR`, so that an override may say more of
+    it."""
     options = {**options_of(Config), **options_of(SftConfig)}
     if name in options and isinstance(values.get(name), (str, list, tuple)):
         for mark in unwrapped(options[name].kind)[1]:
@@ -107,7 +132,8 @@ def _expand(values: dict[str, Any], name: str) -> None:
 
 
 def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
-    """Put a value at `section.key`; sections on the way are copied, so that the caller's own stay as they are."""
+    """Put a value at `section.key`; sections on the way are copied, so that the caller's own stay
+    as they are."""
     *parents, last = key.split(".")
     node: Any = values
     for parent in parents:
@@ -143,7 +169,10 @@ def _plain(value: Any, key: str) -> Any:
         return {str(name): _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, key) for inner in value]
-    from isobit.precision import Precision, precision_from  # here, so that --help does not import torch
+    from isobit.precision import (
+        Precision,
+        precision_from,
+    )  # here, so that --help does not import torch
 
     if isinstance(value, Precision):
         try:
@@ -152,12 +181,17 @@ def _plain(value: Any, key: str) -> Any:
             same = False
         if not same:
             raise IsobitError(
-                f"settings: {brief(key)}: a run keeps its flow by name, and {brief(value.name)!r} names no flow equal "
+                f"settings: {brief(key)}: a run keeps its flow by name, and "
+                f"{brief(value.name)!r} names no flow equal "
                 "to this one; give a preset's name, or {'preset': NAME, option: value}"
             )
         return value.name
     if callable(value):
         raise IsobitError(
-            f"settings: {brief(key)}: a function is no setting; reward functions go into train(..., rewards=[f])"
+            f"settings: {brief(key)}: a function is no setting; reward functions go into "
+            "train(..., rewards=[f])"
         )
-    raise IsobitError(f"settings: {brief(key)}: expected text, numbers, lists or mappings, got {type(value).__name__}")
+    raise IsobitError(
+        f"settings: {brief(key)}: expected text, numbers, lists or mappings, got "
+        f"{type(value).__name__}"
+    )

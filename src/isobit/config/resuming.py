@@ -1,4 +1,5 @@
-"""What a run that goes on may change of its own config: declared once, for the check, its message, `--help`, docs."""
+"""What a run that goes on may change of its own config: declared once, for the check, its message,
+`--help`, docs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ def check_resumed(overrides: Sequence[str]) -> None:
         section, dot, _ = key.partition(".")
         if key in _FIXED or not (key in _KEYS or (dot and section in _SECTIONS)):
             raise IsobitError(
-                f"override {override!r}: a resumed run repeats its own config; only these may change: {RESUMABLE}"
+                f"override {override!r}: a resumed run repeats its own config; only these may "
+                f"change: {RESUMABLE}"
             )
 
 

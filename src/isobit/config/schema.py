@@ -1,7 +1,7 @@
 """Whole configurations: a training run, a comparison, supervised training.
 
-Contradictions between values are refused here too. Left out: where the values come from (`load.py`), and whether
-files exist and models fit, which is checked where they are opened.
+Contradictions between values are refused here too. Left out: where the values come from
+(`load.py`), and whether files exist and models fit, which is checked where they are opened.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,10 @@ class Config:
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
     steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
     rollouts_ahead: Annotated[
-        int, at_least(0), at_most(64), "batches that are sampled before the learner needs them; 0: sample, then learn"
+        int,
+        at_least(0),
+        at_most(64),
+        "batches that are sampled before the learner needs them; 0: sample, then learn",
     ] = 0
     prompts_per_step: Annotated[
         int, at_least(1), "prompts of one step; each gets `sampling.group_size` completions"
@@ -76,43 +79,58 @@ class Config:
     ranks: Annotated[
         int,
         at_least(1),
-        "processes that train together on this machine, each with a GPU or some of the CPU's cores. "
+        "processes that train together on this machine, each with a GPU or some of the CPU's "
+        "cores. "
         "The bits do not depend on it. A launcher's number, such as torchrun's, takes precedence",
     ] = 1
-    seed: Annotated[int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"] = 0
+    seed: Annotated[
+        int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"
+    ] = 0
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter switched off."""
+        """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
+        switched off."""
         return self.adapter is not None and self.reference.precision in (None, self.precision)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the working weights that sample beside the learner are kept on the CPU while it learns, since it
-        moves its own."""
+        """Whether the working weights that sample beside the learner are kept on the CPU while it
+        learns, since it moves its own."""
         several = self.algorithm.updates_per_batch * self.algorithm.epochs > 1
-        return bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead) and several
+        return (
+            bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead)
+            and several
+        )
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
-            raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
+            raise IsobitError(
+                "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
+            )
         _check_adapter(self.adapter, self.optimizer)
         if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
-                "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+                "penalty: it has its own "
+                "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, "
+                "repetition_penalty: 1"
             )
         if sampling.group_size < 2:
-            raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
+            raise IsobitError(
+                "sampling.group_size must be at least 2: an advantage is relative to the group"
+            )
         _check_kl(algorithm)
         if algorithm.dual_clip is not None and algorithm.loss in ("cispo", "reinforce"):
             raise IsobitError(
-                f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such clip: leave one of them out"
+                f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
+                "clip: leave one of them out"
             )
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
-                "algorithm.correction: an empty correction: give a weight, a rejection or a veto, or write "
+                "algorithm.correction: an empty correction: give a weight, a rejection or a "
+                "veto, or write "
                 "correction: none"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
@@ -121,16 +139,23 @@ class Config:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
-                "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "
+                "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the "
+                "first one scores beside "
                 "the learner: set fleet.engines: 0, ranks: 1, or kl_in_reward: false"
             )
         if self.run.check_gradients_every and self.consistency == "fast":
-            raise IsobitError("run.check_gradients_every needs consistency: bitwise or exact; fast may not repeat")
+            raise IsobitError(
+                "run.check_gradients_every needs consistency: bitwise or exact; fast may not repeat"
+            )
         if self.rollouts_ahead > self.replay.max_staleness:
             raise IsobitError(
-                f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"
+                f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness "
+                f"{self.replay.max_staleness}"
             )
-        if algorithm.recompute_old_logprobs == "never" and algorithm.correction not in ("auto", "none"):
+        if algorithm.recompute_old_logprobs == "never" and algorithm.correction not in (
+            "auto",
+            "none",
+        ):
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
@@ -141,7 +166,8 @@ def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) 
     """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
     if adapter is not None and optimizer.name == "muon":
         raise IsobitError(
-            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of each; set "
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors "
+            "of each; set "
             "optimizer.name: adamw, or leave the adapter out"
         )
 
@@ -157,7 +183,8 @@ def _check_kl(algorithm: Objective) -> None:
         )
     if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
         raise IsobitError(
-            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a reward has not: "
+            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
+            "reward has not: "
             "take k1, k2 or k3, or leave kl_in_reward out"
         )
 
@@ -171,7 +198,9 @@ class CompareConfig:
     presets: Annotated[tuple[str, ...], "precision flows, such as fp8 or fp8[wgrad=bf16]"]
     seeds: Annotated[int, at_least(1), "runs per preset"] = 1
     first_seed: Annotated[int, at_least(0), "seeds are this one and the next"] = 0
-    out: Annotated[str, "a directory for all runs, comparison.html and comparison.json"] = "runs/compare"
+    out: Annotated[str, "a directory for all runs, comparison.html and comparison.json"] = (
+        "runs/compare"
+    )
 
     def __post_init__(self) -> None:
         if not self.presets:
@@ -194,7 +223,9 @@ class ArchitectureConfig:
     tie_embeddings: bool = True
     max_positions: Annotated[int, at_least(1)] = 512
     rope_theta: Annotated[float, above(0)] = 10000.0
-    vocabulary: Annotated[str | None, "the tokenizer's characters; default: the task's alphabet"] = None
+    vocabulary: Annotated[
+        str | None, "the tokenizer's characters; default: the task's alphabet"
+    ] = None
 
     def __post_init__(self) -> None:
         from isobit.model.families import FAMILIES as tables  # here, so that --help needs no torch
@@ -202,17 +233,22 @@ class ArchitectureConfig:
         mixture = tables[self.family].mixtures is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(
-                f"{self.family} needs num_experts" if mixture else f"num_experts: {self.family} is dense; use qwen3_moe"
+                f"{self.family} needs num_experts"
+                if mixture
+                else f"num_experts: {self.family} is dense; use qwen3_moe"
             )
         if self.num_experts is not None and (self.experts_per_token or 2) > self.num_experts:
-            raise IsobitError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+            raise IsobitError(
+                f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}"
+            )
         if not mixture and self.experts_per_token is not None:
             raise IsobitError(f"experts_per_token: {self.family} is dense; use qwen3_moe")
 
 
 @dataclass(frozen=True)
 class SftModelConfig:
-    """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is `model.path`."""
+    """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is
+    `model.path`."""
 
     path: str | None = None
     init: ArchitectureConfig | None = None
@@ -220,12 +256,15 @@ class SftModelConfig:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.init is None):
-            raise IsobitError("give exactly one of path (a Hugging Face directory) and init (an architecture)")
+            raise IsobitError(
+                "give exactly one of path (a Hugging Face directory) and init (an architecture)"
+            )
 
 
 @dataclass(frozen=True)
 class SftConfig:
-    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or `messages`."""
+    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or
+    `messages`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -237,11 +276,15 @@ class SftConfig:
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
-    max_new_tokens: Annotated[int, at_least(1), "length limit of completions in the evaluation"] = 64
+    max_new_tokens: Annotated[int, at_least(1), "length limit of completions in the evaluation"] = (
+        64
+    )
     out: Annotated[str, "where the model is written; must not exist yet, or be empty"] = "runs/sft"
     seed: Annotated[int, at_least(0), below(2**63)] = 0
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.model.path is None:
-            raise IsobitError("adapter: random weights (model.init) are no model to adapt; give model.path")
+            raise IsobitError(
+                "adapter: random weights (model.init) are no model to adapt; give model.path"
+            )
         _check_adapter(self.adapter, self.optimizer)

@@ -1,7 +1,8 @@
-"""The sections of a configuration: each key once, with its type, its range, its default and what it means.
+"""The sections of a configuration: each key once, with its type, its range, its default and what it
+means.
 
-Left out: sections that are declared where they are used (`schema.py` names them all), and what contradicts across
-sections (`schema.py` too).
+Left out: sections that are declared where they are used (`schema.py` names them all), and what
+contradicts across sections (`schema.py` too).
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 
 PrecisionValue = (
-    Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Example("{preset: fp8, wgrad: bf16}")]
+    Annotated[str, Suggested(PRECISIONS)]
+    | Annotated[dict[str, Any], Example("{preset: fp8, wgrad: bf16}")]
 )
-PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
+PRECISION = (
+    f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also "
+    "written fp8[wgrad=bf16]"
+)
 CONSISTENCY = (
     "how sums are computed. bitwise: a token has the same bits in every batch. On a CPU it takes "
     "the faster of two orders of sums; bitwise-tdp32 and bitwise-vdp32 name one, and every CPU can "
@@ -30,9 +35,12 @@ ON_MISMATCH = (
     "one flow under bitwise or exact. stop: it ends before it learns from the batch. warn: it "
     "learns and prints a warning. correct: it weighs the batch by token TIS"
 )
-CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
+CHAT_TEMPLATE = (
+    "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
+)
 BACKEND = (
-    "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the wheel or compiled on "
+    "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
+    "wheel or compiled on "
     "first use. reference: PyTorch, slow. auto: triton where it passes a check on this GPU, else "
     "native"
 )
@@ -42,31 +50,44 @@ BACKEND = (
 class ModelSource:
     """Where the initial weights come from: `path`, or `sft`. `model: DIR` is `model.path`."""
 
-    path: Annotated[str | None, "a Hugging Face directory (config.json, safetensors, tokenizer.json)"] = None
-    sft: Annotated[str | None, "a config of `isobit sft`; its model is trained once and cached"] = None
+    path: Annotated[
+        str | None, "a Hugging Face directory (config.json, safetensors, tokenizer.json)"
+    ] = None
+    sft: Annotated[str | None, "a config of `isobit sft`; its model is trained once and cached"] = (
+        None
+    )
     chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.sft is None):
-            raise IsobitError("give exactly one of path (a Hugging Face directory) and sft (a config of `isobit sft`)")
+            raise IsobitError(
+                "give exactly one of path (a Hugging Face directory) and sft (a config of "
+                "`isobit sft`)"
+            )
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA: only factors of low rank beside the model's matrices are trained. Rollout and learner keep them
-    unmerged; the model itself is frozen, and quantized once."""
+    """LoRA: only factors of low rank beside the model's matrices are trained. Rollout and learner
+    keep them unmerged; the model itself is frozen, and quantized once."""
 
-    rank: Annotated[int, at_least(1), "rank of the factors A [rank, inputs] and B [outputs, rank]"] = 32
+    rank: Annotated[
+        int, at_least(1), "rank of the factors A [rank, inputs] and B [outputs, rank]"
+    ] = 32
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
         "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",
     ] = (ALL_LINEAR,)
-    init: Annotated[str | None, "a PEFT folder to start from; default: A is random by the seed, B is zero"] = None
+    init: Annotated[
+        str | None, "a PEFT folder to start from; default: A is random by the seed, B is zero"
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
-            raise IsobitError(f"targets: give {ALL_LINEAR} alone, or some of {', '.join(PROJECTIONS)}")
+            raise IsobitError(
+                f"targets: give {ALL_LINEAR} alone, or some of {', '.join(PROJECTIONS)}"
+            )
         if len(set(self.targets)) < len(self.targets):
             raise IsobitError("targets: one of them is there twice")
 
@@ -83,17 +104,26 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models.
-    `rewards: FUNCTION` is `rewards.functions`."""
+    """How rewards are computed: functions in worker processes, with a deadline for each call, and
+    reward models. `rewards: FUNCTION` is `rewards.functions`."""
 
-    functions: Annotated[tuple[Annotated[RewardSpec, text_as("function")], ...], "default: the task's own reward"] = ()
-    models: Annotated[
-        tuple[Annotated[RewardModelConfig, text_as("path")], ...], "reward models, added to the functions by weight"
+    functions: Annotated[
+        tuple[Annotated[RewardSpec, text_as("function")], ...], "default: the task's own reward"
     ] = ()
-    deadline_s: Annotated[float, above(0), "seconds for one call; a worker that takes longer is killed"] = 30.0
-    num_workers: Annotated[int, at_least(1), at_most(64), "worker processes; each loads all functions"] = 1
+    models: Annotated[
+        tuple[Annotated[RewardModelConfig, text_as("path")], ...],
+        "reward models, added to the functions by weight",
+    ] = ()
+    deadline_s: Annotated[
+        float, above(0), "seconds for one call; a worker that takes longer is killed"
+    ] = 30.0
+    num_workers: Annotated[
+        int, at_least(1), at_most(64), "worker processes; each loads all functions"
+    ] = 1
     on_error: Annotated[Literal["stop", "skip"], "what to do when a reward function fails"] = "stop"
-    environment: Annotated[tuple[str, ...], "environment variables passed on, besides PATH and the like"] = ()
+    environment: Annotated[
+        tuple[str, ...], "environment variables passed on, besides PATH and the like"
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +132,9 @@ class SamplingConfig(Sampling):
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 8
     temperature: Annotated[
-        float, at_least(LOWEST_TEMPERATURE), "how varied completions are; never 0, or all would be equal"
+        float,
+        at_least(LOWEST_TEMPERATURE),
+        "how varied completions are; never 0, or all would be equal",
     ] = 1.0
 
 
@@ -112,27 +144,32 @@ class EngineConfig(EngineSize):
 
     sleep: Annotated[
         Literal["auto", "always", "never"],
-        "whether the KV cache gives its memory back while the learner works; auto: on a GPU, unless "
+        "whether the KV cache gives its memory back while the learner works; auto: on a GPU, "
+        "unless "
         "cuda_graphs are on, which would have to be captured again",
     ] = "auto"
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen model of the KL penalty: the initial weights, with their own precision; with an adapter the model
-    without it."""
+    """The frozen model of the KL penalty: the initial weights, with their own precision; with an
+    adapter the model without it."""
 
-    precision: Annotated[PrecisionValue | None, "precision of the reference; default: the policy's"] = None
+    precision: Annotated[
+        PrecisionValue | None, "precision of the reference; default: the policy's"
+    ] = None
 
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """Which samples the mismatch of rollout and learner is measured on, besides those that are learned anyway."""
+    """Which samples the mismatch of rollout and learner is measured on, besides those that are
+    learned anyway."""
 
     samples_of_idle_groups: Annotated[
         int,
         at_least(0),
-        "samples without an advantage teach nothing, and the learner skips them. So many of them it "
+        "samples without an advantage teach nothing, and the learner skips them. So many of "
+        "them it "
         "compares with the rollout in each step all the same",
     ] = 4
     share_ahead: Annotated[
@@ -151,34 +188,49 @@ class SftEvaluationConfig:
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
     every: Annotated[int, at_least(0), "steps between evaluations; 0: only after the last step"] = 0
     stop_at: Annotated[
-        float | None, above(0), at_most(1), "training ends as soon as an evaluation reaches this accuracy"
+        float | None,
+        above(0),
+        at_most(1),
+        "training ends as soon as an evaluation reaches this accuracy",
     ] = None
 
     def __post_init__(self) -> None:
         if self.stop_at is not None and not self.every:
-            raise IsobitError("evaluation.stop_at is looked at every evaluation.every steps; set that too")
+            raise IsobitError(
+                "evaluation.stop_at is looked at every evaluation.every steps; set that too"
+            )
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out evaluation during training: greedy accuracy, pass@k and majority@k of samples, the best model kept."""
+    """Held-out evaluation during training: greedy accuracy, pass@k and majority@k of samples, the
+    best model kept."""
 
     every: Annotated[
         int,
         at_least(0),
-        "steps between evaluations; there is also one before the first step and one after the last; 0: none",
+        "steps between evaluations; there is also one before the first step and one after the "
+        "last; 0: none",
     ] = 0
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
-    num_samples: Annotated[int, at_least(0), at_most(1000), "samples per prompt, for pass_at; 0: greedy only"] = 0
-    pass_at: Annotated[tuple[int, ...], "values of k for pass@k and majority@k; default: 1 and num_samples"] = ()
+    num_samples: Annotated[
+        int, at_least(0), at_most(1000), "samples per prompt, for pass_at; 0: greedy only"
+    ] = 0
+    pass_at: Annotated[
+        tuple[int, ...], "values of k for pass@k and majority@k; default: 1 and num_samples"
+    ] = ()
     temperature: Annotated[
         float | None, at_least(LOWEST_TEMPERATURE), "for the samples; default: sampling.temperature"
     ] = None
-    tag: Annotated[str | None, "a column of the data; accuracy is also reported for each of its values"] = None
+    tag: Annotated[
+        str | None, "a column of the data; accuracy is also reported for each of its values"
+    ] = None
     answer_pattern: Annotated[
         str | None, "regular expression that finds the answer, for majority@k; default: the task's"
     ] = None
-    keep_best: Annotated[bool, "keep the best model in best/ in the run directory; weights only"] = True
+    keep_best: Annotated[
+        bool, "keep the best model in best/ in the run directory; weights only"
+    ] = True
     best_by: Annotated[
         str,
         "metric that chooses the best model; larger is better. auto: accuracy/held_out, and "
@@ -190,7 +242,9 @@ class EvaluationConfig:
             raise IsobitError("pass_at needs samples: set num_samples, such as 8")
         for k in self.pass_at:
             if not 1 <= k <= self.num_samples:
-                raise IsobitError(f"pass_at: {k} is not from 1 to num_samples, which is {self.num_samples}")
+                raise IsobitError(
+                    f"pass_at: {k} is not from 1 to num_samples, which is {self.num_samples}"
+                )
 
 
 @dataclass(frozen=True)
@@ -199,7 +253,9 @@ class RunConfig:
 
     dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/train"
     checkpoint_every: Annotated[
-        int, at_least(0), "steps between checkpoints; the last step is always saved; 0: only the last"
+        int,
+        at_least(0),
+        "steps between checkpoints; the last step is always saved; 0: only the last",
     ] = 20
     keep_last: Annotated[int, at_least(1), "checkpoints kept; older ones are removed"] = 2
     quantization_every: Annotated[
@@ -210,29 +266,38 @@ class RunConfig:
     ] = 10
     completions: Annotated[
         Literal["all", "sample", "none"],
-        "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning can be "
-        "repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of the others",
+        "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning "
+        "can be "
+        "repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of the "
+        "others",
     ] = "all"
     check_memory: Annotated[
         bool,
-        "checksums of the masters, the optimizer's moments and the working weights. If a bit changes in "
+        "checksums of the masters, the optimizer's moments and the working weights. If a bit "
+        "changes in "
         "memory, the run ends before anything is learned with it or saved",
     ] = True
     check_gradients_every: Annotated[
         int,
         at_least(0),
-        "steps between checks of the backward: the first micro-batch is differentiated twice, and the "
+        "steps between checks of the backward: the first micro-batch is differentiated twice, "
+        "and the "
         "run ends if the bits of a gradient differ; 0: none",
     ] = 0
     rank_timeout_s: Annotated[
-        float, above(0), "seconds that a rank waits for the others; give more than the longest rollout takes"
+        float,
+        above(0),
+        "seconds that a rank waits for the others; give more than the longest rollout takes",
     ] = 1800.0
     on_change: Annotated[
         Literal["stop", "warn"],
-        "what a resume does if the data, rewards, templates or models have changed since the run began",
+        "what a resume does if the data, rewards, templates or models have changed since the "
+        "run began",
     ] = "stop"
     report: Annotated[bool, "write report.html at the end of the run"] = True
 
     def __post_init__(self) -> None:
         if not self.dir or printable(self.dir) != self.dir or set("\n\t") & set(self.dir):
-            raise OptionError(("dir",), f"expected a path without control characters, got {self.dir!r:.80}")
+            raise OptionError(
+                ("dir",), f"expected a path without control characters, got {self.dir!r:.80}"
+            )

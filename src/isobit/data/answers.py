@@ -1,7 +1,8 @@
 """What an answer is, wherever a row of data has one: text, or the messages of an assistant.
 
-It is read here alone, so that null, a list of texts or a tool call is nowhere taken for the text that Python writes of
-it. Left out: numbers, which are no completion; `gold_text` takes them for a right answer, which is compared.
+It is read here alone, so that null, a list of texts or a tool call is nowhere taken for the text
+that Python writes of it. Left out: numbers, which are no completion; `gold_text` takes them for a
+right answer, which is compared.
 """
 
 import math
@@ -24,13 +25,15 @@ class NoAnswer(ValueError):
 
 
 def content_text(content: Any) -> str | None:
-    """The text of a message's content: text, or parts that are text, such as [{"type": "text", "text": ...}]; None
-    where it is something else."""
+    """The text of a message's content: text, or parts that are text, such as [{"type": "text",
+    "text": ...}]; None where it is something else."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content if isinstance(content, list | tuple) else ():
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        )
         if not isinstance(text, str):
             return None
         texts.append(text)
@@ -38,8 +41,8 @@ def content_text(content: Any) -> str | None:
 
 
 def answer_messages(value: Any) -> list[dict[str, Any]]:
-    """An answer as messages of the assistant, whose contents are text. Keys that are null, with which Parquet fills up,
-    are left out. Raises NoAnswer."""
+    """An answer as messages of the assistant, whose contents are text. Keys that are null, with
+    which Parquet fills up, are left out. Raises NoAnswer."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     if not isinstance(value, list | tuple):
@@ -65,7 +68,11 @@ def _answer_message(message: Any) -> dict[str, Any]:
 
 def answer_text(value: Any) -> str:
     """The text of an answer, as reward functions and evaluations take it. Raises NoAnswer."""
-    return value if isinstance(value, str) else "".join(message["content"] for message in answer_messages(value))
+    return (
+        value
+        if isinstance(value, str)
+        else "".join(message["content"] for message in answer_messages(value))
+    )
 
 
 def gold_text(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""Rows of Arrow tables: Parquet files, and the directories that `datasets` saves, as plain JSON values.
+"""Rows of Arrow tables: Parquet files, and the directories that `datasets` saves, as plain JSON
+values.
 
-A row comes with its place, `file: row N`, counted from 1. Times become ISO 8601 text, durations seconds, decimals text
-with all their digits, maps objects; bytes become text where they are UTF-8. Parquet needs pyarrow alone. Left out:
-images and audio, and tables that do not fit in memory.
+A row comes with its place, `file: row N`, counted from 1. Times become ISO 8601 text, durations
+seconds, decimals text with all their digits, maps objects; bytes become text where they are UTF-8.
+Parquet needs pyarrow alone. Left out: images and audio, and tables that do not fit in memory.
 """
 
 import datetime
@@ -16,16 +17,23 @@ from isobit.data.text_rows import Row, check_distinct, kind
 from isobit.errors import IsobitError, brief
 
 _BATCH_ROWS = 1024
-_NO_VALUE = (ValueError, OverflowError, KeyError)  # text that is not UTF-8, a year 20000, a map with a key twice
+_NO_VALUE = (
+    ValueError,
+    OverflowError,
+    KeyError,
+)  # text that is not UTF-8, a year 20000, a map with a key twice
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:
-    """The rows of one Parquet file. Raises IsobitError without pyarrow, and for a file that is not whole."""
+    """The rows of one Parquet file. Raises IsobitError without pyarrow, and for a file that is not
+    whole."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise IsobitError(f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"') from None
+        raise IsobitError(
+            f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"'
+        ) from None
     try:
         check_readable(path)
         with path.open("rb") as stream:
@@ -36,19 +44,22 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def saved_dataset_rows(path: Path) -> Iterator[Row]:
-    """The rows of one split that `Dataset.save_to_disk` wrote. Raises IsobitError without `datasets`, and for a
-    directory that is not whole."""
+    """The rows of one split that `Dataset.save_to_disk` wrote. Raises IsobitError without
+    `datasets`, and for a directory that is not whole."""
     try:
         import datasets
         import pyarrow
     except ImportError:
         raise IsobitError(
-            f'{path}: a directory of save_to_disk needs datasets; install it with: pip install "isobit[data]"'
+            f"{path}: a directory of save_to_disk needs datasets; install it with: pip install "
+            '"isobit[data]"'
         ) from None
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")[:]
     except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-        raise IsobitError(f"{path}: not a whole dataset of save_to_disk: {_first_line(error)}") from None
+        raise IsobitError(
+            f"{path}: not a whole dataset of save_to_disk: {_first_line(error)}"
+        ) from None
     yield from _table_rows(path, table)
 
 
@@ -70,8 +81,8 @@ def _table_rows(path: Path, table: Any) -> Iterator[Row]:
 
 
 def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
-    """The rows as Python values. Raises IsobitError with the first row that has none, such as text that is not
-    UTF-8."""
+    """The rows as Python values. Raises IsobitError with the first row that has none, such as text
+    that is not UTF-8."""
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
     except _NO_VALUE:
@@ -79,7 +90,11 @@ def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
             try:
                 batch.slice(i, 1).to_pylist(maps_as_pydicts="strict")
             except _NO_VALUE as error:
-                reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _first_line(error)
+                reason = (
+                    "not UTF-8 text"
+                    if isinstance(error, UnicodeDecodeError)
+                    else _first_line(error)
+                )
                 raise IsobitError(f"{path}: row {before + i + 1}: {reason}") from None
         raise
 
@@ -106,7 +121,8 @@ def plain(value: Any, where: str, name: str) -> Any:
         except UnicodeDecodeError:
             pass
     raise IsobitError(
-        f"{where}: column {brief(name)!r} holds {type(value).__name__}, which is not text, numbers or lists"
+        f"{where}: column {brief(name)!r} holds {type(value).__name__}, which is not text, "
+        "numbers or lists"
     )
 
 
@@ -116,7 +132,9 @@ def _key(key: Any, where: str, name: str) -> str:
         return key
     if isinstance(key, int) and not isinstance(key, bool):
         return f"{key:d}"
-    raise IsobitError(f"{where}: column {brief(name)!r} has an object with {kind(key)} as a key; expected text")
+    raise IsobitError(
+        f"{where}: column {brief(name)!r} has an object with {kind(key)} as a key; expected text"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,10 +1,11 @@
 """Examples, how a row becomes one, and the order in which training sees them.
 
-A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example
-`order(cursor // len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length) only:
-there is no state to save, so a run that resumes at a cursor sees what it would have seen. Permutations sort the raw
-Philox4x64 words of numpy, whose stream is fixed by its specification, rather than use a `Generator` method, whose
-stream numpy may change. Left out: reading files (`readers.py`), and data that do not fit in memory.
+A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example `order(cursor //
+len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length)
+only: there is no state to save, so a run that resumes at a cursor sees what it would have seen.
+Permutations sort the raw Philox4x64 words of numpy, whose stream is fixed by its specification,
+rather than use a `Generator` method, whose stream numpy may change. Left out: reading files
+(`readers.py`), and data that do not fit in memory.
 """
 
 import json
@@ -23,14 +24,24 @@ Message = dict[str, Any]
 Prompt = str | list[Message]
 
 # Names that a reward function receives from isobit itself; a data column may not have such a name.
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-SPLIT_STREAM = 2**64 - 1  # the Philox key's second word for splits; epochs count up from 0 and never get there
+RESERVED_COLUMNS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+SPLIT_STREAM = (
+    2**64 - 1
+)  # the Philox key's second word for splits; epochs count up from 0 and never get there
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the row in messages.
-    `answer`: the assistant's message that ended `messages`, where it says more than its text, such as thoughts."""
+    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the
+    row in messages. `answer`: the assistant's message that ended `messages`, where it says more
+    than its text, such as thoughts."""
 
     index: int
     prompt: Prompt
@@ -46,7 +57,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source, and a seeded endless order over them. What is held out may be empty."""
+    """Examples in the order of their source, and a seeded endless order over them. What is held out
+    may be empty."""
 
     examples: Sequence[Example]
     seed: int = 0
@@ -60,7 +72,8 @@ class Dataset:
         return permutation(len(self), self.seed, epoch) if self.shuffle else tuple(range(len(self)))
 
     def at(self, cursor: int) -> Example:
-        """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there are none."""
+        """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there
+        are none."""
         if not len(self):
             raise IsobitError("the training data has no examples")
         epoch, position = divmod(cursor, len(self))
@@ -69,8 +82,10 @@ class Dataset:
 
 @lru_cache(maxsize=8)  # the stream asks for the same epoch once per prompt
 def permutation(size: int, seed: int, stream: int) -> tuple[int, ...]:
-    """A permutation of 0..size-1 that depends on the arguments only: the stable argsort of Philox words."""
-    import numpy as np  # here: a reward worker never shuffles, and starts in a third of the time without numpy
+    """A permutation of 0..size-1 that depends on the arguments only: the stable argsort of Philox
+    words."""
+    # here: a reward worker never shuffles, and starts in a third of the time without numpy
+    import numpy as np
 
     return tuple(np.argsort(random_words(seed, stream, size), kind="stable").tolist())
 
@@ -82,10 +97,14 @@ def random_words(seed: int, stream: int, count: int) -> Any:
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
 
 
-def split(examples: Sequence[Example], size: int, seed: int, label: str) -> tuple[list[Example], list[Example]]:
-    """(train, held out): `size` rows with distinct prompts held out, in file order; disjoint by prompt.
+def split(
+    examples: Sequence[Example], size: int, seed: int, label: str
+) -> tuple[list[Example], list[Example]]:
+    """(train, held out): `size` rows with distinct prompts held out, in file order; disjoint by
+    prompt.
 
-    Rows that repeat a held-out prompt are left out of training too. Raises IsobitError where nothing would remain.
+    Rows that repeat a held-out prompt are left out of training too. Raises IsobitError where
+    nothing would remain.
     """
     chosen: dict[str, Example] = {}
     for i in permutation(len(examples), seed, SPLIT_STREAM):
@@ -95,7 +114,8 @@ def split(examples: Sequence[Example], size: int, seed: int, label: str) -> tupl
     train = [example for example in examples if json.dumps(example.prompt) not in chosen]
     if len(chosen) < size or not train:
         raise IsobitError(
-            f"{label}: cannot hold out {size} prompts and keep some to train on: there are {len(examples)} rows; "
+            f"{label}: cannot hold out {size} prompts and keep some to train on: there are "
+            f"{len(examples)} rows; "
             "lower task.held_out_size or give task.held_out_path"
         )
     return train, sorted(chosen.values(), key=lambda example: example.index)
@@ -103,8 +123,9 @@ def split(examples: Sequence[Example], size: int, seed: int, label: str) -> tupl
 
 @dataclass(frozen=True)
 class Shaping:
-    """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and system as in
-    `TaskSettings`; `text_template` stands in for `template` where that is None and the prompt is text."""
+    """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and
+    system as in `TaskSettings`; `text_template` stands in for `template` where that is None and the
+    prompt is text."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
@@ -114,16 +135,18 @@ class Shaping:
 
 
 def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]:
-    """Examples of a file or directory: the same columns in each row, and prompts that are text in all or chat in all.
+    """Examples of a file or directory: the same columns in each row, and prompts that are text in
+    all or chat in all.
 
-    The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which Parquet fills up, are
-    dropped, and a content in parts, [{"type": "text", "text": ...}], becomes their text. Without a column `prompt`,
-    `messages` is the prompt: a chat whose last message, where the assistant wrote it, is the gold answer, and its text
-    becomes the column `completion`.
+    The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which
+    Parquet fills up, are dropped, and a content in parts, [{"type": "text", "text": ...}], becomes
+    their text. Without a column `prompt`, `messages` is the prompt: a chat whose last message,
+    where the assistant wrote it, is the gold answer, and its text becomes the column `completion`.
 
-    Every other column is passed through. A column that `columns` gives another name has both, unless its own is
-    reserved. `answer` is verl's `reward_model.ground_truth` where there is one, unless `columns` names another: a file
-    that `datasets` mapped keeps its old `answer` beside it. Raises IsobitError with the place.
+    Every other column is passed through. A column that `columns` gives another name has both,
+    unless its own is reserved. `answer` is verl's `reward_model.ground_truth` where there is one,
+    unless `columns` names another: a file that `datasets` mapped keeps its old `answer` beside it.
+    Raises IsobitError with the place.
     """
     examples: list[Example] = []
     first: tuple[str, dict[str, Any], str] | None = None
@@ -132,7 +155,9 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
         if first is None:
             first = (where, row, _check_columns(where, row, shaping.columns))
         elif row.keys() != first[1].keys():
-            raise IsobitError(f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}")
+            raise IsobitError(
+                f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}"
+            )
         role = first[2]
         name = shaping.columns.get(role, role)
         prompt, answer = row[name], None
@@ -147,19 +172,26 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
         if answer is not None and "completion" not in columns:
             columns["completion"] = answer["content"]
             more = answer if answer.keys() - {"role", "content"} else None
-        examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where, more))
+        examples.append(
+            Example(len(examples), dress_prompt(where, prompt, shaping), columns, where, more)
+        )
     if not examples:
         raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples
 
 
 def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
-    """The prompt inside its template, as a chat where asked, after the system's message where there is one."""
+    """The prompt inside its template, as a chat where asked, after the system's message where there
+    is one."""
     if isinstance(prompt, list):
         if shaping.template is not None:
-            raise IsobitError(f"{where}: the prompt is a chat already: no task.prompt_template for it")
+            raise IsobitError(
+                f"{where}: the prompt is a chat already: no task.prompt_template for it"
+            )
         if shaping.system is not None and prompt[0]["role"] == "system":
-            raise IsobitError(f"{where}: the chat has a system message of its own: no task.system for it")
+            raise IsobitError(
+                f"{where}: the chat has a system message of its own: no task.system for it"
+            )
     else:
         template = shaping.text_template if shaping.template is None else shaping.template
         if template is not None:
@@ -167,26 +199,36 @@ def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
         if shaping.chat:
             prompt = [{"role": "user", "content": prompt}]
         elif shaping.system is not None:
-            raise IsobitError(f"{where}: task.system needs a chat, and the prompt is text; set task.chat: true")
+            raise IsobitError(
+                f"{where}: task.system needs a chat, and the prompt is text; set task.chat: true"
+            )
         else:
             return prompt
-    return prompt if shaping.system is None else [{"role": "system", "content": shaping.system}, *prompt]
+    return (
+        prompt
+        if shaping.system is None
+        else [{"role": "system", "content": shaping.system}, *prompt]
+    )
 
 
 def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) -> None:
     """Raise IsobitError unless the template is None or has one of the fields in it."""
     wanted = [f"{{{field}}}" for field in fields]
     if template is not None and not any(field in template for field in wanted):
-        raise IsobitError(f"task.prompt_template {brief(template)!r} must have {' or '.join(wanted)} in it")
+        raise IsobitError(
+            f"task.prompt_template {brief(template)!r} must have {' or '.join(wanted)} in it"
+        )
 
 
 def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
-    """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column that is not there
-    or is ambiguous."""
+    """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column
+    that is not there or is ambiguous."""
     for role, column in columns.items():
         if column not in row:
             hint = did_you_mean(column, list(row))
-            raise IsobitError(f"{where}: no column {brief(column)!r} (task.columns.{brief(role)}); {hint}")
+            raise IsobitError(
+                f"{where}: no column {brief(column)!r} (task.columns.{brief(role)}); {hint}"
+            )
     for column in row:
         if column in RESERVED_COLUMNS and column not in columns.values():
             raise IsobitError(
@@ -198,13 +240,19 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
             if role in names:
                 return role
     hint = did_you_mean("prompt", list(row))
-    raise IsobitError(f"{where}: no column 'prompt' and none named with task.columns: {{prompt: ...}}; {hint}")
+    raise IsobitError(
+        f"{where}: no column 'prompt' and none named with task.columns: {{prompt: ...}}; {hint}"
+    )
 
 
 def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:
     missing = [repr(brief(column)) for column in first if column not in row]
     more = [repr(brief(column)) for column in row if column not in first]
-    parts = [f"{word} {listed(columns)}" for word, columns in (("lacks", missing), ("adds", more)) if columns]
+    parts = [
+        f"{word} {listed(columns)}"
+        for word, columns in (("lacks", missing), ("adds", more))
+        if columns
+    ]
     return "; ".join(parts)
 
 
@@ -214,29 +262,41 @@ def _prompt(where: str, column: str, value: Any) -> Prompt:
             raise IsobitError(f"{where}: {brief(column)!r} is empty")
         return value
     if not isinstance(value, list):
-        raise IsobitError(f"{where}: {brief(column)!r} must be text or a list of chat messages, got {kind(value)}")
+        raise IsobitError(
+            f"{where}: {brief(column)!r} must be text or a list of chat messages, got {kind(value)}"
+        )
     if not value:
         raise IsobitError(f"{where}: {brief(column)!r} is an empty list of messages")
     messages = []
     for i, message in enumerate(value):
         text = content_text(message.get("content")) if isinstance(message, dict) else None
         if text is None or not isinstance(message.get("role"), str):
-            raise IsobitError(f'{where}: message {i} of {brief(column)!r} must be {{"role": text, "content": text}}')
-        messages.append({key: part for key, part in message.items() if part is not None} | {"content": text})
+            raise IsobitError(
+                f'{where}: message {i} of {brief(column)!r} must be {{"role": text, "content": '
+                "text}"
+            )
+        messages.append(
+            {key: part for key, part in message.items() if part is not None} | {"content": text}
+        )
     return messages
 
 
 def _without_answer(where: str, column: str, messages: Any) -> tuple[Any, Message | None]:
-    """(the chat up to the answer, the answer): the last message where the assistant wrote it, else None."""
+    """(the chat up to the answer, the answer): the last message where the assistant wrote it, else
+    None."""
     if isinstance(messages, str):
         raise IsobitError(
-            f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the prompt column?"
+            f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the "
+            "prompt column?"
         )
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return messages, None
     if len(messages) == 1:
-        raise IsobitError(f"{where}: {brief(column)!r} has the assistant's message only, and nothing that it answers")
+        raise IsobitError(
+            f"{where}: {brief(column)!r} has the assistant's message only, and nothing that it "
+            "answers"
+        )
     try:
         return messages[:-1], answer_messages([last])[0]
     except NoAnswer as error:
@@ -250,7 +310,8 @@ def _mixed(kinds: set[tuple[bool, bool]]) -> str:
 
 
 def _columns(row: dict[str, Any], prompt: str | None, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """What reward functions get of a row whose prompt is in the column `prompt` (None: in `messages`)."""
+    """What reward functions get of a row whose prompt is in the column `prompt` (None: in
+    `messages`)."""
     hidden = {*RESERVED_COLUMNS, *(("prompt",) if prompt == "prompt" else ())}
     columns = {name: value for name, value in row.items() if name not in hidden}
     columns |= {new: row[old] for new, old in renamed.items() if new != "prompt"}

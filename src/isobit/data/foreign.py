@@ -1,9 +1,11 @@
-"""Files that others wrote, read within limits: what cannot be read is one line, and nothing waits or grows without end.
+"""Files that others wrote, read within limits: what cannot be read is one line, and nothing waits
+or grows without end.
 
-A file must be a regular one (links are followed): a pipe or a device could block. A link whose target is gone, and the
-pointer that Git LFS or git-annex leave in the place of a file, are told as what they are. JSON has at most `MOST_DEPTH`
-levels and `MOST_DIGITS` digits in a whole number, so that what walks or prints the values later cannot fail on them;
-NaN and infinity are read, and refused where a number is used. Left out: how long a file may be, which the caller says.
+A file must be a regular one (links are followed): a pipe or a device could block. A link whose
+target is gone, and the pointer that Git LFS or git-annex leave in the place of a file, are told as
+what they are. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
+that what walks or prints the values later cannot fail on them; NaN and infinity are read, and
+refused where a number is used. Left out: how long a file may be, which the caller says.
 """
 
 import json
@@ -18,7 +20,8 @@ from isobit.errors import IsobitError, brief
 MOST_DEPTH = 100
 MOST_DIGITS = 300  # the largest such number is still a float
 _POINTERS = {
-    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; `git lfs pull` brings it",
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; `git lfs pull` "
+    "brings it",
     b"/annex/objects/": "a pointer of git-annex, not the file itself; `git annex get` brings it",
 }
 _LONGEST_POINTER = 1024  # bytes; by its specification
@@ -35,16 +38,21 @@ class BadJson(Exception):
 
 
 def exists(path: Path) -> bool:
-    """Whether something is at the path. Raises IsobitError where that cannot be known, as in a folder that may not be
-    searched, and for a link whose target is gone: what was meant to be there is not."""
+    """Whether something is at the path. Raises IsobitError where that cannot be known, as in a
+    folder that may not be searched, and for a link whose target is gone: what was meant to be there
+    is not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         for each in (path, *path.parents):
             if each.is_symlink() and not each.exists():
                 target = brief(os.readlink(each), 300)
-                blob = "; copy a snapshot of the Hub's cache with its links followed (cp -rL)" * ("blobs/" in target)
-                raise IsobitError(f"{brief(each, 300)}: a link to {target}, which is not there{blob}") from None
+                blob = "; copy a snapshot of the Hub's cache with its links followed (cp -rL)" * (
+                    "blobs/" in target
+                )
+                raise IsobitError(
+                    f"{brief(each, 300)}: a link to {target}, which is not there{blob}"
+                ) from None
         return False
     except (OSError, ValueError) as error:
         raise IsobitError(f"{brief(path, 300)}: cannot be read: {reason_of(error)}") from None
@@ -52,7 +60,8 @@ def exists(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> int:
-    """The size in bytes of a regular file that may be read. Raises OSError, whose `strerror` says why it is none."""
+    """The size in bytes of a regular file that may be read. Raises OSError, whose `strerror` says
+    why it is none."""
     try:
         found = path.stat()
     except ValueError:  # a null character in the name
@@ -71,7 +80,8 @@ def check_readable(path: Path) -> int:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file of at most `most` bytes. Raises OSError, whose `strerror` says why it cannot be read."""
+    """A regular file of at most `most` bytes. Raises OSError, whose `strerror` says why it cannot
+    be read."""
     check_readable(path)
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -112,7 +122,11 @@ def _deeper(value: Any) -> bool:
     level = [value]
     for _ in range(MOST_DEPTH):
         containers = [each for each in level if isinstance(each, (dict, list))]
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner
+            for each in containers
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
     return any(isinstance(each, (dict, list)) for each in level)
 
 

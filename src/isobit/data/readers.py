@@ -1,9 +1,10 @@
 """From a path to rows: its format, and which of its files belong to a split.
 
-A file is JSONL, a JSON array, CSV or Parquet; a text file may be packed by gzip (`.jsonl.gz`). A directory is what
-`datasets` wrote with `save_to_disk`, or holds such files: shards of one set, or splits named as on the Hugging Face Hub
-(`train.jsonl`, `data/test-00000-of-00002.parquet`, `test/0.csv`). Left out: downloads, configurations of a dataset
-(name the folder of one), and other compressions.
+A file is JSONL, a JSON array, CSV or Parquet; a text file may be packed by gzip (`.jsonl.gz`). A
+directory is what `datasets` wrote with `save_to_disk`, or holds such files: shards of one set, or
+splits named as on the Hugging Face Hub (`train.jsonl`, `data/test-00000-of-00002.parquet`,
+`test/0.csv`). Left out: downloads, configurations of a dataset (name the folder of one), and other
+compressions.
 """
 
 import re
@@ -43,10 +44,11 @@ _UNNAMED = "train"  # as `datasets` calls what has no split
 
 @dataclass(frozen=True)
 class Source:
-    """A file or directory, its format (`auto`: from suffix and content) and the split of a directory that has several.
+    """A file or directory, its format (`auto`: from suffix and content) and the split of a
+    directory that has several.
 
-    Where a directory has several and none is named, training data are `train`, held-out data `test` or `validation`.
-    `rows` that were given as objects are read instead.
+    Where a directory has several and none is named, training data are `train`, held-out data `test`
+    or `validation`. `rows` that were given as objects are read instead.
     """
 
     path: Path
@@ -62,10 +64,14 @@ class Source:
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source, in the order of its files. Raises IsobitError for what cannot be read."""
+    """The rows of a source, in the order of its files. Raises IsobitError for what cannot be
+    read."""
     path = source.path
     if source.rows is not None:
-        yield from ((f"{source.label}, row {number}", dict(row)) for number, row in enumerate(source.rows, 1))
+        yield from (
+            (f"{source.label}, row {number}", dict(row))
+            for number, row in enumerate(source.rows, 1)
+        )
         return
     if not exists(path):
         hint = download_hint(path, data=True)
@@ -76,7 +82,10 @@ def read_rows(source: Source) -> Iterator[Row]:
     if source.split is not None:
         raise IsobitError(f"{_split_key(source)}: {path} is a file, which has no splits")
     if source.format == "dataset":
-        raise IsobitError(f"task.format: dataset is a directory, and {path} is a file; known: auto, {_known_formats()}")
+        raise IsobitError(
+            f"task.format: dataset is a directory, and {path} is a file; known: auto, "
+            f"{_known_formats()}"
+        )
     yield from READERS[_format_of(path) if source.format == "auto" else source.format](path)
 
 
@@ -89,7 +98,9 @@ def _folder_rows(source: Source) -> Iterator[Row]:
             return
         if (folder / "state.json").is_file():
             if source.split is not None:
-                raise IsobitError(f"{_split_key(source)}: {folder} is one saved dataset, which has no splits")
+                raise IsobitError(
+                    f"{_split_key(source)}: {folder} is one saved dataset, which has no splits"
+                )
             yield from saved_dataset_rows(folder)
             return
     splits = _data_files(source)
@@ -98,7 +109,8 @@ def _folder_rows(source: Source) -> Iterator[Row]:
 
 
 def _format_of(path: Path) -> str:
-    """By the suffix, else by the first bytes. Raises IsobitError for what is neither known nor JSON."""
+    """By the suffix, else by the first bytes. Raises IsobitError for what is neither known nor
+    JSON."""
     if suffix_of(path) in _SUFFIXES:
         return _SUFFIXES[suffix_of(path)]
     start = read_text_file(path, 64)
@@ -107,7 +119,8 @@ def _format_of(path: Path) -> str:
     if start.lstrip().startswith((b"{", b"[")) or not start.strip():
         return "jsonl"
     raise IsobitError(
-        f"{path}: cannot tell its format from name or content; set task.format to one of {_known_formats()}"
+        f"{path}: cannot tell its format from name or content; set task.format to one of "
+        f"{_known_formats()}"
     )
 
 
@@ -123,11 +136,14 @@ def _splits_of_dict(folder: Path) -> list[str]:
             return names
     except (OSError, UnicodeDecodeError, BadJson, LookupError, TypeError):
         pass
-    raise IsobitError(f"{folder / 'dataset_dict.json'}: does not list the splits; save the dataset again")
+    raise IsobitError(
+        f"{folder / 'dataset_dict.json'}: does not list the splits; save the dataset again"
+    )
 
 
 def _data_files(source: Source) -> dict[str, list[Path]]:
-    """The files of each split: of the folder, else of its `data`, else of folders named as splits."""
+    """The files of each split: of the folder, else of its `data`, else of folders named as
+    splits."""
     folder = source.path
     for place in (folder, folder / "data"):
         files = _files_in(place, source)
@@ -138,14 +154,28 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
     files_of = {file: split for entry, split in named.items() for file in _files_in(entry, source)}
     if files_of:
         return _by_split(files_of)
-    wanted = "Parquet, JSONL or CSV files" if source.format in ("auto", "dataset") else f"{source.format} files"
-    inside = f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one" if folders else ""
-    raise IsobitError(f"{folder}: no data in this directory: expected {wanted}, or what save_to_disk writes{inside}")
+    wanted = (
+        "Parquet, JSONL or CSV files"
+        if source.format in ("auto", "dataset")
+        else f"{source.format} files"
+    )
+    inside = (
+        f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one"
+        if folders
+        else ""
+    )
+    raise IsobitError(
+        f"{folder}: no data in this directory: expected {wanted}, or what save_to_disk "
+        f"writes{inside}"
+    )
 
 
 def _files_in(folder: Path, source: Source) -> list[Path]:
-    """The data files directly in a folder. JSON documents (.json) are none: a dataset's description is one too."""
-    files = [f for f in _entries(folder) if f.is_file() and suffix_of(f) in _SUFFIXES.keys() - {".json"}]
+    """The data files directly in a folder. JSON documents (.json) are none: a dataset's description
+    is one too."""
+    files = [
+        f for f in _entries(folder) if f.is_file() and suffix_of(f) in _SUFFIXES.keys() - {".json"}
+    ]
     formats = sorted({_SUFFIXES[suffix_of(file)] for file in files})
     if source.format not in ("auto", "dataset"):
         return [file for file in files if _SUFFIXES[suffix_of(file)] == source.format]
@@ -164,7 +194,8 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _by_split(files: Mapping[Path, str | None]) -> dict[str, list[Path]]:
-    """Files without a split among others that have one are a split of their own name, so that none is passed over."""
+    """Files without a split among others that have one are a split of their own name, so that none
+    is passed over."""
     if not any(files.values()):
         return {_UNNAMED: list(files)}
     splits: dict[str, list[Path]] = {}
@@ -174,7 +205,8 @@ def _by_split(files: Mapping[Path, str | None]) -> dict[str, list[Path]]:
 
 
 def _split_of(name: str) -> str | None:
-    """The split that the name of a file or folder speaks of: `train_sft-00000-of-00002`, `gsm8k-test`."""
+    """The split that the name of a file or folder speaks of: `train_sft-00000-of-00002`,
+    `gsm8k-test`."""
     shard = _SHARD.fullmatch(name)
     words = re.split(r"[^a-zA-Z0-9]+", name.lower())
     split = next((split for split, known in _SPLIT_WORDS.items() if set(known) & set(words)), None)
@@ -185,13 +217,21 @@ def _choose(source: Source, names: list[str]) -> str:
     known = f"known: {listed(names)}"
     if source.split is not None:
         if source.split not in names:
-            raise IsobitError(f"{_split_key(source)}: {source.path} has no split {brief(source.split)!r}; {known}")
+            raise IsobitError(
+                f"{_split_key(source)}: {source.path} has no split {brief(source.split)!r}; {known}"
+            )
         return source.split
     if len(names) == 1:
         return names[0]
-    usual = [name for name in (("test", "validation") if source.held_out else ("train",)) if name in names]
+    usual = [
+        name
+        for name in (("test", "validation") if source.held_out else ("train",))
+        if name in names
+    ]
     if not usual:
-        raise IsobitError(f"{source.path}: has several splits; say which with {_split_key(source)}; {known}")
+        raise IsobitError(
+            f"{source.path}: has several splits; say which with {_split_key(source)}; {known}"
+        )
     return usual[0]
 
 

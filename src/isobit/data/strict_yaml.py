@@ -1,8 +1,9 @@
-"""YAML in which a key comes once: PyYAML itself takes the last of two silently, and the other is lost.
+"""YAML in which a key comes once: PyYAML itself takes the last of two silently, and the other is
+lost.
 
-Plain values only, as of `yaml.safe_load`. A key that a merge (`<<`) brings along may be given again, which is what
-merges are for. Documents are bounded: aliases and merges may not write out more than `MOST_VALUES` values, and values
-may not lie deeper than `MOST_DEPTH` levels.
+Plain values only, as of `yaml.safe_load`. A key that a merge (`<<`) brings along may be given
+again, which is what merges are for. Documents are bounded: aliases and merges may not write out
+more than `MOST_VALUES` values, and values may not lie deeper than `MOST_DEPTH` levels.
 """
 
 from typing import Any
@@ -26,7 +27,8 @@ class DuplicateKey(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops in the middle of a document that is too deep or too long: PyYAML takes seconds for a megabyte."""
+    """Stops in the middle of a document that is too deep or too long: PyYAML takes seconds for a
+    megabyte."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -35,7 +37,13 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """The next node, and what is in it."""
         self._depth, self._count = self._depth + 1, self._count + 1
-        wrong = _TOO_DEEP if self._depth > MOST_DEPTH + 1 else _TOO_MANY if self._count > MOST_VALUES else None
+        wrong = (
+            _TOO_DEEP
+            if self._depth > MOST_DEPTH + 1
+            else _TOO_MANY
+            if self._count > MOST_VALUES
+            else None
+        )
         if wrong is not None:
             raise yaml.MarkedYAMLError(problem=wrong, problem_mark=self.get_mark())
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -44,7 +52,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """The values of a YAML document. Raises yaml.YAMLError; `DuplicateKey` for a key that comes twice."""
+    """The values of a YAML document. Raises yaml.YAMLError; `DuplicateKey` for a key that comes
+    twice."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -56,15 +65,19 @@ def load(text: str) -> Any:
     except RecursionError:
         raise yaml.MarkedYAMLError(problem=_TOO_DEEP) from None
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
-        # PyYAML's own constructors, of a date such as 2026-99-99 or of text that is tagged as a number
+        # PyYAML's own constructors, of a date such as 2026-99-99 or of text that is tagged as a
+        # number
         raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {str(error)[:80]}") from None
     finally:
         loader.dispose()
 
 
-def _measure(node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
-    """(values, levels) of a node with aliases written out; a long text counts as several. `found`: of nodes that were
-    measured; None of those that are being measured, to which an alias inside leads back."""
+def _measure(
+    node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: int
+) -> tuple[int, int]:
+    """(values, levels) of a node with aliases written out; a long text counts as several. `found`:
+    of nodes that were measured; None of those that are being measured, to which an alias inside
+    leads back."""
     if not isinstance(node, yaml.CollectionNode):
         if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
             raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")
@@ -80,7 +93,8 @@ def _measure(node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: i
     pairs = isinstance(node, yaml.MappingNode)
     inner = [part for pair in node.value for part in pair] if pairs else node.value
     sizes = [_measure(part, found, depth + 1) for part in inner]
-    total, levels = 1 + sum(size for size, _ in sizes), 1 + max((height for _, height in sizes), default=0)
+    total = 1 + sum(size for size, _ in sizes)
+    levels = 1 + max((height for _, height in sizes), default=0)
     if levels > MOST_DEPTH:
         raise _bad(node, _TOO_DEEP)
     if total > MOST_VALUES:
@@ -94,8 +108,8 @@ def _bad(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
-    """Before anything is constructed, since construction writes merges out. `seen`: aliases come again; `prefix`: the
-    path to the node."""
+    """Before anything is constructed, since construction writes merges out. `seen`: aliases come
+    again; `prefix`: the path to the node."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))

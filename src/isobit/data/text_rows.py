@@ -1,8 +1,9 @@
-"""Rows of text files: JSONL (one JSON object a line), a JSON array of objects, and CSV (a header, then text; tabs
-between fields in a .tsv).
+"""Rows of text files: JSONL (one JSON object a line), a JSON array of objects, and CSV (a header,
+then text; tabs between fields in a .tsv).
 
-A row comes with its place, `file:line`, or `file: row N` of an array. All are UTF-8, with or without a byte order mark,
-packed by gzip or not; blank lines are passed over. A value of CSV is text, also where it looks like a number.
+A row comes with its place, `file:line`, or `file: row N` of an array. All are UTF-8, with or
+without a byte order mark, packed by gzip or not; blank lines are passed over. A value of CSV is
+text, also where it looks like a number.
 """
 
 import csv
@@ -19,7 +20,10 @@ from isobit.data.foreign import BadJson, check_readable, parse_json
 from isobit.errors import IsobitError, brief
 
 _GZIP = b"\x1f\x8b"
-_MOST_RATIO, _LEAST_UNPACKED = 400, 1 << 26  # text is packed 3 to 20 times smaller, zeros 1,000 times
+_MOST_RATIO, _LEAST_UNPACKED = (
+    400,
+    1 << 26,
+)  # text is packed 3 to 20 times smaller, zeros 1,000 times
 _MOST_COLUMNS = 10_000
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its columns."""
@@ -79,18 +83,22 @@ def _is_one_object(data: bytes) -> bool:
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
-    """The records of a CSV file (RFC 4180), by the names in its header. Raises IsobitError with file and line."""
+    """The records of a CSV file (RFC 4180), by the names in its header. Raises IsobitError with
+    file and line."""
     records = _records(path)
     if not records:
         return
     (line, header), *rest = records
     if "" in header:
-        raise IsobitError(f"{path}:{line}: the header has an empty name at column {header.index('') + 1}")
+        raise IsobitError(
+            f"{path}:{line}: the header has an empty name at column {header.index('') + 1}"
+        )
     check_distinct(f"{path}:{line}", header)
     for line, fields in rest:
         if len(fields) != len(header):
             raise IsobitError(
-                f"{path}:{line}: {len(fields)} field{'s' if len(fields) != 1 else ''}, but the header names "
+                f"{path}:{line}: {len(fields)} field{'s' if len(fields) != 1 else ''}, but the "
+                "header names "
                 f'{len(header)}; a comma or a line end inside a field needs "quotes" around it'
             )
         yield f"{path}:{line}", dict(zip(header, fields))
@@ -113,7 +121,13 @@ def _check_count(where: str, columns: int) -> None:
 
 def kind(value: Any) -> str:
     """What a plain value is, in words for a message."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number")
 
 
@@ -126,7 +140,9 @@ def _records(path: Path) -> list[tuple[int, list[str]]]:
         raise IsobitError(f"{path}:{data.count(10, 0, error.start) + 1}: not UTF-8 text") from None
     limit = csv.field_size_limit(sys.maxsize)
     reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True
+        io.StringIO(text, newline=""),
+        delimiter="\t" if suffix_of(path) == ".tsv" else ",",
+        strict=True,
     )
     records, begins = [], 1
     try:
@@ -142,8 +158,8 @@ def _records(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def read_text_file(path: Path, count: int = -1) -> bytes:
-    """The first `count` bytes (-1: all) of a file, unpacked where gzip packed it, without a byte order mark. Raises
-    IsobitError for what cannot be read."""
+    """The first `count` bytes (-1: all) of a file, unpacked where gzip packed it, without a byte
+    order mark. Raises IsobitError for what cannot be read."""
     try:
         size = check_readable(path)
         most = max(_LEAST_UNPACKED, size * _MOST_RATIO)
@@ -153,7 +169,10 @@ def read_text_file(path: Path, count: int = -1) -> bytes:
             with gzip.open(file) if packed else nullcontext(file) as unpacked:
                 data = unpacked.read(most + 1 if packed and count < 0 else count)
         if packed and len(data) > most:
-            raise IsobitError(f"{path}: unpacks to more than {_MOST_RATIO} times its size; expected an unpacked file")
+            raise IsobitError(
+                f"{path}: unpacks to more than {_MOST_RATIO} times its size; expected an "
+                "unpacked file"
+            )
     except gzip.BadGzipFile as error:
         raise IsobitError(f"{path}: malformed gzip: {error}") from None
     except (EOFError, zlib.error):

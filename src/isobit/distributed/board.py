@@ -1,7 +1,8 @@
-"""What ranks tell each other beside their meetings: how far each is, which work is claimed, why one ends.
+"""What ranks tell each other beside their meetings: how far each is, which work is claimed, why one
+ends.
 
-On one machine it is `isobit.run.private.PrivateFolder`. Under torchrun it is torchrun's store, where others can write
-too if they reach it: what is read there may be anything.
+On one machine it is `isobit.run.private.PrivateFolder`. Under torchrun it is torchrun's store,
+where others can write too if they reach it: what is read there may be anything.
 """
 
 from typing import Protocol

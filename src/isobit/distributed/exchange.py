@@ -1,17 +1,19 @@
 """The sum of gradients over micro-batches, in their order, whoever computed them.
 
-The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its micro-batches, rounded after each
-addition. In a round, rank r computes micro-batch `round * size + r`; every rank then sends each owner its rows, and
-the owner adds what came in ascending order. So the sum has the bits of one process that computes them in turn, at any
-number of ranks (tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `sum_group` g > 1,
-g micro-batches are added first and then the groups: another order, the same at any number of ranks. Where g divides
-the number of ranks, g neighbours (in one machine, as launchers number ranks) first add up theirs, each for the owners
-of its place in a machine, and only sums travel on: 1 / g of the bytes between machines
-(tests/distributed/test_exchange.py).
+The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its micro-batches, rounded
+after each addition. In a round, rank r computes micro-batch `round * size + r`; every rank then
+sends each owner its rows, and the owner adds what came in ascending order. So the sum has the bits
+of one process that computes them in turn, at any number of ranks
+(tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `sum_group` g >
+1, g micro-batches are added first and then the groups: another order, the same at any number of
+ranks. Where g divides the number of ranks, g neighbours (in one machine, as launchers number ranks)
+first add up theirs, each for the owners of its place in a machine, and only sums travel on: 1 / g
+of the bytes between machines (tests/distributed/test_exchange.py).
 
-Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
-that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW
-leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim`).
+Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A
+gradient that is absent (an expert that no token chose) is sent as such, since a sum without it is
+no sum with zeros: AdamW leaves a parameter without a gradient alone. Left out: what is done with
+the sum (`rl/optim`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,8 @@ _DONE = object()
 
 @dataclass(eq=False)
 class OrderedSum:
-    """g0 + g1 + ... of one master's rows: in groups of `group` micro-batches, and then the groups."""
+    """g0 + g1 + ... of one master's rows: in groups of `group` micro-batches, and then the
+    groups."""
 
     group: int = 1
     _open: Tensor | None = None
@@ -63,15 +66,17 @@ class OrderedSum:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Masters whose gradients travel together. A message to an owner is a number for each (1: present) and its rows of
-    each; to a rank that owns none of them there is no message."""
+    """Masters whose gradients travel together. A message to an owner is a number for each (1:
+    present) and its rows of each; to a rank that owns none of them there is no message."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # of the message to each rank
 
     @staticmethod
     def of(names: Sequence[str], shards: Shards) -> "Bucket":
-        counts = [sum(shards.count(name, rank) for name in names) for rank in range(shards.ranks.size)]
+        counts = [
+            sum(shards.count(name, rank) for name in names) for rank in range(shards.ranks.size)
+        ]
         return Bucket(tuple(names), tuple(count + len(names) if count else 0 for count in counts))
 
 
@@ -87,11 +92,12 @@ class _Round:
 
 
 class GradientSum:
-    """Sums the gradients of `leaves` (by master, in the order of `shards.shapes`) into `holders`, of the rows
-    that this rank keeps: `begin`, a `round` for each micro-batch of the ranks, and `finish` sets their `.grad`.
+    """Sums the gradients of `leaves` (by master, in the order of `shards.shapes`) into `holders`,
+    of the rows that this rank keeps: `begin`, a `round` for each micro-batch of the ranks, and
+    `finish` sets their `.grad`.
 
-    Where one process has everything, leaves are the holders and autograd adds in this order by itself; then only a
-    `sum_group` needs hooks.
+    Where one process has everything, leaves are the holders and autograd adds in this order by
+    itself; then only a `sum_group` needs hooks.
     """
 
     def __init__(
@@ -103,7 +109,9 @@ class GradientSum:
     ) -> None:
         self._leaves, self._holders, self._shards, self._group = leaves, holders, shards, sum_group
         self._buckets = [Bucket.of(names, shards) for names in buckets(list(leaves))]
-        self._place = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._place = {
+            name: number for number, bucket in enumerate(self._buckets) for name in bucket.names
+        }
         self._sums: dict[str, OrderedSum] = {}
         self._round: _Round | None = None
         ranks = shards.ranks
@@ -111,8 +119,12 @@ class GradientSum:
         step = sum_group if sum_group < ranks.size and ranks.size % sum_group == 0 else 1
         self._step = step  # ranks that add up theirs before they send: neighbours, or each alone
         self._near = range(ranks.rank // step * step, ranks.rank // step * step + step)
-        self._far = range(ranks.rank % step, ranks.size, step)  # those of this rank's place among neighbours
-        self._owners = sorted(range(ranks.size), key=lambda rank: (rank % step, rank))  # in the order of messages
+        self._far = range(
+            ranks.rank % step, ranks.size, step
+        )  # those of this rank's place among neighbours
+        self._owners = sorted(
+            range(ranks.size), key=lambda rank: (rank % step, rank)
+        )  # in the order of messages
         if step > 1:
             near = [range(first, first + step) for first in range(0, ranks.size, step)]
             ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
@@ -125,8 +137,8 @@ class GradientSum:
 
     @contextmanager
     def round(self, first: int, active: int) -> Iterator[None]:
-        """Inside, this rank differentiates micro-batch `first` + rank, if it is one of the `active` ranks that have
-        one. At the end, however it ends, all have sent all."""
+        """Inside, this rank differentiates micro-batch `first` + rank, if it is one of the `active`
+        ranks that have one. At the end, however it ends, all have sent all."""
         if not self.hooked:
             yield
             return
@@ -155,7 +167,9 @@ class GradientSum:
             if leaf.grad is None:  # an expert that no token chose
                 return
             place = self._place[name]
-            self._send(place)  # a layer's gradients are complete before the first of the layer below
+            self._send(
+                place
+            )  # a layer's gradients are complete before the first of the layer below
             assert place >= self._round.sent
             self._round.gradients[name], leaf.grad = leaf.grad, None
 
@@ -180,14 +194,19 @@ class GradientSum:
         """A bucket's way to its owners: it pauses while messages are under way."""
         ranks = self._shards.ranks
         if self._step > 1:
-            sizes = [sum(bucket.sizes[owner] for owner in self._owners_at(place)) for place in range(self._step)]
+            sizes = [
+                sum(bucket.sizes[owner] for owner in self._owners_at(place))
+                for place in range(self._step)
+            ]
             sent = sizes if ranks.rank < now.active else [0] * len(sizes)
             received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
             wait = ranks.all_to_all(message, sent, received, self._near)
             yield None
             message = self._summed(bucket, wait())
         sent = [bucket.sizes[rank] if self._near.start < now.active else 0 for rank in self._far]
-        received = [self._own(bucket) if rank - rank % self._step < now.active else 0 for rank in self._far]
+        received = [
+            self._own(bucket) if rank - rank % self._step < now.active else 0 for rank in self._far
+        ]
         wait = ranks.all_to_all(message, sent, received, self._far)
         yield None
         self._take(bucket, wait())
@@ -196,7 +215,8 @@ class GradientSum:
         return range(place, self._size, self._step)
 
     def _summed(self, bucket: Bucket, received: Tensor) -> Tensor:
-        """Messages to the owners of this rank's place, each the sum of the neighbours', in the order of ranks."""
+        """Messages to the owners of this rank's place, each the sum of the neighbours', in the
+        order of ranks."""
         sizes, count = [bucket.sizes[owner] for owner in self._far], len(bucket.names)
         total = received.new_zeros(sum(sizes) if received.numel() else 0)
         if not received.numel():
@@ -224,7 +244,10 @@ class GradientSum:
         """The bucket's gradients on their way to their owners, taken out of the round."""
         anywhere = next(iter(self._leaves.values()))
         given = {name: now.gradients.pop(name, None) for name in bucket.names}
-        sizes = [bucket.sizes[owner] if self._shards.ranks.rank < now.active else 0 for owner in self._owners]
+        sizes = [
+            bucket.sizes[owner] if self._shards.ranks.rank < now.active else 0
+            for owner in self._owners
+        ]
         message = torch.zeros(sum(sizes), device=anywhere.device)
         for rank, piece in zip(self._owners, message.split(sizes)):
             if not piece.numel():
@@ -238,7 +261,9 @@ class GradientSum:
 
     def _pieces(self, bucket: Bucket, message: Tensor, rank: int) -> Sequence[Tensor]:
         """The rows of each master in a message to a rank."""
-        return message[len(bucket.names) :].split([self._shards.count(name, rank) for name in bucket.names])
+        return message[len(bucket.names) :].split(
+            [self._shards.count(name, rank) for name in bucket.names]
+        )
 
     def _take(self, bucket: Bucket, received: Tensor) -> None:
         """Add what came, in the order of the micro-batches."""
@@ -249,19 +274,25 @@ class GradientSum:
             return
         for number, message in enumerate(received.split(size)):
             present = message[: len(bucket.names)].tolist()
-            for name, there, rows in zip(bucket.names, present, self._pieces(bucket, message, rank)):
+            for name, there, rows in zip(
+                bucket.names, present, self._pieces(bucket, message, rank)
+            ):
                 if there and rows.numel():
                     index = now.first + number * self._step
                     self._sums[name].add(index, rows.view(self._shards.own_shape(name)))
 
 
 def buckets(names: Sequence[str]) -> list[list[str]]:
-    """Masters in the order in which a backward completes their gradients: the head, the layers from the last, and the
-    embedding; those that are trained."""
+    """Masters in the order in which a backward completes their gradients: the head, the layers from
+    the last, and the embedding; those that are trained."""
     head = [name for name in names if name in ("head", "final_norm")]
     embed = [name for name in names if name == "embed"]
     layers: dict[int, list[str]] = {}
     for name in names:
         if name.startswith("layers."):
             layers.setdefault(int(name.split(".")[1]), []).append(name)
-    return [part for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed) if part]
+    return [
+        part
+        for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed)
+        if part
+    ]

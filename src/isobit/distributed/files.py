@@ -1,8 +1,10 @@
-"""Safetensors files of tensors that ranks share: all write their rows into one file, and each reads its own.
+"""Safetensors files of tensors that ranks share: all write their rows into one file, and each reads
+its own.
 
-The rows of a tensor are contiguous bytes in a file, in their order, so each rank writes what it keeps at its place. The
-bytes are those that safetensors' own writer leaves for the whole tensors, at any number of ranks
-(tests/distributed/test_files.py). Left out: making a write atomic (`isobit.run.checkpoints`).
+The rows of a tensor are contiguous bytes in a file, in their order, so each rank writes what it
+keeps at its place. The bytes are those that safetensors' own writer leaves for the whole tensors,
+at any number of ranks (tests/distributed/test_files.py). Left out: making a write atomic
+(`isobit.run.checkpoints`).
 """
 
 import json
@@ -48,8 +50,9 @@ _TOGETHER = 1 << 20  # bytes of small tensors that are written by one call
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A tensor of a file, `dtype` and `shape` of the whole, and what this rank writes of it: `mine`, of any dtype and
-    device, or what makes it when it is written, are its elements from number `start` on."""
+    """A tensor of a file, `dtype` and `shape` of the whole, and what this rank writes of it:
+    `mine`, of any dtype and device, or what makes it when it is written, are its elements from
+    number `start` on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,9 +76,9 @@ class Part:
 
 
 def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> None:
-    """Write a safetensors file; all ranks call this with the same names, dtypes and shapes, and all have written when
-    it returns. What others than the first rank wrote is on the disk then. Raises OSError, on every rank, if one cannot
-    write, and RunFailed if not every byte was written."""
+    """Write a safetensors file; all ranks call this with the same names, dtypes and shapes, and all
+    have written when it returns. What others than the first rank wrote is on the disk then. Raises
+    OSError, on every rank, if one cannot write, and RunFailed if not every byte was written."""
     header, offsets, end = _layout(parts)
     ranks.on_first(lambda: _create(path, header, end))
     written = ranks.run_on_all(lambda: _fill(path, parts, offsets, flush=not ranks.first))
@@ -84,14 +87,18 @@ def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> N
 
 
 def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
-    """The header, the offset of each tensor in the file in ascending order, and the file's size; as safetensors 0.8
-    has them."""
+    """The header, the offset of each tensor in the file in ascending order, and the file's size; as
+    safetensors 0.8 has them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, {}
     for name, part in sorted(parts.items(), key=lambda each: (_PLACES[each[1].dtype], each[0])):
         offsets[name] = offset
         span = [offset, offset + part.nbytes]
-        entries[name] = {"dtype": _NAMES[part.dtype], "shape": list(part.shape), "data_offsets": span}
+        entries[name] = {
+            "dtype": _NAMES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": span,
+        }
         offset += part.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -148,13 +155,16 @@ def _joined(run: list[Tensor]) -> Tensor:
 
 
 class FileTensor:
-    """A tensor in an open file: `tensor[lo:hi]` reads these rows and no others, `tensor[...]` all."""
+    """A tensor in an open file: `tensor[lo:hi]` reads these rows and no others, `tensor[...]`
+    all."""
 
     def __init__(self, slices: Any) -> None:
         self._slices = slices  # safetensors' own
         self.shape: tuple[int, ...] = tuple(slices.get_shape())
         name = slices.get_dtype()
-        self.dtype: torch.dtype | str = _DTYPES.get(name, name)  # a name where PyTorch has no such numbers
+        self.dtype: torch.dtype | str = _DTYPES.get(
+            name, name
+        )  # a name where PyTorch has no such numbers
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
         read: Tensor = self._slices[rows]

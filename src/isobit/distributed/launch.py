@@ -1,8 +1,9 @@
-"""How several processes become the ranks of a run: they join by their environment, and are found to be alike.
+"""How several processes become the ranks of a run: they join by their environment, and are found to
+be alike.
 
-Ranks of `ranks: N` meet in a private folder, those that torchrun starts at its store, which whoever reaches it may
-read and change: SECURITY.md says where that may be. Left out: who starts them (`supervisor.py`, torchrun), and what
-they say to each other (`ranks.py`, `transport.py`).
+Ranks of `ranks: N` meet in a private folder, those that torchrun starts at its store, which whoever
+reaches it may read and change: SECURITY.md says where that may be. Left out: who starts them
+(`supervisor.py`, torchrun), and what they say to each other (`ranks.py`, `transport.py`).
 """
 
 import ctypes
@@ -33,15 +34,16 @@ def launched() -> bool:
 
 
 def restarted() -> bool:
-    """Whether the launcher starts the ranks again, because one has died (`torchrun --max-restarts`)."""
+    """Whether the launcher starts the ranks again, because one has died (`torchrun
+    --max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager
 def joined(timeout_s: float) -> Iterator[Ranks]:
-    """The ranks of this run, as long as they are together; a process that nobody launched is alone. What ends this rank
-    is told to the others. Raises RankLost where they do not come together within `timeout_s`, and IsobitError where
-    the port at which they would is in use."""
+    """The ranks of this run, as long as they are together; a process that nobody launched is alone.
+    What ends this rank is told to the others. Raises RankLost where they do not come together
+    within `timeout_s`, and IsobitError where the port at which they would is in use."""
     if not launched():
         yield ALONE
         return
@@ -49,8 +51,14 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
 
     _end_with_launcher()
     _stay_on_this_machine()
-    rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), PrivateFolder.given()
-    store = _torchruns_store(rank, size, timeout_s) if folder is None else dist.FileStore(str(folder.path / "store"))
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    folder = PrivateFolder.given()
+    store = (
+        _torchruns_store(rank, size, timeout_s)
+        if folder is None
+        else dist.FileStore(str(folder.path / "store"))
+    )
     ranks = TorchRanks(store, rank, size, _device(), timeout_s, folder)
     try:
         yield ranks
@@ -66,7 +74,11 @@ def _stay_on_this_machine() -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": f"={loopback}",
+        "NCCL_RAS_ENABLE": "0",
+    }
 
 
 def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -80,19 +92,22 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             raise IsobitError(
-                f"the ranks cannot meet at {where}: another program uses that port; set MASTER_PORT to a free one, the "
+                f"the ranks cannot meet at {where}: another program uses that port; set "
+                "MASTER_PORT to a free one, the "
                 "same for all ranks"
             ) from None
         raise RankLost(
-            f"the ranks do not come together at {where} (MASTER_ADDR, MASTER_PORT) in {timeout_s:g} s: is it the "
+            f"the ranks do not come together at {where} (MASTER_ADDR, MASTER_PORT) in "
+            f"{timeout_s:g} s: is it the "
             "machine of rank 0, and does that rank run?"
         ) from None
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A part of the store that no rank has written to before. torchrun keeps one store through all restarts, and what
-    ranks that have died left there would be taken for what those of today say, their addresses first. So the first rank
-    answers whoever says hello with a fresh name, until all ranks of today have seen it."""
+    """A part of the store that no rank has written to before. torchrun keeps one store through all
+    restarts, and what ranks that have died left there would be taken for what those of today say,
+    their addresses first. So the first rank answers whoever says hello with a fresh name, until all
+    ranks of today have seen it."""
     if rank > 0:
         token = secrets.token_hex(8)
         store.set(f"isobit/hello/{rank}", token)
@@ -102,16 +117,21 @@ def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     name, until = secrets.token_hex(8), time.monotonic() + timeout_s
     while late := [r for r in range(1, size) if not store.check([f"isobit/seen/{name}/{r}"])]:
         if time.monotonic() > until:
-            raise RankLost(f"start: waited {timeout_s:g} s for " + ", ".join(f"rank {r}" for r in late))
+            raise RankLost(
+                f"start: waited {timeout_s:g} s for " + ", ".join(f"rank {r}" for r in late)
+            )
         for hello in (f"isobit/hello/{r}" for r in late):
-            if store.check([hello]):  # it may be that of one that has died, who will not see the answer
+            if store.check(
+                [hello]
+            ):  # it may be that of one that has died, who will not see the answer
                 store.set(f"isobit/answer/{store.get(hello).decode()}", name)
         time.sleep(_LOOK_EVERY_S)
     return dist.PrefixStore(name, store)
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
-    """Raise IsobitError, on every rank, unless all have the same `facts`: versions, hardware, settings."""
+    """Raise IsobitError, on every rank, unless all have the same `facts`: versions, hardware,
+    settings."""
     plain = {key: str(value) for key, value in facts.items()}
     said = ranks.all_gather_json([platform.node(), plain])
     for rank, (host, other) in enumerate(said[1:], 1):
@@ -119,7 +139,8 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
             mine, theirs = said[0][1].get(key, "missing"), other.get(key, "missing")
             if mine != theirs:
                 raise IsobitError(
-                    f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and {theirs} on rank {rank} "
+                    f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and "
+                    f"{theirs} on rank {rank} "
                     f"(host {host}); they must be alike to compute the same bits"
                 )
 
@@ -132,13 +153,15 @@ def _device() -> torch.device:
     count = torch.cuda.device_count()
     if local >= count:
         raise IsobitError(
-            f"rank {os.environ['RANK']} has no GPU of its own: this machine has {count}; start {count} ranks"
+            f"rank {os.environ['RANK']} has no GPU of its own: this machine has {count}; start "
+            f"{count} ranks"
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
 def _end_with_launcher() -> None:
-    """On Linux a rank is told to end when the process that started it has died, so that none stays behind."""
+    """On Linux a rank is told to end when the process that started it has died, so that none stays
+    behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

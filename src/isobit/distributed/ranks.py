@@ -1,9 +1,10 @@
-"""The processes of a run, as one of them sees the others: all_gather, all_to_all, share, claim, and one error for all.
+"""The processes of a run, as one of them sees the others: all_gather, all_to_all, share, claim, and
+one error for all.
 
-A rank's work is local between two meetings. Whatever goes wrong locally is carried to the next meeting
-(`run_on_all`) and raised there on every rank, so that none waits for one that has left. What ranks say to each other is
-plain values as JSON and tensors as safetensors, never pickle. Left out: the transport of several processes
-(`transport.py`), and who starts them (`launch.py`).
+A rank's work is local between two meetings. Whatever goes wrong locally is carried to the next
+meeting (`run_on_all`) and raised there on every rank, so that none waits for one that has left.
+What ranks say to each other is plain values as JSON and tensors as safetensors, never pickle. Left
+out: the transport of several processes (`transport.py`), and who starts them (`launch.py`).
 """
 
 import json
@@ -23,13 +24,20 @@ from isobit.errors import IsobitError
 T = TypeVar("T")
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.RankLost, errors.NonFiniteError, OSError)
+    for kind in (
+        IsobitError,
+        errors.RunFailed,
+        errors.Corruption,
+        errors.RankLost,
+        errors.NonFiniteError,
+        OSError,
+    )
 }
 
 
 class Ranks(ABC):
-    """Rank `rank` of `size`. All ranks must call the methods that meet in the same order; `claim` may be called at any
-    time."""
+    """Rank `rank` of `size`. All ranks must call the methods that meet in the same order; `claim`
+    may be called at any time."""
 
     rank: int
     size: int
@@ -47,21 +55,23 @@ class Ranks(ABC):
     def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
-        """Send `sent` [sum of sent_sizes], a piece to each of the ranks `among`: all, or those of a set that was
-        prepared, while the others exchange in their sets. The result waits for the pieces that they sent here [sum of
-        received_sizes], by rank."""
+        """Send `sent` [sum of sent_sizes], a piece to each of the ranks `among`: all, or those of a
+        set that was prepared, while the others exchange in their sets. The result waits for the
+        pieces that they sent here [sum of received_sizes], by rank."""
 
     @abstractmethod
     def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """Give buffers[rank] to all, into their buffers of the same place. The result waits for it."""
+        """Give buffers[rank] to all, into their buffers of the same place. The result waits for
+        it."""
 
     @abstractmethod
     def claim(self, name: str) -> int:
-        """0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a name for one purpose only,
-        such as `fresh_name` with a number."""
+        """0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a name for
+        one purpose only, such as `fresh_name` with a number."""
 
     def prepare(self, sets: Sequence[range]) -> None:  # noqa: B027 (a transport may need nothing)
-        """Make ready to exchange in these sets of ranks; every rank names the same, in the same order."""
+        """Make ready to exchange in these sets of ranks; every rank names the same, in the same
+        order."""
 
     def fresh_name(self) -> str:
         """A name that no rank has used, the same on all."""
@@ -85,8 +95,9 @@ class Ranks(ABC):
         return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(given))]
 
     def run_on_all(self, compute: Callable[[], T]) -> T:
-        """What `compute`, which does not meet the others, returns, once it has returned on every rank. If it raised
-        IsobitError or OSError on some, every rank raises that of the lowest of them."""
+        """What `compute`, which does not meet the others, returns, once it has returned on every
+        rank. If it raised IsobitError or OSError on some, every rank raises that of the lowest of
+        them."""
         found: T | None = None
         mine: IsobitError | OSError | None = None
         try:
@@ -99,12 +110,13 @@ class Ranks(ABC):
         return found  # type: ignore[return-value]
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
-        """What `compute` returns on the first rank, once it has returned there; None on the others. Errors as
-        `run_on_all`."""
+        """What `compute` returns on the first rank, once it has returned there; None on the others.
+        Errors as `run_on_all`."""
         return self.run_on_all(lambda: compute() if self.first else None)
 
     def broadcast_result(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the first rank, sent to all as JSON; errors as in `run_on_all`."""
+        """What `compute` returns on the first rank, sent to all as JSON; errors as in
+        `run_on_all`."""
         found: T = self.all_gather_json(self.on_first(compute))[0]
         return found
 
@@ -117,7 +129,9 @@ class Ranks(ABC):
         said = self.all_gather_json(None if mine is None else _said(mine))
         for rank, error in enumerate(said):
             if error is not None:
-                raised = mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
+                raised = (
+                    mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
+                )
                 if isinstance(raised, IsobitError):
                     raised.shared = True
                 raise raised
@@ -129,7 +143,10 @@ class Alone(Ranks):
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        self._name, self._claimed = "", 0  # one name at a time: there is nobody who could be elsewhere
+        self._name, self._claimed = (
+            "",
+            0,
+        )  # one name at a time: there is nobody who could be elsewhere
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -159,4 +176,7 @@ def _said(error: IsobitError | OSError) -> list[Any]:
     """The kind of an error, and what makes it again."""
     if isinstance(error, OSError):
         return ["OSError", error.errno, error.strerror or str(error)]
-    return [next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), str(error)]
+    return [
+        next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS),
+        str(error),
+    ]

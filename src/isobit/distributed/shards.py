@@ -1,9 +1,11 @@
-"""Which rank keeps which rows of the masters: whole blocks of 128 rows, for each master one range of rows per rank.
+"""Which rank keeps which rows of the masters: whole blocks of 128 rows, for each master one range
+of rows per rank.
 
-128 rows are the height of a quantization block, so an owner quantizes its rows without the others'. Larger masters are
-cut into as many ranges as there are ranks, as equal as blocks allow; smaller ones belong to few ranks. Each master's
-ranges go, the largest first, to the ranks that have the fewest bytes so far: so the order of ranks is **not** the order
-of rows, and what is put together again goes by `lo`, never by rank.
+128 rows are the height of a quantization block, so an owner quantizes its rows without the others'.
+Larger masters are cut into as many ranges as there are ranks, as equal as blocks allow; smaller
+ones belong to few ranks. Each master's ranges go, the largest first, to the ranks that have the
+fewest bytes so far: so the order of ranks is **not** the order of rows, and what is put together
+again goes by `lo`, never by rank.
 """
 
 import heapq
@@ -24,7 +26,8 @@ NONE: Rows = (0, 0)
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """`shapes` of the whole masters, and `rows[name][rank]` = (lo, hi): what each rank keeps; (0, 0) is nothing."""
+    """`shapes` of the whole masters, and `rows[name][rank]` = (lo, hi): what each rank keeps; (0,
+    0) is nothing."""
 
     ranks: Ranks
     shapes: Mapping[str, tuple[int, ...]]
@@ -32,7 +35,8 @@ class Shards:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE) -> "Shards":
-        """The ownership of masters of these shapes: a function of the shapes and of the number of ranks alone."""
+        """The ownership of masters of these shapes: a function of the shapes and of the number of
+        ranks alone."""
         return Shards(ranks, dict(shapes), ownership(shapes, ranks.size))
 
     def own(self, name: str) -> Rows:
@@ -69,7 +73,9 @@ def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, 
 
 
 @lru_cache(maxsize=8)  # every load, save and sync of a model asks again
-def _ownership(shapes: tuple[tuple[str, tuple[int, ...]], ...], size: int) -> Mapping[str, tuple[Rows, ...]]:
+def _ownership(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], size: int
+) -> Mapping[str, tuple[Rows, ...]]:
     found: dict[str, tuple[Rows, ...]] = {}
     for (name, _), owners in zip(shapes, _dealt([shape for _, shape in shapes], [0] * size)):
         rows = [NONE] * size

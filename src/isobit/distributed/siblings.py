@@ -1,8 +1,8 @@
 """Ranks of this machine that stand still are ended, so that nobody waits for them any more.
 
-Which process is a rank is the kernel's word: a child of the launcher that started this one, with this run's
-environment. Nothing that ranks tell each other decides it. Where there is no /proc their launcher ends them, half a
-minute later.
+Which process is a rank is the kernel's word: a child of the launcher that started this one, with
+this run's environment. Nothing that ranks tell each other decides it. Where there is no /proc their
+launcher ends them, half a minute later.
 """
 
 import os
@@ -34,7 +34,10 @@ def _siblings() -> Iterator[tuple[int, int, str]]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) != os.getppid() or int(folder.name) == os.getpid():
                 continue
-            pairs = (each.partition("=") for each in os.fsdecode((folder / "environ").read_bytes()).split("\0"))
+            pairs = (
+                each.partition("=")
+                for each in os.fsdecode((folder / "environ").read_bytes()).split("\0")
+            )
             environment = {name: value for name, _, value in pairs}
             if all(environment.get(name) == os.environ.get(name) for name in _OF_A_RUN):
                 yield int(environment["RANK"]), int(folder.name), state

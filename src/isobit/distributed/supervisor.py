@@ -1,8 +1,9 @@
-"""The ranks of one machine: started, told of signals, waited for, ended together, with one line for what went wrong.
+"""The ranks of one machine: started, told of signals, waited for, ended together, with one line for
+what went wrong.
 
-They meet in a folder that nobody else may enter (`isobit.run.private`): nothing listens but gloo, on loopback, which
-asks who connects (`transport.py`). Left out: how a rank joins (`launch.py`); ranks on several machines, which torchrun
-starts.
+They meet in a folder that nobody else may enter (`isobit.run.private`): nothing listens but gloo,
+on loopback, which asks who connects (`transport.py`). Left out: how a rank joins (`launch.py`);
+ranks on several machines, which torchrun starts.
 """
 
 import os
@@ -27,8 +28,9 @@ _AT_ONCE = 3
 
 
 def start(ranks: int, arguments: Sequence[str], again: str) -> int:
-    """Run `isobit ARGUMENTS` as so many ranks on this machine, and return their exit code. Raises what ended them, as
-    one error: RunFailed for a rank that was killed; `again` says how to go on."""
+    """Run `isobit ARGUMENTS` as so many ranks on this machine, and return their exit code. Raises
+    what ended them, as one error: RunFailed for a rank that was killed; `again` says how to go
+    on."""
     with tempfile.TemporaryDirectory(prefix="isobit-ranks-") as name, _received() as signals:
         folder = PrivateFolder(Path(name))
         processes = list[subprocess.Popen[bytes]]()
@@ -60,11 +62,17 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 
 @contextmanager
 def _received() -> Iterator[list[signal.Signals]]:
-    """The signals that this process is sent from now on. A terminal sends none to the ranks, whose sessions are their
-    own."""
+    """The signals that this process is sent from now on. A terminal sends none to the ranks, whose
+    sessions are their own."""
     found = list[signal.Signals]()
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, lambda number, _: found.append(signal.Signals(number))) for n in numbers}
+    numbers = [
+        n
+        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(n) != signal.SIG_IGN
+    ]
+    before = {
+        n: signal.signal(n, lambda number, _: found.append(signal.Signals(number))) for n in numbers
+    }
     try:
         yield found
     finally:
@@ -72,8 +80,11 @@ def _received() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[signal.Signals]) -> None:
-    """Until all have ended. Signals go on to every rank: the first one lets them save, the second ends them."""
+def _wait(
+    processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[signal.Signals]
+) -> None:
+    """Until all have ended. Signals go on to every rank: the first one lets them save, the second
+    ends them."""
     passed, until = 0, float("inf")
     while any(process.poll() is None for process in processes):
         while passed < len(signals):
@@ -88,14 +99,24 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[sign
         time.sleep(_LOOK_EVERY_S)
 
 
-def _outcome(codes: Mapping[int, int], signals: Sequence[signal.Signals], folder: PrivateFolder, again: str) -> int:
-    """The exit code of all. Raises the error that says most: of a rank's own, before that a rank was killed, before
-    what others noticed of it, of which the first knows best."""
+def _outcome(
+    codes: Mapping[int, int], signals: Sequence[signal.Signals], folder: PrivateFolder, again: str
+) -> int:
+    """The exit code of all. Raises the error that says most: of a rank's own, before that a rank
+    was killed, before what others noticed of it, of which the first knows best."""
     words = said(folder, len(codes))
     own = [each for each in words if not each.of_another]
-    noticed = sorted((each for each in words if each.of_another), key=lambda each: (each.told, each.at))
-    sent = {-number for number in signals} | ({-signal.SIGKILL} if len(signals) >= _AT_ONCE else set())
-    killed = [r for r, code in codes.items() if code < 0 and code not in sent and folder.get(f"ended-{r}") is None]
+    noticed = sorted(
+        (each for each in words if each.of_another), key=lambda each: (each.told, each.at)
+    )
+    sent = {-number for number in signals} | (
+        {-signal.SIGKILL} if len(signals) >= _AT_ONCE else set()
+    )
+    killed = [
+        r
+        for r, code in codes.items()
+        if code < 0 and code not in sent and folder.get(f"ended-{r}") is None
+    ]
     if own:
         raise _error(own[0])
     if killed:
@@ -112,5 +133,7 @@ def _outcome(codes: Mapping[int, int], signals: Sequence[signal.Signals], folder
 def _error(words: LastWords) -> IsobitError:
     kind = RunFailed if words.code == RunFailed.exit_code else IsobitError
     return kind(
-        words.text if words.shared or words.of_another or not words.rank else f"rank {words.rank}: {words.text}"
+        words.text
+        if words.shared or words.of_another or not words.rank
+        else f"rank {words.rank}: {words.text}"
     )

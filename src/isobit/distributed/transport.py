@@ -1,9 +1,11 @@
-"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with a place for texts beside it (`board.py`).
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with a place for texts beside it
+(`board.py`).
 
-What connects to a rank's port must know a secret of the run: on one machine that is in a folder which nobody else may
-enter; torchrun's store shows it to whoever reaches that. What is said (counts, errors, completions) always goes over
-gloo; gradients and weights go over NCCL where the tensors are on GPUs. NCCL has not been run: no machine with two GPUs
-was at hand. Left out: order (`exchange.py`).
+What connects to a rank's port must know a secret of the run: on one machine that is in a folder
+which nobody else may enter; torchrun's store shows it to whoever reaches that. What is said
+(counts, errors, completions) always goes over gloo; gradients and weights go over NCCL where the
+tensors are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out: order
+(`exchange.py`).
 """
 
 import hashlib
@@ -28,15 +30,16 @@ from isobit.distributed.siblings import end_siblings
 from isobit.errors import RankLost, RunFailed
 
 _FAILED = "failed"
-_GRACE_S = 3.0  # in which a rank that failed says why, before the others report that its connection is gone
+# in which a rank that failed says why, before the others report that its connection is gone
+_GRACE_S = 3.0
 
 
 class TorchRanks(Ranks):
-    """The ranks that meet at a store, on which they find each other's addresses. `board`: what they tell each other
-    beside their meetings; without one, it is on the store.
+    """The ranks that meet at a store, on which they find each other's addresses. `board`: what they
+    tell each other beside their meetings; without one, it is on the store.
 
-    `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits longer than
-    `timeout_s` raises RankLost, which names the ranks that did not come.
+    `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits
+    longer than `timeout_s` raises RankLost, which names the ranks that did not come.
     """
 
     def __init__(
@@ -61,25 +64,38 @@ class TorchRanks(Ranks):
             self._secret = store.get("isobit/secret")
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
             self._ask(range(size), dist.group.WORLD)
-            self._tensors = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+            self._tensors = (
+                dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+            )
         self._sets = {range(size): self._tensors}
 
     def _ask(self, among: range, group: dist.ProcessGroup | None) -> None:
         """Whoever connected to this rank's port as another one must know the secret of this run."""
 
         def tag(sender: int, receiver: int) -> bytes:
-            return hmac.digest(self._secret, f"{among} {sender} {receiver}".encode(), hashlib.sha256)
+            return hmac.digest(
+                self._secret, f"{among} {sender} {receiver}".encode(), hashlib.sha256
+            )
 
-        mine = torch.tensor([list(tag(self.rank, other)) for other in among], dtype=torch.uint8).flatten()
+        mine = torch.tensor(
+            [list(tag(self.rank, other)) for other in among], dtype=torch.uint8
+        ).flatten()
         found = torch.empty_like(mine)
         dist.all_to_all_single(found, mine, group=group)
         for other, said in zip(among, found.view(len(among), -1)):
             if not hmac.compare_digest(bytes(said.tolist()), tag(other, self.rank)):
-                raise RunFailed(f"a stranger connected to the port of rank {self.rank} as rank {other}; start again")
+                raise RunFailed(
+                    f"a stranger connected to the port of rank {self.rank} as rank {other}; "
+                    "start again"
+                )
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self._arrive()
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        mine = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
         with self._failures("gather"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -95,7 +111,9 @@ class TorchRanks(Ranks):
         with self._failures("start"):
             for each in sets:
                 if each not in self._sets:
-                    group = self._sets[each] = dist.new_group(list(each), timeout=self._limit, backend=backend)
+                    group = self._sets[each] = dist.new_group(
+                        list(each), timeout=self._limit, backend=backend
+                    )
                     if backend == "gloo" and self.rank in each:
                         self._ask(each, group)
 
@@ -104,10 +122,17 @@ class TorchRanks(Ranks):
     ) -> Callable[[], Tensor]:
         self._arrive()
         received = sent.new_empty(sum(received_sizes))
-        self.bytes_sent += (sum(sent_sizes) - sent_sizes[among.index(self.rank)]) * sent.element_size()
+        self.bytes_sent += (
+            sum(sent_sizes) - sent_sizes[among.index(self.rank)]
+        ) * sent.element_size()
         with self._failures("exchange gradients"):
             work = dist.all_to_all_single(
-                received, sent, list(received_sizes), list(sent_sizes), group=self._sets[among], async_op=True
+                received,
+                sent,
+                list(received_sizes),
+                list(sent_sizes),
+                group=self._sets[among],
+                async_op=True,
             )
 
         def wait() -> Tensor:
@@ -119,7 +144,9 @@ class TorchRanks(Ranks):
 
     def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
         self._arrive()
-        self.bytes_sent += buffers[self.rank].numel() * buffers[self.rank].element_size() * (self.size - 1)
+        self.bytes_sent += (
+            buffers[self.rank].numel() * buffers[self.rank].element_size() * (self.size - 1)
+        )
         with self._failures("share weights"):
             works = [
                 dist.broadcast(buffer, rank, group=self._tensors, async_op=True)
@@ -159,21 +186,23 @@ class TorchRanks(Ranks):
         self._log = True
 
     def fail(self, reason: str) -> None:
-        """Say to the others why this rank ends, and in its log, if no command of this process does."""
+        """Say to the others why this rank ends, and in its log, if no command of this process
+        does."""
         if self._log and not isinstance(self._board, StoreBoard):
             print(f"isobit: {reason}", file=sys.stderr)
         with suppress(RuntimeError, OSError):  # the place itself is gone
             self._board.set(_FAILED, f"rank {self.rank}: {reason}")
 
     def close(self) -> None:
-        """Leave the group. Its threads end with the last reference to it; one that still frees a tensor when Python
-        has ended aborts the process."""
+        """Leave the group. Its threads end with the last reference to it; one that still frees a
+        tensor when Python has ended aborts the process."""
         del self._tensors, self._sets
         dist.destroy_process_group()
 
     @contextmanager
     def _failures(self, verb: str) -> Iterator[None]:
-        """What torch raises where another rank is gone or late, as RankLost that says which and why."""
+        """What torch raises where another rank is gone or late, as RankLost that says which and
+        why."""
         started = time.monotonic()
         try:
             yield
@@ -181,7 +210,11 @@ class TorchRanks(Ranks):
             raise RunFailed(f"cannot write {error.filename}: {error.strerror}") from None
         except RuntimeError as error:
             text = str(error).lower()
-            late = time.monotonic() - started > 0.9 * self._timeout_s or "timeout" in text or "timed out" in text
+            late = (
+                time.monotonic() - started > 0.9 * self._timeout_s
+                or "timeout" in text
+                or "timed out" in text
+            )
             raise RankLost(self._why(verb, late)) from None
 
     def _why(self, verb: str, late: bool) -> str:
@@ -197,13 +230,18 @@ class TorchRanks(Ranks):
                 return f"{verb}: waited {self._timeout_s:g} s for {missing}"
             return f"{verb}: another rank is gone; {self._missing()} did not come"
         except (RuntimeError, OSError):
-            return f"{verb}: the ranks cannot reach each other: the first one is gone, or the network"
+            return (
+                f"{verb}: the ranks cannot reach each other: the first one is gone, or the network"
+            )
 
     def _missing(self) -> str:
-        """The ranks that met fewer times than this one, and where they were last; where all have come to this meeting,
-        all the others, of which one stands still in it."""
+        """The ranks that met fewer times than this one, and where they were last; where all have
+        come to this meeting, all the others, of which one stands still in it."""
         others = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
-        return ", ".join(f"rank {rank} (last seen in: {verb or 'start'})" for rank, verb in self._behind() or others)
+        return ", ".join(
+            f"rank {rank} (last seen in: {verb or 'start'})"
+            for rank, verb in self._behind() or others
+        )
 
     def _behind(self) -> list[tuple[int, str]]:
         """(rank, verb) of those that have come to fewer meetings than this one."""

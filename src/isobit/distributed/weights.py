@@ -1,7 +1,8 @@
-"""Rows that their owners have written into tensors that every rank has: sent to all others, a layer at a time.
+"""Rows that their owners have written into tensors that every rank has: sent to all others, a layer
+at a time.
 
-What travels are the bytes of the tensors: codes and scales where weights are quantized, so half of BF16's. Left out:
-what the owners write (`isobit.model.weights.layout`).
+What travels are the bytes of the tensors: codes and scales where weights are quantized, so half of
+BF16's. Left out: what the owners write (`isobit.model.weights.layout`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from isobit.distributed.shards import Rows, Shards
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor made of a master, one of whose rows is made of `height` rows: 128 where it has scales of blocks."""
+    """A tensor made of a master, one of whose rows is made of `height` rows: 128 where it has
+    scales of blocks."""
 
     name: str
     tensor: Tensor
@@ -29,7 +31,8 @@ class Stored:
 
 
 def part_of(name: str) -> str:
-    """What a tensor travels with: `layers.3` for all of a layer; the embedding, the last norm and the head alone."""
+    """What a tensor travels with: `layers.3` for all of a layer; the embedding, the last norm and
+    the head alone."""
     return ".".join(name.split(".")[:2])
 
 
@@ -70,7 +73,9 @@ def _packed(part: Sequence[Stored], shards: Shards, rank: int) -> Tensor:
     return torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=part[0].tensor.device)
 
 
-def _take(part: Sequence[Stored], buffers: Sequence[Tensor], wait: Callable[[], None], shards: Shards) -> None:
+def _take(
+    part: Sequence[Stored], buffers: Sequence[Tensor], wait: Callable[[], None], shards: Shards
+) -> None:
     wait()
     for rank, buffer in enumerate(buffers):
         pieces = _bytes(part, shards, rank)

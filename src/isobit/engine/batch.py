@@ -1,8 +1,8 @@
 """The tensors of a step: tokens, layout, and which rows of the result are sampled.
 
-A step that only decodes is made of views of the table's arrays and one gather for the slots. A step with chunks of
-prompts appends theirs. Batches are made on the host; `Batch.to` takes one to a GPU. Left out: decisions
-(`scheduler.py`), and the buffers of captured steps (`graphs.py`).
+A step that only decodes is made of views of the table's arrays and one gather for the slots. A step
+with chunks of prompts appends theirs. Batches are made on the host; `Batch.to` takes one to a GPU.
+Left out: decisions (`scheduler.py`), and the buffers of captured steps (`graphs.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from isobit.model.adapters.multi_lora import MultiLora
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`tokens` [T] and `layout` go into the model. Of the hidden states, rows `take` (None: all) are sampled from, and
-    draw r is from the `source[r]`-th of these (None: each from its own)."""
+    """`tokens` [T] and `layout` go into the model. Of the hidden states, rows `take` (None: all)
+    are sampled from, and draw r is from the `source[r]`-th of these (None: each from its own)."""
 
     tokens: Tensor
     layout: Layout
@@ -44,13 +44,16 @@ class Batch:
         )
         take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
         keys, settings = stage(self.draws.keys, device), stage(self.draws.settings, device)
-        seen, penalty = (None if x is None else stage(x, device) for x in (self.draws.seen, self.draws.penalty))
+        seen, penalty = (
+            None if x is None else stage(x, device) for x in (self.draws.seen, self.draws.penalty)
+        )
         draws = Draws(keys, settings, self.draws.kinds, seen, penalty)
         return Batch(stage(self.tokens, device), layout, take, source, draws)
 
 
 def stage(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`: itself there, else a copy through pinned memory that nothing waits for."""
+    """A tensor of the host on `device`: itself there, else a copy through pinned memory that
+    nothing waits for."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -59,8 +62,17 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     rows, count = scheduler.rows, plan.decode
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
-        layout = _layout(rows.row_start[: count + 1], position, rows.table[:count], rows.page_size, position, slots)
-        draws = Draws(torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds)
+        layout = _layout(
+            rows.row_start[: count + 1],
+            position,
+            rows.table[:count],
+            rows.page_size,
+            position,
+            slots,
+        )
+        draws = Draws(
+            torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds
+        )
         draws = _penalized(draws, plan, scheduler, vocabulary)
         return Batch(torch.from_numpy(tokens), layout, None, None, draws)
     all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
@@ -75,20 +87,39 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         all_tokens.append(scheduler.tokens(sequence, chunk.start, chunk.stop))
         contexts.append(at[:1])
         positions.append(at)
-        all_slots.append(table[at // rows.page_size] * np.int64(rows.page_size) + at % rows.page_size)
+        all_slots.append(
+            table[at // rows.page_size] * np.int64(rows.page_size) + at % rows.page_size
+        )
         tables.append(table[None])
         lengths.append(at.size)
         total += at.size
         if chunk.samples:
             take.append(total - 1)
             repeats.append(len(chunk.samples))
-            keys.append(np.array([(*scheduler.key(sample), chunk.stop) for sample in chunk.samples], np.int64))
-            settings.append(np.tile(np.array(sequence.owner.request.sampling.settings), (len(chunk.samples), 1)))
+            keys.append(
+                np.array(
+                    [(*scheduler.key(sample), chunk.stop) for sample in chunk.samples], np.int64
+                )
+            )
+            settings.append(
+                np.tile(np.array(sequence.owner.request.sampling.settings), (len(chunk.samples), 1))
+            )
     row_start = np.concatenate([[0], np.cumsum(lengths)])
     context, table = np.concatenate(contexts), np.concatenate(tables)
-    layout = _layout(row_start, context, table, rows.page_size, np.concatenate(positions), np.concatenate(all_slots))
+    layout = _layout(
+        row_start,
+        context,
+        table,
+        rows.page_size,
+        np.concatenate(positions),
+        np.concatenate(all_slots),
+    )
     all_settings = np.concatenate(settings)
-    draws = Draws(torch.from_numpy(np.concatenate(keys)), torch.from_numpy(all_settings), kinds_of(all_settings))
+    draws = Draws(
+        torch.from_numpy(np.concatenate(keys)),
+        torch.from_numpy(all_settings),
+        kinds_of(all_settings),
+    )
     draws = _penalized(draws, plan, scheduler, vocabulary)
     source = np.repeat(np.arange(len(take)), repeats) if max(repeats, default=1) > 1 else None
     return Batch(
@@ -100,19 +131,26 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     )
 
 
-def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora | None) -> Tensor | None:
-    """Of each row of the step the number of its request's adapter, [T] int64; None where the model serves none."""
+def adapter_numbers(
+    plan: StepPlan, scheduler: Scheduler, served: MultiLora | None
+) -> Tensor | None:
+    """Of each row of the step the number of its request's adapter, [T] int64; None where the model
+    serves none."""
     if served is None:
         return None
     decoding = [scheduler.at[slot] for slot in scheduler.rows.slot[: plan.decode].tolist()]
-    pairs = [(sequence, 1) for sequence in decoding] + [(c.sequence, c.stop - c.start) for c in plan.chunks]
-    numbers = torch.tensor([served.number(sequence.owner.request.adapter) for sequence, _ in pairs], dtype=torch.int64)
+    pairs = [(sequence, 1) for sequence in decoding] + [
+        (c.sequence, c.stop - c.start) for c in plan.chunks
+    ]
+    numbers = torch.tensor(
+        [served.number(sequence.owner.request.adapter) for sequence, _ in pairs], dtype=torch.int64
+    )
     return numbers.repeat_interleave(torch.tensor([count for _, count in pairs], dtype=torch.int64))
 
 
 def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:
-    """With what a repetition penalty needs, where a request has one: of each draw all tokens so far, whoever computed
-    them and when."""
+    """With what a repetition penalty needs, where a request has one: of each draw all tokens so
+    far, whoever computed them and when."""
     if not scheduler.num_penalized:
         return draws
     sequences = [scheduler.at[slot] for slot in plan.sampled.tolist()]
@@ -120,7 +158,9 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
     seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         if penalty[row] != 1:
-            seen[row, torch.from_numpy(scheduler.tokens(sequence, 0, scheduler.length(sequence)))] = True
+            seen[
+                row, torch.from_numpy(scheduler.tokens(sequence, 0, scheduler.length(sequence)))
+            ] = True
     return replace(draws, seen=seen, penalty=penalty)
 
 

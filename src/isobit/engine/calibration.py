@@ -1,9 +1,11 @@
-"""Calibrate the static scales of an FP8 KV cache, after every change of the weights and with the weights as they are.
+"""Calibrate the static scales of an FP8 KV cache, after every change of the weights and with the
+weights as they are.
 
-On the rollout's side: a forward over some prompts. On the learner's side, as NeMo RL does: a forward over the whole
-batch that was learned from last, by the learner's flow, after the update; before the first batch, over the prompts.
-What is calibrated stays in the compute format meanwhile, so that scales of an earlier step have no part in the new
-ones. A checkpoint holds `state`, so that a resumed run goes on with the bits of one that was never stopped.
+On the rollout's side: a forward over some prompts. On the learner's side, as NeMo RL does: a
+forward over the whole batch that was learned from last, by the learner's flow, after the update;
+before the first batch, over the prompts. What is calibrated stays in the compute format meanwhile,
+so that scales of an earlier step have no part in the new ones. A checkpoint holds `state`, so that
+a resumed run goes on with the bits of one that was never stopped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +23,12 @@ _FORWARD_TOKENS = 16384
 
 
 @torch.no_grad()
-def measured_amax(model: Model, sequences: Sequence[Sequence[int]], use: str, most_tokens: int) -> Tensor:
-    """amax [layers, 2] of K and V, and [layers, 3] with Q where queries are calibrated, under the flow of `use`: the
-    percentile over forwards of at most `most_tokens` tokens (a longer sequence has one of its own)."""
+def measured_amax(
+    model: Model, sequences: Sequence[Sequence[int]], use: str, most_tokens: int
+) -> Tensor:
+    """amax [layers, 2] of K and V, and [layers, 3] with Q where queries are calibrated, under the
+    flow of `use`: the percentile over forwards of at most `most_tokens` tokens (a longer sequence
+    has one of its own)."""
     transformer, config, precision = model.transformer, model.config, model.precision
     recorder = AmaxRecorder(config.num_layers, precision.calibrated_queries)
     flow = precision.rollout if use == "rollout" else precision.learner
@@ -32,7 +37,10 @@ def measured_amax(model: Model, sequences: Sequence[Sequence[int]], use: str, mo
         for part in _forwards(sequences, most_tokens):
             layout = Layout.packed([len(ids) for ids in part])
             size = layout.num_slots // layout.page_size, layout.page_size
-            stores = [new_store(config, layer, flow, *size, device, None) for layer in range(config.num_layers)]
+            stores = [
+                new_store(config, layer, flow, *size, device, None)
+                for layer in range(config.num_layers)
+            ]
             tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
             transformer.hidden(tokens, layout, stores, use=use, calibrating=True)
     transformer.ops[use].raise_faults()
@@ -45,7 +53,9 @@ def prompt_amax(model: Model, prompts: Sequence[Prompt], use: str = "rollout") -
     return measured_amax(model, sequences, use, sum(map(len, sequences)))
 
 
-def _forwards(sequences: Sequence[Sequence[int]], most_tokens: int) -> Iterator[list[Sequence[int]]]:
+def _forwards(
+    sequences: Sequence[Sequence[int]], most_tokens: int
+) -> Iterator[list[Sequence[int]]]:
     part, tokens = list[Sequence[int]](), 0
     for sequence in sequences:
         if part and tokens + len(sequence) > most_tokens:
@@ -71,7 +81,8 @@ class Calibrator:
         return self.model.precision.calibrated
 
     def learned_from(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Keep a batch that was learned from, as tokens, for the calibration on the learner's side."""
+        """Keep a batch that was learned from, as tokens, for the calibration on the learner's
+        side."""
         if self.active and self.model.precision.calibration.side == "learner":
             self._batch = list(sequences)
 
@@ -87,7 +98,8 @@ class Calibrator:
         self.model.transformer.calibrate(scales_from(amax, calibration, self.model.weights_version))
 
     def step_metrics(self) -> dict[str, float]:
-        """The scales of a training step, and how far they are from the last step's; empty if there are none."""
+        """The scales of a training step, and how far they are from the last step's; empty if there
+        are none."""
         scales = self.model.transformer.kv_scales
         if not self.active or scales is None:
             return {}
@@ -103,16 +115,22 @@ class Calibrator:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the scales of the last step, and the batch that the next ones are computed on."""
+        """What a checkpoint holds: the scales of the last step, and the batch that the next ones
+        are computed on."""
         found = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
         if not self._batch:
             return found
         tokens = torch.tensor([token for ids in self._batch for token in ids], dtype=torch.int32)
-        return found | {"tokens": tokens, "lengths": torch.tensor([len(ids) for ids in self._batch])}
+        return found | {
+            "tokens": tokens,
+            "lengths": torch.tensor([len(ids) for ids in self._batch]),
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`."""
         self._of_last_step = KVScales(tensors["scales"], -1) if "scales" in tensors else None
         self._batch = []
         if "tokens" in tensors:
-            self._batch = [part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())]
+            self._batch = [
+                part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())
+            ]

@@ -1,4 +1,5 @@
-"""Which sequences end with the token that they have just drawn, and what they have become: completions."""
+"""Which sequences end with the token that they have just drawn, and what they have become:
+completions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,8 @@ class Endings:
         return self._stops(stop) if stop else None
 
     def report(self, plan: StepPlan, tokens: NDArray[np.int64], on_token: OnToken | None) -> None:
-        """Call `on_token`, if there is one, for the tokens of a step, whose log-probabilities the record has."""
+        """Call `on_token`, if there is one, for the tokens of a step, whose log-probabilities the
+        record has."""
         if on_token is None:
             return
         record, slots = self._scheduler.record, plan.sampled
@@ -46,12 +48,15 @@ class Endings:
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
     ) -> tuple[NDArray[np.bool_], list[tuple[Request, Completion]]]:
-        """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete with them."""
+        """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete
+        with them."""
         record, slots = self._scheduler.record, plan.sampled
         count = record.generated[slots] + 1
         stopped = self._is_eos[tokens] & record.ends[slots]
         for row in np.flatnonzero(record.watched[slots]).tolist():
-            stopped[row] |= self._found(self._scheduler.at[int(slots[row])], int(tokens[row]), int(count[row]))
+            stopped[row] |= self._found(
+                self._scheduler.at[int(slots[row])], int(tokens[row]), int(count[row])
+            )
         done = stopped | (count >= record.limit[slots])
         finished = []
         for row in np.flatnonzero(done).tolist():
@@ -68,15 +73,24 @@ class Endings:
             return True
         if running.stop is None or not running.stop.may_end(token):
             return False
-        return running.stop.found(running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
+        return running.stop.found(
+            running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist()
+        )
 
     def _completion(
-        self, sequence: Sequence, count: int, reason: str, pages: list[int], routes: RouteStore | None
+        self,
+        sequence: Sequence,
+        count: int,
+        reason: str,
+        pages: list[int],
+        routes: RouteStore | None,
     ) -> Completion:
         request, record = sequence.owner.request, self._scheduler.record
         token_ids = record.tokens[sequence.slot, :count].tolist()
         ended = record.ends[sequence.slot] and self._is_eos[token_ids[-1]]
-        visible = token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
+        visible = (
+            token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
+        )
         text = self._model.tokenizer.decode_completion(request.prompt_token_ids, visible)
         if (stop := sequence.owner.stop) is not None:
             text = stop.cut(request.prompt_token_ids, token_ids, text)
@@ -97,7 +111,8 @@ class Endings:
 
 
 def _joined(before: Completion, turn: Completion) -> Completion:
-    """All turns as one completion of the first prompt; `turn` has what came before it as its prompt."""
+    """All turns as one completion of the first prompt; `turn` has what came before it as its
+    prompt."""
     given = turn.prompt_token_ids[len(before.prompt_token_ids) + len(before.token_ids) :]
     mask = [*before.sampled, *[False] * len(given), *turn.sampled]
     return replace(

@@ -1,9 +1,11 @@
-"""`Engine`: samples completions from a model, many at a time, over one paged cache of keys and values.
+"""`Engine`: samples completions from a model, many at a time, over one paged cache of keys and
+values.
 
-It shares the model's working weights, and its results do not depend on the order of the work: not on the batch, the
-order of arrival, chunks, preemption, shared pages or the page size. tests/engine/test_invariance.py compares the bits,
-and test_consistency.py compares them with the learner's. While no request is open it can sleep, which gives the memory
-of its cache to whoever learns.
+It shares the model's working weights, and its results do not depend on the order of the work: not
+on the batch, the order of arrival, chunks, preemption, shared pages or the page size.
+tests/engine/test_invariance.py compares the bits, and test_consistency.py compares them with the
+learner's. While no request is open it can sleep, which gives the memory of its cache to whoever
+learns.
 
 Requests arrive at any time with settings of their own (`submit`), are computed step by step
 (`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
@@ -23,7 +25,15 @@ from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
-from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
+from isobit.engine.prompts import (
+    Prompt,
+    check_context,
+    check_id,
+    check_ids,
+    encode,
+    encode_prompt,
+    new_token_limit,
+)
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
@@ -38,31 +48,43 @@ from isobit.options.reading import read
 
 CACHE_BYTES = 2 << 30
 DEFAULT_PAGES = 512
-GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
+GPU_FRACTION = (
+    3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
+)
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Engine:
-    """A rollout engine of a `size`, on the model's device: over `kv_pages` pages of `page_size` tokens
-    (`tokens_of_a_page`), of which there are 512 where the size says nothing.
+    """A rollout engine of a `size`, on the model's device: over `kv_pages` pages of `page_size`
+    tokens (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU,
-    what decodes in it is captured as `cuda_graphs`. With `prefix_cache` requests share the full pages
-    of equal beginnings, also after those who computed them have ended, while the weights stay the same.
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a
+    GPU, what decodes in it is captured as `cuda_graphs`. With `prefix_cache` requests share the
+    full pages of equal beginnings, also after those who computed them have ended, while the weights
+    stay the same.
     """
 
     def __init__(
-        self, model: Model, size: EngineSize = _DEFAULT_SIZE, *, record_routes: bool = False, **given: Any
+        self,
+        model: Model,
+        size: EngineSize = _DEFAULT_SIZE,
+        *,
+        record_routes: bool = False,
+        **given: Any,
     ) -> None:
-        """`given`: fields of `EngineSize` by name, over those of `size`, as in
-        `Engine(model, kv_pages=64)`; `record_routes`: which experts served each token, for a learner
-        that uses them again. Raises IsobitError for a field that is unknown or out of range."""
+        """`given`: fields of `EngineSize` by name, over those of `size`, as in `Engine(model,
+        kv_pages=64)`; `record_routes`: which experts served each token, for a learner that uses
+        them again. Raises IsobitError for a field that is unknown or out of range."""
         if not isinstance(model, Model):
-            raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
+            raise IsobitError(
+                f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)"
+            )
         if not isinstance(size, EngineSize):
-            raise IsobitError(f"Engine: expected its size by name, as in kv_pages=512, got {size!r:.80}")
+            raise IsobitError(
+                f"Engine: expected its size by name, as in kv_pages=512, got {size!r:.80}"
+            )
         size = read(type(size), {**plain(size), **given}, ("engine",))
         page_size = tokens_of_a_page(model.config, size.page_size)
         self.model = model
@@ -89,7 +111,10 @@ class Engine:
         """Bytes of keys and values, scales included, while it is awake."""
 
     def __repr__(self) -> str:
-        size = f"{self.pages.num_pages} pages of {self.page_size} tokens, {self.kv_bytes / 2**20:.1f} MiB"
+        size = (
+            f"{self.pages.num_pages} pages of {self.page_size} tokens, "
+            f"{self.kv_bytes / 2**20:.1f} MiB"
+        )
         return f"Engine({self.model!r}, {size})"
 
     @staticmethod
@@ -102,10 +127,10 @@ class Engine:
         reserved: int = 0,
         record_routes: bool = False,
     ) -> "Engine":
-        """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
-        preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third of a GPU's free memory, allow; or
-        has `size.kv_pages`. `reserved`: bytes of the GPU that are free now and will be held by others, a learner's
-        moments and gradients.
+        """An engine for any of these prompts, whose cache holds `sequences` of them at their
+        longest without preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third
+        of a GPU's free memory, allow; or has `size.kv_pages`. `reserved`: bytes of the GPU that are
+        free now and will be held by others, a learner's moments and gradients.
 
         Raises IsobitError for a prompt that leaves no room for an answer.
         """
@@ -121,7 +146,9 @@ class Engine:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes // page_bytes)
-        engine = Engine(model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes)
+        engine = Engine(
+            model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes
+        )
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
         engine.longest_prompt = longest
@@ -134,7 +161,8 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of cache, scales included, for one token in all layers: what is allocated over what it holds."""
+        """Bytes of cache, scales included, for one token in all layers: what is allocated over what
+        it holds."""
         return self.kv_bytes / (self._num_pages * self.page_size)
 
     @property
@@ -148,10 +176,13 @@ class Engine:
         return self.scheduler.stats
 
     def sleep(self) -> None:
-        """Free the memory of keys and values, and of captured steps, until the next request; nothing of them is read
-        again. Captured steps are then captured anew. Raises IsobitError while requests are open."""
+        """Free the memory of keys and values, and of captured steps, until the next request;
+        nothing of them is read again. Captured steps are then captured anew. Raises IsobitError
+        while requests are open."""
         if self.num_open:
-            raise IsobitError(f"Engine.sleep: {self.num_open} requests are open; finish or cancel them first")
+            raise IsobitError(
+                f"Engine.sleep: {self.num_open} requests are open; finish or cancel them first"
+            )
         if self.graphs is not None:
             self.graphs.clear()
         self.pages.forget()
@@ -170,52 +201,72 @@ class Engine:
         sample_index: int = 0,
         adapter: str | None = None,
     ) -> Request:
-        """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter` that the model serves
-        (`Model.serving`), by default by the base alone.
+        """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter`
+        that the model serves (`Model.serving`), by default by the base alone.
 
-        The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever else runs: token t of
-        the prompt and what follows it, in sample s, is drawn with the random numbers of (seed, prompt_id,
-        sample_index + s, t). Raises IsobitError for a prompt that can never be answered.
+        The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever
+        else runs: token t of the prompt and what follows it, in sample s, is drawn with the random
+        numbers of (seed, prompt_id, sample_index + s, t). Raises IsobitError for a prompt that can
+        never be answered.
         """
         _check_sampling(sampling)
-        token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
+        token_ids = encode_prompt(
+            "the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size
+        )
         check_id("prompt_id", prompt_id)
         check_id("sample_index", sample_index)
-        return self._submit(Request(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter)))
+        return self._submit(
+            Request(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter))
+        )
 
-    def continue_from(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Request:
-        """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or none.
+    def continue_from(
+        self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
+    ) -> Request:
+        """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or
+        none.
 
-        What is sampled has the bits of `submit` with all tokens so far as the prompt, and the completion's prompt id
-        and sample index: keys and values are found in the prefix cache or computed again. `sampling.n` has no meaning
-        here, since one sample goes on. Raises IsobitError if the weights have changed since, or nothing can follow.
+        What is sampled has the bits of `submit` with all tokens so far as the prompt, and the
+        completion's prompt id and sample index: keys and values are found in the prefix cache or
+        computed again. `sampling.n` has no meaning here, since one sample goes on. Raises
+        IsobitError if the weights have changed since, or nothing can follow.
         """
         _check_sampling(sampling)
         version = self.model.weights_version
         if completion.weights_version != version:
             raise IsobitError(
-                f"Engine.continue_from: the completion is of version {completion.weights_version} of the weights, "
-                f"which are at version {version}: a completion has one version; submit its tokens as a prompt"
+                "Engine.continue_from: the completion is of version "
+                f"{completion.weights_version} of the weights, "
+                f"which are at version {version}: a completion has one version; submit its "
+                "tokens as a prompt"
             )
         if isinstance(tokens, str):
             raise IsobitError(
-                "Engine.continue_from: expected token ids, got a text; encode it with the model's tokenizer"
+                "Engine.continue_from: expected token ids, got a text; encode it with the "
+                "model's tokenizer"
             )
         so_far = [*completion.prompt_token_ids, *completion.token_ids, *tokens]
-        token_ids = encode_prompt("the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size)
+        token_ids = encode_prompt(
+            "the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size
+        )
         one = replace(sampling, n=1)
-        numbers, adapter = (completion.prompt_id, completion.sample_index), self._known(completion.adapter)
+        numbers = (completion.prompt_id, completion.sample_index)
+        adapter = self._known(completion.adapter)
         return self._submit(Request(token_ids, one, *numbers, completion, adapter))
 
-    def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Request:
+    def extend(
+        self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
+    ) -> Request:
         """The name of `continue_from` until 0.2."""
-        warnings.warn("Engine.extend is called Engine.continue_from now", FutureWarning, stacklevel=2)
+        warnings.warn(
+            "Engine.extend is called Engine.continue_from now", FutureWarning, stacklevel=2
+        )
         return self.continue_from(completion, tokens, sampling)
 
     @torch.no_grad()
     def step(self, on_token: OnToken | None = None) -> list[tuple[Request, Completion]]:
-        """Compute one batch of what is open: the completions that ended with it, each with its request.
-        `on_token` is called with every token that was sampled, those of the completions included.
+        """Compute one batch of what is open: the completions that ended with it, each with its
+        request. `on_token` is called with every token that was sampled, those of the completions
+        included.
 
         Raises IsobitError if the weights have changed since the oldest open request arrived.
         """
@@ -223,12 +274,15 @@ class Engine:
             return []
         if self._root() != self.scheduler.root:
             raise IsobitError(
-                f"Engine.step: the weights changed while {self.num_open} requests are open; finish or cancel them "
+                f"Engine.step: the weights changed while {self.num_open} requests are open; "
+                "finish or cancel them "
                 "before Model.sync and Engine.calibrate"
             )
         plan, tokens = self._runner.run()
         self._endings.report(plan, tokens, on_token)
-        done, finished = self._endings.of(plan, tokens, self._routes if self.record_routes else None)
+        done, finished = self._endings.of(
+            plan, tokens, self._routes if self.record_routes else None
+        )
         self.scheduler.commit(plan, tokens, done)
         self._runner.copy_pages(self.scheduler.take_copies())
         if not self.num_open:
@@ -237,7 +291,8 @@ class Engine:
         return finished
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays as it is."""
+        """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays
+        as it is."""
         if request in self.scheduler.requests:
             self.scheduler.cancel(request)
         if not self.num_open:
@@ -253,24 +308,34 @@ class Engine:
         on_group: OnGroup | None = None,
         adapters: Sequence[str | None] | None = None,
     ) -> list[list[Completion]]:
-        """Sample `sampling.n` completions for each prompt: one group of completions per prompt, in order.
+        """Sample `sampling.n` completions for each prompt: one group of completions per prompt, in
+        order.
 
-        A prompt is a text, a list of token ids or a list of chat messages. `prompt_ids` stand for the prompts in the
-        sampling keys (default: 0, 1, ...): the same id, prompt and seed give the same completion in any call.
-        `progress(tokens, completions)` is called after every step with how many tokens were sampled and completions
-        finished; `on_group(index, completions)` once for each group, as soon as its last completion is finished, in
-        whatever order that is, while the others are still sampled. `adapters`: of each prompt, as in `submit`.
+        A prompt is a text, a list of token ids or a list of chat messages. `prompt_ids` stand for
+        the prompts in the sampling keys (default: 0, 1, ...): the same id, prompt and seed give the
+        same completion in any call. `progress(tokens, completions)` is called after every step with
+        how many tokens were sampled and completions finished; `on_group(index, completions)` once
+        for each group, as soon as its last completion is finished, in whatever order that is, while
+        the others are still sampled. `adapters`: of each prompt, as in `submit`.
 
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """
         if self.num_open:
-            raise IsobitError(f"Engine.generate: {self.num_open} requests are open; finish or cancel them first")
+            raise IsobitError(
+                f"Engine.generate: {self.num_open} requests are open; finish or cancel them first"
+            )
         _check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
         ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
-            raise IsobitError(f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}")
-        named = [None] * len(token_ids) if adapters is None else [self._known(name) for name in adapters]
+            raise IsobitError(
+                f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}"
+            )
+        named = (
+            [None] * len(token_ids)
+            if adapters is None
+            else [self._known(name) for name in adapters]
+        )
         groups: list[list[Completion]] = [[] for _ in token_ids]
         with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
@@ -287,21 +352,22 @@ class Engine:
         return groups
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
-        """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.
+        """Find the static scales of a calibrated KV cache for the present weights; without one
+        there is nothing to do.
 
         To be called after every sync: requests with scales of other weights are refused.
         """
         Calibrator(self.model).calibrate(prompts)
 
     def cache_metrics(self) -> dict[str, float]:
-        """Which part of the keys and values of the last call a calibrated scale clamped; empty without one, and while
-        it sleeps."""
+        """Which part of the keys and values of the last call a calibrated scale clamped; empty
+        without one, and while it sleeps."""
         return clamped_fraction(*self.clamped)
 
     @property
     def clamped(self) -> tuple[int, int]:
-        """How many keys and values of the last call a calibrated scale clamped, and of how many; zeros without one, and
-        while it sleeps."""
+        """How many keys and values of the last call a calibrated scale clamped, and of how many;
+        zeros without one, and while it sleeps."""
         counts = [store.counts for store in self.stores if store.counts is not None]
         if not counts:
             return 0, 0
@@ -309,7 +375,8 @@ class Engine:
         return saturated, written
 
     def integrity(self) -> None:
-        """Prove that every page is either free or held by whom it should be, at any moment. Raises AssertionError."""
+        """Prove that every page is either free or held by whom it should be, at any moment. Raises
+        AssertionError."""
         self.scheduler.integrity()
 
     def _known(self, adapter: str | None) -> str | None:
@@ -317,12 +384,17 @@ class Engine:
         served = self.model.transformer.served
         if adapter is None or (served is not None and adapter in served.names):
             return adapter
-        known = ", ".join(served.names if served is not None else ()) or "none; Model.serving opens it with some"
+        known = (
+            ", ".join(served.names if served is not None else ())
+            or "none; Model.serving opens it with some"
+        )
         raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
 
     def _submit(self, request: Request, where: str = "the prompt") -> Request:
         sampling, positions = request.sampling, self.model.config.max_positions
-        limit = new_token_limit(where, len(request.prompt_token_ids), sampling.max_new_tokens, positions, self.pages)
+        limit = new_token_limit(
+            where, len(request.prompt_token_ids), sampling.max_new_tokens, positions, self.pages
+        )
         if self._runner is None:
             self._begin()
         self.scheduler.add(request, limit, self._endings.stop_strings(sampling.stop), where)
@@ -333,7 +405,9 @@ class Engine:
         self.model.transformer.check_scales()
         self.wake()
         self.scheduler.begin(self._root())
-        self._runner = Runner(self.model, self.scheduler, self.stores, self._ready_graphs(), self._ready_routes())
+        self._runner = Runner(
+            self.model, self.scheduler, self.stores, self._ready_graphs(), self._ready_routes()
+        )
 
     def _root(self) -> Hashable:
         """What keys and values depend on besides the tokens. The flow is the engine's own."""
@@ -346,13 +420,19 @@ class Engine:
         if not self.record_routes or config.routed is None:
             return None
         if self._routes is None:
-            shape = (self.pages.num_pages, self.page_size, config.num_mixtures, config.routed.per_token)
+            shape = (
+                self.pages.num_pages,
+                self.page_size,
+                config.num_mixtures,
+                config.routed.per_token,
+            )
             self._routes = RouteStore(*shape)
         return self._routes
 
     @property
     def _num_pages(self) -> int:
-        """Of the stores: captured steps need a spare one beside the pool's, which padded rows write to."""
+        """Of the stores: captured steps need a spare one beside the pool's, which padded rows write
+        to."""
         return self.pages.num_pages + self.captures
 
     def _ready_graphs(self) -> DecodeGraphs | None:

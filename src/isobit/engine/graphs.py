@@ -1,15 +1,16 @@
 """Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
 
-A graph is captured for a number of rows, a longest context and the kinds of draws (`sampler.Kinds`), when a step first
-needs it, and serves every smaller step: what is missing is padded. Settings are inputs of a row, as its token is. A
-padded row decodes token 0 at position 0 into a spare page that no sequence uses, so it changes nothing that is read;
-and since a row's bits do not depend on its batch, a padded step gives the bits of the plain one.
+A graph is captured for a number of rows, a longest context and the kinds of draws
+(`sampler.Kinds`), when a step first needs it, and serves every smaller step: what is missing is
+padded. Settings are inputs of a row, as its token is. A padded row decodes token 0 at position 0
+into a spare page that no sequence uses, so it changes nothing that is read; and since a row's bits
+do not depend on its batch, a padded step gives the bits of the plain one.
 tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
 
-A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
-whose weights or stores have moved; `Transformer.sync` keeps them in place. Tokens stay on the device, so a
-step can be launched before the host has read the previous one. Left out: chunks of prompts, which `runner.py` computes
-as they are, beside a captured step.
+A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights.
+`begin` drops graphs whose weights or stores have moved; `Transformer.sync` keeps them in place.
+Tokens stay on the device, so a step can be launched before the host has read the previous one. Left
+out: chunks of prompts, which `runner.py` computes as they are, beside a captured step.
 """
 
 from bisect import bisect_left
@@ -27,11 +28,13 @@ from isobit.model import Model
 
 SMALLEST_CONTEXT = 1024
 Rows = NDArray[np.int64]
-_INTS = 11  # of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
+# of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
+_INTS = 11
 
 
 class Graph(Protocol):
-    """Something that runs one function again and again, from where that reads to where it writes."""
+    """Something that runs one function again and again, from where that reads to where it
+    writes."""
 
     def __init__(self, peer: Any) -> None:
         """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
@@ -59,7 +62,9 @@ class CudaGraph:
             function()
         current.wait_stream(self._stream)
         # other threads may allocate meanwhile
-        with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self._graph, self._pool, self._stream, capture_error_mode="thread_local"
+        ):
             function()
 
     def replay(self) -> None:
@@ -67,15 +72,18 @@ class CudaGraph:
 
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it; not where
-    rows are of several adapters, which are other rows in each step."""
+    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait
+    for it; not where rows are of several adapters, which are other rows in each step."""
     ops = model.transformer.ops["rollout"]
-    captured = ops.backend == "triton" and ops.device.type == "cuda" and model.transformer.served is None
+    captured = (
+        ops.backend == "triton" and ops.device.type == "cuda" and model.transformer.served is None
+    )
     return CudaGraph if wanted and captured else None
 
 
 def ladder(most: int) -> list[int]:
-    """Numbers of rows that are captured, up to `most`; of more than 16, fewer than a third are padding."""
+    """Numbers of rows that are captured, up to `most`; of more than 16, fewer than a third are
+    padding."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [*(step for step in steps if step < most), most]
 
@@ -114,13 +122,15 @@ class Launch:
         return order[np.searchsorted(self.sequences, sequences, sorter=order)]
 
     def read(self, places: Rows) -> tuple[Rows, NDArray[np.float32]]:
-        """Tokens and log-probabilities of some rows. Waits for the step; to be called before the next but one."""
+        """Tokens and log-probabilities of some rows. Waits for the step; to be called before the
+        next but one."""
         self._host.wait()
         return self._host.tokens.numpy()[places], self._host.logprobs.numpy()[places]
 
 
 class DecodeGraphs:
-    """The captured decode steps of an engine, of up to `max_rows` rows and `longest` tokens of context."""
+    """The captured decode steps of an engine, of up to `max_rows` rows and `longest` tokens of
+    context."""
 
     def __init__(
         self,
@@ -143,7 +153,9 @@ class DecodeGraphs:
         self._ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, device=device)
         self._table = torch.zeros(max_rows * pages, dtype=torch.int32, device=device)
         self._row_start = torch.arange(max_rows + 1, device=device)
-        self._tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)  # the last is a padded row's: 0
+        self._tokens = torch.zeros(
+            max_rows + 1, dtype=torch.int64, device=device
+        )  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
         self._graphs: dict[tuple[int, int, Kinds], Graph] = {}
         self._kept: list[object] = []
@@ -170,8 +182,8 @@ class DecodeGraphs:
         self._storage, self._stores, self._padded = storage, stores, 0
 
     def launch(self, rows: DecodeRows, which: Rows, source: Rows | None = None) -> Launch:
-        """Start a step of the table's rows `which`. With `source` it is the step after the one that is under way, whose
-        row source[r] has the token that row r continues with."""
+        """Start a step of the table's rows `which`. With `source` it is the step after the one that
+        is under way, whose row source[r] has the token that row r continues with."""
         positions = rows.position[which] + (source is not None)
         count, most = self.ladder[bisect_left(self.ladder, which.size)], int(positions.max()) + 1
         context = self.smallest_context
@@ -186,7 +198,8 @@ class DecodeGraphs:
         self._fill(host, count, context, rows, which, positions, source)
         if source is not None:
             tokens = self._ints[:count]
-            # a token drawn from NaN may be any; the host stops there, and what is under way must not read outside
+            # a token drawn from NaN may be any; the host stops there, and what is under way must
+            # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
         graph.replay()
         host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
@@ -196,14 +209,17 @@ class DecodeGraphs:
         return Launch(rows.slot[which], host)
 
     def subtract_padding(self) -> None:
-        """No request is open: take what padded rows have written out of the counts of calibrated stores."""
+        """No request is open: take what padded rows have written out of the counts of calibrated
+        stores."""
         counts = [store.counts for store in self._stores if store.counts is not None]
         if not counts or not self._padded:
             return
         before = [count.clone() for count in counts]
         context = min(self.smallest_context, self.longest)
         self._pad(1, context)
-        self._transformer.hidden(self._ints[:1], self._layout(1, context), self._stores, use="rollout")
+        self._transformer.hidden(
+            self._ints[:1], self._layout(1, context), self._stores, use="rollout"
+        )
         for count, found in zip(counts, before):
             count.copy_(found - self._padded * (count - found))
         self._padded = 0
@@ -220,20 +236,29 @@ class DecodeGraphs:
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 
-        counts = [(store.counts, store.counts.clone()) for store in self._stores if store.counts is not None]
+        counts = [
+            (store.counts, store.counts.clone())
+            for store in self._stores
+            if store.counts is not None
+        ]
         last = self._tokens.clone()  # the step under way may have the inputs of the next
         self._pad(count, context)
         graph = self._kind(next(iter(self._graphs.values()), None))
         graph.capture(step)
-        self._kept.append(self._transformer.rope_tables)  # a longer context would bring others, and free these
+        self._kept.append(
+            self._transformer.rope_tables
+        )  # a longer context would bring others, and free these
         self._tokens.copy_(last)
         for now, before in counts:
             now.copy_(before)
         return graph
 
     def _layout(self, count: int, context: int) -> Layout:
-        """Of the first `count` rows of the buffers: one row a sequence, so its context is its position."""
-        positions, slots, pages = self._ints[count : 2 * count], self._ints[2 * count : 3 * count], self._pages(context)
+        """Of the first `count` rows of the buffers: one row a sequence, so its context is its
+        position."""
+        positions = self._ints[count : 2 * count]
+        slots = self._ints[2 * count : 3 * count]
+        pages = self._pages(context)
         table = self._table[: count * pages].view(count, pages)
         row_start = self._row_start[: count + 1]
         return Layout(row_start, positions, table, self.page_size, positions, slots, 1, context, 0)
@@ -242,8 +267,8 @@ class DecodeGraphs:
         return -(-context // self.page_size)
 
     def _pad(self, count: int, context: int) -> None:
-        """Buffers of padded rows only. It goes through the memory that the next launch will use: the other's may be
-        of a step that is under way."""
+        """Buffers of padded rows only. It goes through the memory that the next launch will use:
+        the other's may be of a step that is under way."""
         nothing, empty = np.zeros(0, np.int64), DecodeRows(1, self.page_size)
         self._fill(self._hosts[0], count, context, empty, nothing, nothing, None)
         self._hosts[0].record()
@@ -263,12 +288,16 @@ class DecodeGraphs:
         real, pages = which.size, self._pages(context)
         ints, table = host.ints[: _INTS * count], host.table[: count * pages]
         tokens, position, slots = ints.numpy()[: 3 * count].reshape(3, count)
-        keys, page_table = ints.numpy()[3 * count : 7 * count].reshape(count, 4), table.numpy().reshape(count, pages)
+        keys = ints.numpy()[3 * count : 7 * count].reshape(count, 4)
+        page_table = table.numpy().reshape(count, pages)
         settings = ints.numpy()[7 * count :].view(np.float64).reshape(count, 4)
         tokens[:real] = rows.token[which] if source is None else source
         tokens[real:] = 0 if source is None else self.max_rows
         position[:real], position[real:] = positions, 0
-        slots[:real], slots[real:] = rows.slots_at(which, positions), self.spare_page * self.page_size
+        slots[:real], slots[real:] = (
+            rows.slots_at(which, positions),
+            self.spare_page * self.page_size,
+        )
         keys[:real], keys[real:] = rows.key[which], 0
         keys[:real, 3] += source is not None
         settings[:real], settings[real:] = rows.settings[which], NEUTRAL

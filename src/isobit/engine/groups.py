@@ -1,5 +1,5 @@
-"""Completions of open requests, gathered into the groups of their prompts: what `Engine.generate`, a rank that claims
-prompts, and an engine of a fleet have in common."""
+"""Completions of open requests, gathered into the groups of their prompts: what `Engine.generate`,
+a rank that claims prompts, and an engine of a fleet have in common."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -18,8 +18,8 @@ class OpenEngine(Protocol):
 
 
 class OpenGroups:
-    """Requests of an engine by the place of their prompt. As a context manager it cancels those that are open at its
-    end."""
+    """Requests of an engine by the place of their prompt. As a context manager it cancels those
+    that are open at its end."""
 
     def __init__(self, engine: OpenEngine) -> None:
         self._engine = engine
@@ -45,7 +45,8 @@ class OpenGroups:
         self._places[request], self._groups[place] = place, []
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """One step of the engine: (place, completions in their order) of the groups that it finishes, by place."""
+        """One step of the engine: (place, completions in their order) of the groups that it
+        finishes, by place."""
         finished, whole = self._engine.step(), list[int]()
         self.completed += len(finished)
         for request, completion in finished:

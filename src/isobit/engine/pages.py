@@ -1,14 +1,17 @@
 """The pages of the KV cache: who holds which page, by reference counts, and which tokens are in it.
 
-A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a reference to each page of
-its table. A page is free exactly when nobody holds it. A full page may be remembered by its tokens and by all that
-come before them; then it stays as it is while it is free, until no other page is, and whoever has the same tokens so
-far may share it. Of the free pages those that are remembered go last, the least recently used first.
+A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a
+reference to each page of its table. A page is free exactly when nobody holds it. A full page may be
+remembered by its tokens and by all that come before them; then it stays as it is while it is free,
+until no other page is, and whoever has the same tokens so far may share it. Of the free pages those
+that are remembered go last, the least recently used first.
 
-A page is remembered under its own tokens and the entry of the page before it, or a root that says what else its
-contents depend on. Entries are compared and not hashed to numbers, so two prompts are never confused.
+A page is remembered under its own tokens and the entry of the page before it, or a root that says
+what else its contents depend on. Entries are compared and not hashed to numbers, so two prompts are
+never confused.
 
-Left out: what is in the pages (`kernels.KVStore`), and which sequence deserves one (`scheduler.py`).
+Left out: what is in the pages (`kernels.KVStore`), and which sequence deserves one
+(`scheduler.py`).
 """
 
 import itertools
@@ -24,22 +27,23 @@ _PAGE, _PAGE_WITH_STATES = 16, 256
 
 
 def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
-    """Where nobody has given them: few, so that little of the last page is empty, or more where each page has states of
-    linear attention, which may take as much as hundreds of tokens."""
+    """Where nobody has given them: few, so that little of the last page is empty, or more where
+    each page has states of linear attention, which may take as much as hundreds of tokens."""
     if given is not None:
         return given
     return _PAGE if config.linear is None else _PAGE_WITH_STATES
 
 
 def cache_pages(each: int, sequences: int, most_sequences: int, most_pages: int) -> int:
-    """Pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at a time, and a prompt beside
-    the sequences that share its pages: at most so many, and room for one sequence."""
+    """Pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at a time,
+    and a prompt beside the sequences that share its pages: at most so many, and room for one
+    sequence."""
     return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
 
 
 class PagePool:
-    """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order, so a run repeats
-    itself."""
+    """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order,
+    so a run repeats itself."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -47,11 +51,14 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: dict[int, None] = {}  # free, and remembered; the least recently used first
         self._page_of: dict[tuple[Hashable, bytes], int] = {}
-        self._entry_of: dict[int, tuple[tuple[Hashable, bytes], int]] = {}  # page to its key, and the entry's number
+        self._entry_of: dict[
+            int, tuple[tuple[Hashable, bytes], int]
+        ] = {}  # page to its key, and the entry's number
         self._numbers = itertools.count()
         self.peak_used = 0
         self.changes = 0
-        """Grows when pages are given back or remembered: nothing else makes more of them free, or found."""
+        """Grows when pages are given back or remembered: nothing else makes more of them free, or
+        found."""
 
     @property
     def num_free(self) -> int:
@@ -62,7 +69,8 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages, each with one reference. The caller has made sure that there are enough."""
+        """Take `count` free pages, each with one reference. The caller has made sure that there are
+        enough."""
         assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         pages = [self._free.pop() if self._free else self._forgotten() for _ in range(count)]
         for page in pages:
@@ -73,7 +81,9 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that are in use or remembered."""
         for page in pages:
-            assert self.references[page] > 0 or page in self._idle, f"page {page} is free and cannot be shared"
+            assert self.references[page] > 0 or page in self._idle, (
+                f"page {page} is free and cannot be shared"
+            )
             self._idle.pop(page, None)
             self.references[page] += 1
         self.peak_used = max(self.peak_used, self.num_used)
@@ -90,8 +100,8 @@ class PagePool:
         return found
 
     def remember(self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]) -> None:
-        """These pages hold these tokens, which are computed; the last, if it is not full, is left out. Where another
-        page is remembered for the same tokens, that one stays."""
+        """These pages hold these tokens, which are computed; the last, if it is not full, is left
+        out. Where another page is remembered for the same tokens, that one stays."""
         before = root
         self.changes += 1
         for part, page in zip(_parts(tokens, self.page_size), pages):
@@ -117,10 +127,13 @@ class PagePool:
         return page
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page, the last first; those that nobody holds any more become free."""
+        """Drop a reference to each page, the last first; those that nobody holds any more become
+        free."""
         self.changes += 1
         for page in reversed(list(pages)):
-            assert self.references[page] > 0, f"page {page} is released more often than it was taken"
+            assert self.references[page] > 0, (
+                f"page {page} is released more often than it was taken"
+            )
             self.references[page] -= 1
             if self.references[page] == 0 and page in self._entry_of:
                 self._idle[page] = None
@@ -128,9 +141,11 @@ class PagePool:
                 self._free.append(page)
 
     def integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Prove that the counts are right: `tables` are all the references that exist, one table per holder.
+        """Prove that the counts are right: `tables` are all the references that exist, one table
+        per holder.
 
-        Raises AssertionError if a page is leaked, held without a count, both free and used, or twice in one table.
+        Raises AssertionError if a page is leaked, held without a count, both free and used, or
+        twice in one table.
         """
         held: Counter[int] = Counter()
         for table in tables:
@@ -138,21 +153,30 @@ class PagePool:
             assert len(set(pages)) == len(pages), f"a page table holds a page twice: {pages}"
             held.update(pages)
         for page, references in enumerate(self.references):
-            assert references == held[page], f"page {page} has {references} references, but {held[page]} holders"
+            assert references == held[page], (
+                f"page {page} has {references} references, but {held[page]} holders"
+            )
         free = {*self._free, *self._idle}
         assert len(free) == self.num_free, "a page is twice in the free list"
         used = {page for page, references in enumerate(self.references) if references > 0}
         assert not free & used, f"pages are both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_pages, "pages are neither free nor used"
         remembered = {page: key for key, page in self._page_of.items()}
-        assert {page: key for page, (key, _) in self._entry_of.items()} == remembered, "a page is remembered wrongly"
-        assert all((page in self._idle) == (page in remembered) for page in free), "a free page is in the wrong list"
+        assert {page: key for page, (key, _) in self._entry_of.items()} == remembered, (
+            "a page is remembered wrongly"
+        )
+        assert all((page in self._idle) == (page in remembered) for page in free), (
+            "a free page is in the wrong list"
+        )
 
 
 def _parts(tokens: NDArray[np.int64], page_size: int) -> Iterable[bytes]:
     """The tokens of each full page."""
     data = tokens.astype(np.int32).tobytes()
-    return (data[i : i + 4 * page_size] for i in range(0, tokens.size // page_size * 4 * page_size, 4 * page_size))
+    return (
+        data[i : i + 4 * page_size]
+        for i in range(0, tokens.size // page_size * 4 * page_size, 4 * page_size)
+    )
 
 
 def pages_needed(length: int, new_tokens: int, page_size: int) -> int:

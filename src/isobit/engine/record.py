@@ -1,4 +1,5 @@
-"""What every open sequence has sampled: arrays that grow, with a slot for each sequence that is reused when it ends."""
+"""What every open sequence has sampled: arrays that grow, with a slot for each sequence that is
+reused when it ends."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,9 +8,9 @@ Ints = NDArray[np.int64]
 
 
 class Record:
-    """Per slot: tokens [S, C] and log-probabilities [S, C], of which the first `generated` [S] count, and at most
-    `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and whether a stop string or another token
-    may, `watched` [S]."""
+    """Per slot: tokens [S, C] and log-probabilities [S, C], of which the first `generated` [S]
+    count, and at most `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and
+    whether a stop string or another token may, `watched` [S]."""
 
     def __init__(self) -> None:
         self.tokens = np.empty((8, 64), np.int32)
@@ -36,7 +37,12 @@ class Record:
                 setattr(self, name, _doubled(getattr(self, name), 0))
             self._free = list(range(2 * size - 1, size - 1, -1))
         slot = self._free.pop()
-        self.generated[slot], self.limit[slot], self.ends[slot], self.watched[slot] = 0, limit, ends, watched
+        self.generated[slot], self.limit[slot], self.ends[slot], self.watched[slot] = (
+            0,
+            limit,
+            ends,
+            watched,
+        )
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -44,7 +50,8 @@ class Record:
         self._free.append(slot)
 
     def write(self, slots: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
-        """Each of these sequences, which are distinct, has drawn its next token; `generated` counts it later."""
+        """Each of these sequences, which are distinct, has drawn its next token; `generated` counts
+        it later."""
         column = self.generated[slots]
         if column.size and column.max() >= self.tokens.shape[1]:
             self.tokens, self.logprobs = _doubled(self.tokens, 1), _doubled(self.logprobs, 1)

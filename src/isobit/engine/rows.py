@@ -1,8 +1,9 @@
 """The table of decoding sequences: one row each, in arrays that live as long as the engine.
 
-A decode step over an unchanged batch costs a handful of vectorized operations here and no Python object per sequence:
-positions and sampling keys grow by one in place, and the layout's tensors are views of these arrays. A row that leaves
-is replaced by the last one; the order of the rows means nothing, since no result depends on it.
+A decode step over an unchanged batch costs a handful of vectorized operations here and no Python
+object per sequence: positions and sampling keys grow by one in place, and the layout's tensors are
+views of these arrays. A row that leaves is replaced by the last one; the order of the rows means
+nothing, since no result depends on it.
 
 Shapes: capacity rows, of which the first `count` are in use; width pages.
 """
@@ -14,8 +15,8 @@ from isobit.engine.sampler import NEUTRAL, Kinds, kinds_of
 
 
 class DecodeRows:
-    """Per row: the sequence's slot, its next input token and position, its page table, and the key and the settings of
-    its next sample."""
+    """Per row: the sequence's slot, its next input token and position, its page table, and the key
+    and the settings of its next sample."""
 
     def __init__(self, capacity: int, page_size: int) -> None:
         self.capacity = capacity
@@ -26,7 +27,9 @@ class DecodeRows:
         self.position = np.zeros(capacity, np.int64)
         self.num_slots = np.zeros(capacity, np.int64)  # that the row's pages hold
         self.table = np.zeros((capacity, 1), np.int32)
-        self.key = np.zeros((capacity, 4), np.int64)  # seed, prompt id, sample index, position of the sampled token
+        self.key = np.zeros(
+            (capacity, 4), np.int64
+        )  # seed, prompt id, sample index, position of the sampled token
         self.settings = np.tile(np.array(NEUTRAL), (capacity, 1))
         self._kinds: Kinds | None = None
         self.row_start = np.arange(capacity + 1, dtype=np.int64)
@@ -42,7 +45,9 @@ class DecodeRows:
         """Make room for page tables of `width` pages."""
         missing = width - self.table.shape[1]
         if missing > 0:
-            self.table = np.concatenate([self.table, np.zeros((self.capacity, missing), np.int32)], 1)
+            self.table = np.concatenate(
+                [self.table, np.zeros((self.capacity, missing), np.int32)], 1
+            )
 
     def add(
         self,
@@ -53,7 +58,8 @@ class DecodeRows:
         key: tuple[int, int, int],
         settings: tuple[float, float, float, float],
     ) -> None:
-        """Append a row whose next input is `token` at `position`; `key` is (seed, prompt id, sample index)."""
+        """Append a row whose next input is `token` at `position`; `key` is (seed, prompt id, sample
+        index)."""
         row = self.count
         assert row < self.capacity
         self.count += 1
@@ -85,7 +91,15 @@ class DecodeRows:
             array[: self.count] = array[order]
 
     def _arrays(self) -> tuple[NDArray, ...]:
-        return self.slot, self.token, self.position, self.num_slots, self.table, self.key, self.settings
+        return (
+            self.slot,
+            self.token,
+            self.position,
+            self.num_slots,
+            self.table,
+            self.key,
+            self.settings,
+        )
 
     def add_page(self, row: int, page: int) -> None:
         self.table[row, self.num_slots[row] // self.page_size] = page

@@ -1,10 +1,11 @@
 """Computes the steps of a scheduler with the model: tokens, log-probabilities, copies of pages.
 
-Where decode steps are captured (`graphs.py`), the next one is launched before the tokens of this one are read, so the
-GPU does not wait for the host: a sequence that turns out to have ended, or was cancelled, is then computed once more,
-in pages that nobody else has written yet, and that token is dropped. What would need a page taken back is not launched
-ahead. Chunks of prompts are computed eagerly beside the decoding rows, behind what was launched: while Python launches
-their kernels, the GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
+Where decode steps are captured (`graphs.py`), the next one is launched before the tokens of this
+one are read, so the GPU does not wait for the host: a sequence that turns out to have ended, or was
+cancelled, is then computed once more, in pages that nobody else has written yet, and that token is
+dropped. What would need a page taken back is not launched ahead. Chunks of prompts are computed
+eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
+GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
 is the definition.
 """
 
@@ -29,8 +30,8 @@ _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Runner:
-    """Runs a scheduler's steps over `stores`, with captured steps where there are `graphs`, recording routes where
-    there are `routes`."""
+    """Runs a scheduler's steps over `stores`, with captured steps where there are `graphs`,
+    recording routes where there are `routes`."""
 
     def __init__(
         self,
@@ -40,18 +41,24 @@ class Runner:
         graphs: DecodeGraphs | None,
         routes: RouteStore | None,
     ) -> None:
-        self.model, self.scheduler, self.stores, self.graphs, self.routes = model, scheduler, stores, graphs, routes
+        self.model = model
+        self.scheduler = scheduler
+        self.stores = stores
+        self.graphs = graphs
+        self.routes = routes
         self._ahead: Launch | None = None
         for layer, store in enumerate(stores):
             if isinstance(store, KVStore) and store.calibrated:
                 store.set_scales(model.transformer.layer_scales(layer))
 
     def run(self) -> tuple[StepPlan, NDArray[np.int64]]:
-        """Compute the next step: the plan, and the tokens that its `sampled` have drawn; the record has them too.
+        """Compute the next step: the plan, and the tokens that its `sampled` have drawn; the record
+        has them too.
 
-        Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun. Keys and values are
-        written again with the same bits. States of linear attention were advanced in place, so all sequences give up
-        their pages, and are computed again from the last ones that are full.
+        Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun.
+        Keys and values are written again with the same bits. States of linear attention were
+        advanced in place, so all sequences give up their pages, and are computed again from the
+        last ones that are full.
         """
         try:
             return self._run()
@@ -74,17 +81,24 @@ class Runner:
             ahead = self._launch_ahead(plan, places)
             first_tokens, first_logprobs = self._compute(plan.prompts)
             tokens, logprobs = launch.read(places)
-            tokens, logprobs = np.concatenate([tokens, first_tokens]), np.concatenate([logprobs, first_logprobs])
+            tokens = np.concatenate([tokens, first_tokens])
+            logprobs = np.concatenate([logprobs, first_logprobs])
         if not np.isfinite(logprobs).all():
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
-            running = scheduler.at[int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])].owner
-            raise NonFiniteError(f"{running.where}: the model's logits hold NaN or infinity, so nothing can be sampled")
+            running = scheduler.at[
+                int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])
+            ].owner
+            raise NonFiniteError(
+                f"{running.where}: the model's logits hold NaN or infinity, so nothing can be "
+                "sampled"
+            )
         self._ahead = ahead
         scheduler.record.write(plan.sampled, tokens, logprobs)
         return plan, tokens
 
     def finish(self) -> None:
-        """No request is open: say what went wrong on the device, and count what padded rows have written."""
+        """No request is open: say what went wrong on the device, and count what padded rows have
+        written."""
         self.model.transformer.ops["rollout"].raise_faults()
         if self.graphs is not None:
             self.graphs.subtract_padding()
@@ -93,7 +107,9 @@ class Runner:
         pairs = list(copies)
         if not pairs:
             return
-        source, target = stage(torch.tensor(pairs), self.model.transformer.ops["rollout"].device).unbind(1)
+        source, target = stage(
+            torch.tensor(pairs), self.model.transformer.ops["rollout"].device
+        ).unbind(1)
         for store in self.stores:
             for pages in store.by_page(self.scheduler.page_size):
                 pages[target] = pages[source]
@@ -110,27 +126,40 @@ class Runner:
         batch = on_host.to(ops.device)
         tape = RouteTape() if self.routes is not None else None
         numbers = adapter_numbers(plan, self.scheduler, transformer.served)
-        hidden = transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape, adapters=numbers)
+        hidden = transformer.hidden(
+            batch.tokens, batch.layout, self.stores, use="rollout", tape=tape, adapters=numbers
+        )
         if self.routes is not None and tape is not None:
             self.routes.write(on_host.layout.slots.numpy(), tape.routes().cpu().numpy())
         if not plan.sampled.size:
             return _NO_TOKENS
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
-        tokens, logprobs = draw(hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source)
+        tokens, logprobs = draw(
+            hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
+        )
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _launch(self, plan: StepPlan) -> Launch | None:
         """The step's decoding rows as a captured step, where they can be."""
-        if self.graphs is None or not plan.decode or self.routes is not None or self.scheduler.num_penalized:
+        if (
+            self.graphs is None
+            or not plan.decode
+            or self.routes is not None
+            or self.scheduler.num_penalized
+        ):
             return None
         return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
-        """The step after this one of the decoding rows, which stand at `places` of what is under way, unless it takes a
-        decision."""
+        """The step after this one of the decoding rows, which stand at `places` of what is under
+        way, unless it takes a decision."""
         record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
-        if self.graphs is None or self.scheduler.num_penalized or not self.scheduler.look_ahead(plan, going):
+        if (
+            self.graphs is None
+            or self.scheduler.num_penalized
+            or not self.scheduler.look_ahead(plan, going)
+        ):
             return None
         return self.graphs.launch(self.scheduler.rows, going, places[going])

@@ -1,9 +1,10 @@
 """Draw tokens, and their log-probabilities under the distribution that they were drawn from.
 
-A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its settings, and on
-nothing else: rows with different settings are drawn together. tests/engine/test_sampler.py compares rows alone, in a
-batch and beside rows with other settings, bit for bit. Left out: which tokens top-k, top-p and min-p keep
-(`kernels/sampling/filtering.py`), and the generator (`Ops.sample`).
+A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its
+settings, and on nothing else: rows with different settings are drawn together.
+tests/engine/test_sampler.py compares rows alone, in a batch and beside rows with other settings,
+bit for bit. Left out: which tokens top-k, top-p and min-p keep (`kernels/sampling/filtering.py`),
+and the generator (`Ops.sample`).
 """
 
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class Kinds:
-    """What occurs among some rows, as far as the operators depend on it: a captured step serves all rows of its kinds.
+    """What occurs among some rows, as far as the operators depend on it: a captured step serves all
+    rows of its kinds.
 
-    `plain`, `filtered`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p is below 1.
-    `most_k`: a power of two, at least every top-k; 0: there is none.
+    `plain`, `filtered`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p
+    is below 1. `most_k`: a power of two, at least every top-k; 0: there is none.
     """
 
     plain: bool
@@ -59,8 +61,9 @@ def kinds_of(settings: NDArray[np.float64]) -> Kinds:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of these. Where some have a
-    repetition penalty: `seen` [R, V] bool, the tokens in front of each, and `penalty` [R] float32, 1 for the others."""
+    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of
+    these. Where some have a repetition penalty: `seen` [R, V] bool, the tokens in front of each,
+    and `penalty` [R] float32, 1 for the others."""
 
     keys: Tensor
     settings: Tensor
@@ -87,16 +90,21 @@ class Draws:
     def split(self, rows: int) -> "list[Draws]":
         parts = (self.keys, self.settings, self.seen, self.penalty)
         each = zip(*(repeat(None) if x is None else x.split(rows) for x in parts))
-        return [Draws(keys, settings, self.kinds, seen, penalty) for keys, settings, seen, penalty in each]
+        return [
+            Draws(keys, settings, self.kinds, seen, penalty)
+            for keys, settings, seen, penalty in each
+        ]
 
 
 def draw(
     hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by default row r, of hidden
-    [T, C] under the output head's weight [V, C]."""
+    """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by
+    default row r, of hidden [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.filtered or draws.penalty is not None)
+    fused = ops.fused_head and not (
+        draws.kinds.greedy or draws.kinds.filtered or draws.penalty is not None
+    )
     if draws.keys.shape[0] <= rows or fused:
         return _draw(hidden, weight, draws, ops, source)
     hidden = hidden if source is None else hidden.index_select(0, source)
@@ -104,7 +112,9 @@ def draw(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None) -> tuple[Tensor, Tensor]:
+def _draw(
+    hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None
+) -> tuple[Tensor, Tensor]:
     kinds, temperature = draws.kinds, draws.temperature
     if not (kinds.greedy or kinds.filtered or draws.penalty is not None):
         return ops.head_sample(hidden, weight, draws.keys, temperature, source)
@@ -119,19 +129,20 @@ def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tens
         logits = kept
     if not ops.fused_head:
         return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
-    # the head's own operators have other bits than logits that are held, the learner's: for all but filtered rows
+    # the head's own operators have other bits than logits that are held, the learner's: for all but
+    # filtered rows
     rows = hidden if source is None else hidden.index_select(0, source)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     penalized = torch.zeros_like(draws.greedy) if draws.penalty is None else draws.penalty != 1
     if kinds.filtered or draws.penalty is not None:
         logprobs = ops.token_logprobs(logits, tokens, temperature)[0]
     if kinds.greedy:
-        logprobs = torch.where(draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs)
-    if kinds.plain:
-        other, (own, their) = (
-            draws.greedy | draws.filtered | penalized,
-            ops.head_sample(rows, weight, draws.keys, temperature),
+        logprobs = torch.where(
+            draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs
         )
+    if kinds.plain:
+        other = draws.greedy | draws.filtered | penalized
+        (own, their) = ops.head_sample(rows, weight, draws.keys, temperature)
         tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
     return tokens, logprobs
 

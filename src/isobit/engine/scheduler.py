@@ -10,10 +10,11 @@ back; it is computed again later (prompt and generated tokens), and goes on wher
 admitted shares the pages that are remembered of its tokens (`pages.py`): of its request's prompt,
 of its own from before, and with `prefix_cache` of any.
 
-Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_invariance.py compares the bits.
+Tokens and log-probabilities do not depend on any of these decisions:
+tests/engine/test_invariance.py compares the bits.
 
-Left out: the arithmetic and sampling (`runner.py`), stopping (`endings.py`), and priorities other than first come,
-first served.
+Left out: the arithmetic and sampling (`runner.py`), stopping (`endings.py`), and priorities other
+than first come, first served.
 """
 
 from collections.abc import Hashable, Iterator
@@ -30,14 +31,21 @@ from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
 
 HEADROOM_STEPS = 8
-"""A sequence is admitted if the running ones can then go on for about this many steps without a preemption."""
+"""A sequence is admitted if the running ones can then go on for about this many steps without a
+preemption."""
 
 
 class Scheduler:
-    """The life of all open sequences over the pages of an engine; `at` finds one by its slot in the record."""
+    """The life of all open sequences over the pages of an engine; `at` finds one by its slot in the
+    record."""
 
     def __init__(
-        self, pages: PagePool, *, max_batch_tokens: int, max_sequences: int, prefix_cache: bool = True
+        self,
+        pages: PagePool,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        prefix_cache: bool = True,
     ) -> None:
         self.pages = pages
         self.page_size = pages.page_size
@@ -57,25 +65,36 @@ class Scheduler:
         self.stats = Stats()
         self.num_penalized = 0  # open requests with a repetition penalty
         self._next_number = 0
-        self._refused: tuple[int, int] | None = None  # the number of who had to wait, and `pages.changes` then
+        self._refused: tuple[int, int] | None = (
+            None  # the number of who had to wait, and `pages.changes` then
+        )
 
     @property
     def finished(self) -> bool:
         return not self.requests
 
     def begin(self, root: Hashable) -> None:
-        """The first request after none was open. Pages that were computed under another `root` are forgotten."""
+        """The first request after none was open. Pages that were computed under another `root` are
+        forgotten."""
         if root != self.root:
             self.pages.forget()
         self.root, self.stats = root, Stats()
         self.pages.peak_used = self.pages.num_used
 
-    def add(self, request: Request, limit: int, stop: StopStrings | None = None, where: str = "the prompt") -> None:
+    def add(
+        self,
+        request: Request,
+        limit: int,
+        stop: StopStrings | None = None,
+        where: str = "the prompt",
+    ) -> None:
         """Queue a request, whose sequences sample at most `limit` tokens each."""
         prompt, number = np.array(request.prompt_token_ids, np.int64), self._next_number
         most_pages = pages_needed(prompt.size, limit, self.page_size)
         running = RunningRequest(request, where, number, limit, most_pages, stop, prompt)
-        running.members = [Sequence(number + sample, running) for sample in range(request.sampling.n)]
+        running.members = [
+            Sequence(number + sample, running) for sample in range(request.sampling.n)
+        ]
         self._next_number += request.sampling.n
         self.num_penalized += request.sampling.repetition_penalty != 1
         self.requests[request] = running
@@ -101,11 +120,14 @@ class Scheduler:
         prompt = sequence.owner.prompt
         if stop <= prompt.size:
             return prompt[start:stop]
-        sampled = self.record.tokens[sequence.slot, max(start - prompt.size, 0) : stop - prompt.size]
+        sampled = self.record.tokens[
+            sequence.slot, max(start - prompt.size, 0) : stop - prompt.size
+        ]
         return np.concatenate([prompt[start:], sampled])
 
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
-        """The part of a sequence's sampling key that does not change: (seed, prompt id, sample index)."""
+        """The part of a sequence's sampling key that does not change: (seed, prompt id, sample
+        index)."""
         request = sequence.owner.request
         return request.sampling.seed, request.prompt_id, sequence.sample_index
 
@@ -116,9 +138,10 @@ class Scheduler:
         return self._planned(decode, decode)
 
     def look_ahead(self, plan: StepPlan, going: NDArray[np.int64]) -> bool:
-        """May rows `going` of a step that has yet to be accounted for be launched again at once? If so, they have the
-        pages that takes. Not where a page would have to be taken back, which is a decision of `plan`, nor while a row
-        sits out: its token is not among those that the step leaves on the device."""
+        """May rows `going` of a step that has yet to be accounted for be launched again at once? If
+        so, they have the pages that takes. Not where a page would have to be taken back, which is a
+        decision of `plan`, nor while a row sits out: its token is not among those that the step
+        leaves on the device."""
         full = self.rows.next_full(going)
         if not going.size or self.rows.count > plan.decode or self.pages.num_free < full.size:
             return False
@@ -126,8 +149,9 @@ class Scheduler:
         return True
 
     def launched(self, slots: NDArray[np.int64]) -> StepPlan | None:
-        """The step whose decoding rows, those of `slots`, were launched ahead: of these, the ones that have not ended
-        since, and the chunks beside them. Rows that have come meanwhile sit out. None if no row is left."""
+        """The step whose decoding rows, those of `slots`, were launched ahead: of these, the ones
+        that have not ended since, and the chunks beside them. Rows that have come meanwhile sit
+        out. None if no row is left."""
         under_way = np.isin(self.rows.slot[: self.rows.count], slots)
         if not under_way.any():
             return None
@@ -135,7 +159,8 @@ class Scheduler:
         return self._planned(int(under_way.sum()), slots.size)
 
     def _planned(self, decode: int, computed: int) -> StepPlan:
-        """A step of the first `decode` rows and the chunks that find room beside the `computed` ones."""
+        """A step of the first `decode` rows and the chunks that find room beside the `computed`
+        ones."""
         chunks = tuple(self._chunks(self.max_batch_tokens - computed))
         assert decode or chunks, "a step without work"
         self.stats.steps += 1
@@ -143,11 +168,13 @@ class Scheduler:
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         self.stats.peak_pages = self.pages.peak_used
         first = [sequence.slot for chunk in chunks for sequence in chunk.samples]
-        return StepPlan(decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)]))
+        return StepPlan(
+            decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)])
+        )
 
     def commit(self, plan: StepPlan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
-        """Account for a step: `tokens`, which the record has, were sampled by `plan.sampled`, and where `done` they
-        were the last ones."""
+        """Account for a step: `tokens`, which the record has, were sampled by `plan.sampled`, and
+        where `done` they were the last ones."""
         self.record.generated[plan.sampled] += 1
         self.stats.sampled_tokens += tokens.size
         self.rows.advance(tokens[: plan.decode])
@@ -216,9 +243,12 @@ class Scheduler:
         sequence.pages = []
 
     def _remember(self, sequence: Sequence) -> None:
-        """All its tokens have keys and values but the last one sampled, or `computed` of them in the prefill."""
+        """All its tokens have keys and values but the last one sampled, or `computed` of them in
+        the prefill."""
         computed = sequence.computed if sequence in self.prefilling else self.length(sequence) - 1
-        self.pages.remember(self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages)
+        self.pages.remember(
+            self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages
+        )
 
     def _root(self, sequence: Sequence) -> Hashable:
         root = self.root if self.prefix_cache else (self.root, sequence.owner.number)
@@ -254,12 +284,15 @@ class Scheduler:
             length = self.length(sequence)
             stop = min(length, sequence.computed + budget)
             budget -= stop - sequence.computed
-            yield Chunk(sequence, sequence.computed, stop, self._samples(sequence) if stop == length else ())
+            yield Chunk(
+                sequence, sequence.computed, stop, self._samples(sequence) if stop == length else ()
+            )
 
     def _admissible(self) -> list[int] | None:
-        """The pages that the oldest waiting sequence would share, or None where there is none or it has to wait. Once
-        refused, it waits for a page to be given back or remembered: until then it finds no more, and running sequences
-        only take pages. So a step costs nothing for its length."""
+        """The pages that the oldest waiting sequence would share, or None where there is none or it
+        has to wait. Once refused, it waits for a page to be given back or remembered: until then it
+        finds no more, and running sequences only take pages. So a step costs nothing for its
+        length."""
         if not self.waiting or not self._room(0):
             return None
         sequence = self.waiting[0][1]
@@ -275,8 +308,11 @@ class Scheduler:
         return None
 
     def _samples(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Who draws a token when this sequence is prefilled: all samples of the request, where the prompt is new."""
-        return (sequence,) if self.record.generated[sequence.slot] else tuple(sequence.owner.members)
+        """Who draws a token when this sequence is prefilled: all samples of the request, where the
+        prompt is new."""
+        return (
+            (sequence,) if self.record.generated[sequence.slot] else tuple(sequence.owner.members)
+        )
 
     def _admit(self) -> Sequence | None:
         """Give the oldest waiting sequence pages for all its tokens, or None if it has to wait."""
@@ -307,7 +343,8 @@ class Scheduler:
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:
-        """The sequence's tokens are all computed: let it decode, and with it the samples that forked from it."""
+        """The sequence's tokens are all computed: let it decode, and with it the samples that
+        forked from it."""
         parent = chunk.sequence
         self.prefilling.remove(parent)
         self._remember(parent)
@@ -327,7 +364,8 @@ class Scheduler:
                 self._finish(sequence)
 
     def _fork(self, parent: Sequence, child: Sequence) -> Sequence:
-        """A sample of the same prompt: full pages shared, the partly filled one copied, since it is written to."""
+        """A sample of the same prompt: full pages shared, the partly filled one copied, since it is
+        written to."""
         full = parent.owner.prompt.size // self.page_size
         shared, partial = parent.pages[:full], parent.pages[full:]
         self.pages.share(shared)
@@ -345,7 +383,8 @@ class Scheduler:
         self.rows.add(sequence.slot, token, position, sequence.pages, self.key(sequence), settings)
 
     def integrity(self) -> None:
-        """Prove that no page is leaked or shared wrongly, and that every sequence is in one place. AssertionError."""
+        """Prove that no page is leaked or shared wrongly, and that every sequence is in one place.
+        AssertionError."""
         self.pages.integrity([sequence.pages for sequence in self.running.values()])
         members = [sequence for running in self.requests.values() for sequence in running.members]
         begun = {sequence.slot: sequence for sequence in members if sequence.slot >= 0}
@@ -360,18 +399,30 @@ class Scheduler:
         assert prefilling.isdisjoint(decoding), "a sequence is prefilled and decodes"
         assert prefilling | set(decoding) == set(self.running), "a running sequence has no place"
         assert not set(waiting) & set(self.running), "a sequence runs and waits"
-        may_need = sum(sequence.owner.most_pages - len(sequence.pages) for sequence in self.running.values())
-        assert self.may_need == may_need, f"running sequences may need {may_need} pages, not {self.may_need}"
+        may_need = sum(
+            sequence.owner.most_pages - len(sequence.pages) for sequence in self.running.values()
+        )
+        assert self.may_need == may_need, (
+            f"running sequences may need {may_need} pages, not {self.may_need}"
+        )
         for sequence in self.prefilling:
             self._check_private(sequence, sequence.computed)
         for row, slot in enumerate(slots):
             sequence = self.at[slot]
             held = len(sequence.pages)
-            assert self.rows.table[row, :held].tolist() == sequence.pages, "a row's page table is not its sequence's"
-            assert self.rows.num_slots[row] == held * self.page_size, "a row's slots are not its pages'"
-            assert self.rows.position[row] == self.length(sequence) - 1, "a row's position is not its sequence's"
+            assert self.rows.table[row, :held].tolist() == sequence.pages, (
+                "a row's page table is not its sequence's"
+            )
+            assert self.rows.num_slots[row] == held * self.page_size, (
+                "a row's slots are not its pages'"
+            )
+            assert self.rows.position[row] == self.length(sequence) - 1, (
+                "a row's position is not its sequence's"
+            )
             self._check_private(sequence, int(self.rows.position[row]))
 
     def _check_private(self, sequence: Sequence, next_position: int) -> None:
         for page in sequence.pages[next_position // self.page_size :]:
-            assert self.pages.references[page] == 1, f"page {page} of sequence {sequence.number} is shared and written"
+            assert self.pages.references[page] == 1, (
+                f"page {page} of sequence {sequence.number} is shared and written"
+            )

@@ -1,4 +1,5 @@
-"""Requests on their way through the engine: each with its sequences, and the steps that compute these."""
+"""Requests on their way through the engine: each with its sequences, and the steps that compute
+these."""
 
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ from isobit.engine.types import Request
 
 @dataclass
 class Stats:
-    """What was done since the engine had no open request. Tokens count what was computed: a preempted sequence's are
-    counted again, and those of prompts that were found in the cache are not. `kv_clamped` of `kv_written` keys and
-    values were clamped by calibrated scales, if somebody asked the cache (`Engine.clamped`)."""
+    """What was done since the engine had no open request. Tokens count what was computed: a
+    preempted sequence's are counted again, and those of prompts that were found in the cache are
+    not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
+    asked the cache (`Engine.clamped`)."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -31,7 +33,8 @@ class Stats:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """An open request: a prompt, and those of its samples that have not ended. They sample at most `limit` tokens each.
+    """An open request: a prompt, and those of its samples that have not ended. They sample at most
+    `limit` tokens each.
 
     `number`: of its first sequence. `where`: what to call it in a message."""
 
@@ -47,8 +50,9 @@ class RunningRequest:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence. A smaller `number` is older. It has a `slot` of the record (-1: not yet) from when its prompt is
-    begun, and pages while it is being prefilled (`computed` tokens so far) or decodes."""
+    """A sequence. A smaller `number` is older. It has a `slot` of the record (-1: not yet) from
+    when its prompt is begun, and pages while it is being prefilled (`computed` tokens so far) or
+    decodes."""
 
     number: int
     owner: RunningRequest
@@ -63,7 +67,8 @@ class Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Tokens [start, stop) of a sequence that is being prefilled; `samples` are drawn from its last row."""
+    """Tokens [start, stop) of a sequence that is being prefilled; `samples` are drawn from its last
+    row."""
 
     sequence: Sequence
     start: int
@@ -73,8 +78,8 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those who get a token, in
-    that order."""
+    """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those
+    who get a token, in that order."""
 
     decode: int
     chunks: tuple[Chunk, ...]
@@ -86,5 +91,6 @@ class StepPlan:
         return StepPlan(0, self.chunks, self.sampled[self.decode :])
 
     def parent_pages(self, sequence: Sequence) -> list[int]:
-        """The pages of a sample's prompt, which it draws its first token from and has yet to share."""
+        """The pages of a sample's prompt, which it draws its first token from and has yet to
+        share."""
         return next(chunk.sequence.pages for chunk in self.chunks if sequence in chunk.samples)

@@ -1,12 +1,14 @@
 """When a sequence ends: end-of-sequence tokens, stop strings, length.
 
-A stop string ends a sequence at the first token after which the decoded text contains it. Decoding all of a sequence at
-every token would cost quadratic time, so only a token whose own text could be the end of a stop string is looked at,
-and of what comes before it only as much as a stop string could reach; the whole text is decoded where that says yes.
-tests/engine/test_stopping.py compares with the quadratic definition.
+A stop string ends a sequence at the first token after which the decoded text contains it. Decoding
+all of a sequence at every token would cost quadratic time, so only a token whose own text could be
+the end of a stop string is looked at, and of what comes before it only as much as a stop string
+could reach; the whole text is decoded where that says yes. tests/engine/test_stopping.py compares
+with the quadratic definition.
 
-A completion's text has no special tokens. A stop string that spells one (`<|im_end|>`, `Yes<|im_end|>`) is therefore
-looked for in the text with special tokens, and every other one in the text without.
+A completion's text has no special tokens. A stop string that spells one (`<|im_end|>`,
+`Yes<|im_end|>`) is therefore looked for in the text with special tokens, and every other one in the
+text without.
 """
 
 import numpy as np
@@ -15,11 +17,13 @@ from isobit.model.text.tokenizer import Tokenizer
 
 _UNKNOWN, _NO, _MAYBE = -1, 0, 1
 _UNSETTLED = 8
-"""Tokens at the end of a text that a new one may change (bytes of a character), and characters at the beginning of a
-part that may differ from those of the whole (the rest of a character, a space)."""
+"""Tokens at the end of a text that a new one may change (bytes of a character), and characters at
+the beginning of a part that may differ from those of the whole (the rest of a character, a
+space)."""
 _LOST = "\ufffd"
-"""What a decoder writes for bytes that are no character. Of tokens that are a byte each, such as <0xE2>, it does so for
-all that are next to one another, however many, where one of them is wrong."""
+"""What a decoder writes for bytes that are no character. Of tokens that are a byte each, such as
+<0xE2>, it does so for all that are next to one another, however many, where one of them is
+wrong."""
 
 
 class StopStrings:
@@ -30,32 +34,42 @@ class StopStrings:
         spelling = tuple(text for text in stop if tokenizer.spells_special(text))
         others = tuple(text for text in stop if text not in spelling)
         kinds = ((others, False), (spelling, True))
-        self._finders = [_Finder(texts, tokenizer, vocab_size, special) for texts, special in kinds if texts]
+        self._finders = [
+            _Finder(texts, tokenizer, vocab_size, special) for texts, special in kinds if texts
+        ]
 
     def may_end(self, token: int) -> bool:
         """Whether a token may complete a stop string."""
         return any(finder.may_end(token) for finder in self._finders)
 
     def found(self, prompt: list[int], completion: list[int]) -> bool:
-        """Whether the text of a completion has a stop string in it, which its last token may have completed."""
+        """Whether the text of a completion has a stop string in it, which its last token may have
+        completed."""
         last = completion[-1]
-        return any(finder.may_end(last) and finder.found(prompt, completion) for finder in self._finders)
+        return any(
+            finder.may_end(last) and finder.found(prompt, completion) for finder in self._finders
+        )
 
     def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
-        """The `text` of a completion, which has no special tokens, up to the first occurrence of a stop string."""
+        """The `text` of a completion, which has no special tokens, up to the first occurrence of a
+        stop string."""
         return min((finder.cut(prompt, completion, text) for finder in self._finders), key=len)
 
 
 class _Finder:
-    """Finds strings in the text without special tokens, or, where `special`, in the text with them."""
+    """Finds strings in the text without special tokens, or, where `special`, in the text with
+    them."""
 
-    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int, special: bool) -> None:
+    def __init__(
+        self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int, special: bool
+    ) -> None:
         self.stop = stop
         self._tokenizer, self._special = tokenizer, special
         self._longest = max(map(len, stop))
         self._may_end = np.full(vocab_size, _UNKNOWN, np.int8)
         self._last = {text[-1] for text in stop}
-        # decoders drop spaces at the start of a text, so a lone token's text does not show whether it brings one
+        # decoders drop spaces at the start of a text, so a lone token's text does not show whether
+        # it brings one
         self._always = any(text[-1].isspace() for text in stop)
         self._lost = any(_LOST in text for text in stop)
 
@@ -67,7 +81,8 @@ class _Finder:
 
     def _state(self, token: int) -> int:
         text = self._decode([token])
-        # part of a character, or a token without a text of its own: only its neighbours tell what it means
+        # part of a character, or a token without a text of its own: only its neighbours tell what
+        # it means
         incomplete = not text or _LOST in text or (self._lost and self._tokenizer.is_byte(token))
         return _MAYBE if self._always or incomplete or not self._last.isdisjoint(text) else _NO
 
@@ -75,8 +90,8 @@ class _Finder:
         return not self._settled(completion) and self._holds(self._whole(prompt, completion))
 
     def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
-        """The text up to the first string; where that is in the text with special tokens, what is left of it without
-        them."""
+        """The text up to the first string; where that is in the text with special tokens, what is
+        left of it without them."""
         if not self._special:
             return cut(text, self.stop)
         whole = self._whole(prompt, completion)
@@ -99,8 +114,9 @@ class _Finder:
         return self._tokenizer.decode(ids, special=self._special)
 
     def _settled(self, completion: list[int]) -> bool:
-        """Whether the last tokens alone say that there is no stop string. They may begin inside a character, and so
-        lose all bytes up to the next token that is none; then a few more are looked at."""
+        """Whether the last tokens alone say that there is no stop string. They may begin inside a
+        character, and so lose all bytes up to the next token that is none; then a few more are
+        looked at."""
         least = 4 * (self._longest + _UNSETTLED)  # four tokens may be one character
         for count in range(least, least + 4):
             last = completion[-count:]

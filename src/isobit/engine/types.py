@@ -1,6 +1,8 @@
-"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Request` and `Completion`.
+"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Request` and
+`Completion`.
 
-Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
+Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens,
+which are the model's.
 """
 
 from dataclasses import dataclass
@@ -16,29 +18,41 @@ LOWEST_TEMPERATURE = 1e-3
 class Sampling:
     """How completions are sampled from a prompt.
 
-    `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. Before all else
-    `repetition_penalty` divides positive logits of tokens that stand in prompt or completion so far, and multiplies the
-    others of these (1: off). The filters act in this order, each on what the previous one kept: `top_k` (0: off),
-    `top_p` (1: off), `min_p` (0: off). `stop`: the text ends before the first of these strings, or before this one.
-    `ignore_eos` samples on through the end-of-sequence token; `stop_tokens` end a completion as that does. Raises
-    IsobitError for values that cannot work.
+    `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy.
+    Before all else `repetition_penalty` divides positive logits of tokens that stand in prompt or
+    completion so far, and multiplies the others of these (1: off). The filters act in this order,
+    each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off).
+    `stop`: the text ends before the first of these strings, or before this one. `ignore_eos`
+    samples on through the end-of-sequence token; `stop_tokens` end a completion as that does.
+    Raises IsobitError for values that cannot work.
     """
 
     n: NotAnOption[int] = 1
-    max_new_tokens: Annotated[int, at_least(1), below(2**31), "the most tokens of a completion"] = 128
+    max_new_tokens: Annotated[int, at_least(1), below(2**31), "the most tokens of a completion"] = (
+        128
+    )
     temperature: Annotated[float, at_least(0)] = 1.0
     top_k: Annotated[int, at_least(0), below(2**31), "only the k likeliest tokens; 0: off"] = 0
     top_p: Annotated[
-        float, above(0), at_most(1), "only the likeliest tokens, whose probabilities add up to this; 1: off"
+        float,
+        above(0),
+        at_most(1),
+        "only the likeliest tokens, whose probabilities add up to this; 1: off",
     ] = 1.0
     min_p: Annotated[
-        float, at_least(0), at_most(1), "only tokens of this share of the likeliest one's probability; 0: off"
+        float,
+        at_least(0),
+        at_most(1),
+        "only tokens of this share of the likeliest one's probability; 0: off",
     ] = 0.0
     seed: NotAnOption[int] = 0
     stop: Annotated[tuple[str, ...], "texts that end a completion"] = ()
     ignore_eos: Annotated[bool, "sample on after the token that ends a text"] = False
     repetition_penalty: Annotated[
-        float, above(0), at_most(100), "makes tokens rarer that stand in prompt or completion; 1: off"
+        float,
+        above(0),
+        at_most(100),
+        "makes tokens rarer that stand in prompt or completion; 1: off",
     ] = 1.0
     stop_tokens: NotAnOption[tuple[int, ...]] = ()
 
@@ -47,7 +61,9 @@ class Sampling:
         _check_count("n", self.n, 1, 2**31)
         _check_count("seed", self.seed, 0, 2**63)
         if 0 < self.temperature < LOWEST_TEMPERATURE:
-            raise Expected(("temperature",), f"0 or at least {LOWEST_TEMPERATURE}", self.temperature)
+            raise Expected(
+                ("temperature",), f"0 or at least {LOWEST_TEMPERATURE}", self.temperature
+            )
         for token in self.stop_tokens:
             _check_count("stop_tokens", token, 0, 2**31)
         if "" in self.stop:
@@ -60,11 +76,16 @@ class Sampling:
     @property
     def settings(self) -> tuple[float, float, float, float]:
         """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no filter."""
-        return (0.0, 0.0, 1.0, 0.0) if self.greedy else (self.temperature, self.top_k, self.top_p, self.min_p)
+        return (
+            (0.0, 0.0, 1.0, 0.0)
+            if self.greedy
+            else (self.temperature, self.top_k, self.top_p, self.min_p)
+        )
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p leaves out tokens, or a penalty moves them: the distribution is another."""
+        """Whether top-k, top-p or min-p leaves out tokens, or a penalty moves them: the
+        distribution is another."""
         limited = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         return limited or self.repetition_penalty != 1
 
@@ -79,25 +100,33 @@ class Sampling:
 class EngineSize:
     """An engine's memory and batch."""
 
-    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"] = None
+    kv_pages: Annotated[
+        int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"
+    ] = None
     page_size: Annotated[
         int | None,
         at_least(1),
         at_most(1024),
-        "tokens per page; default: 16, or 256 for layers with linear attention, which keep a state for each page",
+        "tokens per page; default: 16, or 256 for layers with linear attention, which keep a "
+        "state for each page",
     ] = None
-    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prompts are computed in parts"] = 2048
+    max_batch_tokens: Annotated[
+        int, at_least(1), "tokens of one forward; longer prompts are computed in parts"
+    ] = 2048
     max_sequences: Annotated[int, at_least(1), "sequences that are decoded at the same time"] = 512
     cuda_graphs: Annotated[bool, "capture decode steps as CUDA graphs; a CPU ignores it"] = True
-    prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
+    prefix_cache: Annotated[
+        bool, "share pages between prompts that begin alike, until the weights change"
+    ] = True
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`.
+    """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at
+    `sample_index`.
 
-    `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far. `adapter`: the
-    name of one that the model serves, None: the base alone."""
+    `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so
+    far. `adapter`: the name of one that the model serves, None: the base alone."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
@@ -111,14 +140,15 @@ class Request:
 class Completion:
     """One sampled answer, or several turns of which the last is sampled.
 
-    `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
-    `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
-    sampled from (temperature and filtering included; under greedy decoding: the model's own, at temperature 1).
-    After `Engine.continue_from` the given tokens are among `token_ids`: `completion_mask` is True
-    for each sampled token and False for each given one, whose entry in `logprobs` is 0.0; None:
-    all were sampled. `text` is the last turn's.
-    `routes`, where the engine records them, are the experts that served prompt and completion (`model/forward/moe.py`).
-    `finish_reason` is "stop" (end of sequence or a stop string) or "length". `adapter` is the request's.
+    `token_ids` holds every sampled token, including the end-of-sequence token and those that made
+    up a stop string; `text` ends before either. `logprobs[t]` is the log-probability of
+    `token_ids[t]` under the distribution it was sampled from (temperature and filtering included;
+    under greedy decoding: the model's own, at temperature 1). After `Engine.continue_from` the
+    given tokens are among `token_ids`: `completion_mask` is True for each sampled token and False
+    for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last
+    turn's. `routes`, where the engine records them, are the experts that served prompt and
+    completion (`model/forward/moe.py`). `finish_reason` is "stop" (end of sequence or a stop
+    string) or "length". `adapter` is the request's.
     """
 
     prompt_id: int
@@ -136,7 +166,9 @@ class Completion:
     @property
     def sampled(self) -> list[bool]:
         """`completion_mask`, written out."""
-        return [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
+        return (
+            [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
+        )
 
 
 def _check_count(name: str, value: object, lowest: int, highest: int) -> None:

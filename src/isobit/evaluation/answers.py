@@ -1,8 +1,10 @@
-"""The answer in a completion, as text that is equal where two completions agree: this is what a majority vote counts.
+"""The answer in a completion, as text that is equal where two completions agree: this is what a
+majority vote counts.
 
-`gsm8k` takes the final number (after `####`, or the last one). Other tasks take the content of the last \\boxed{}, else
-what follows the last `####` in its line, else the whole text without outer white space. A pattern replaces all of this.
-Left out: mathematical equality of answers that are written differently, other than gsm8k's numbers.
+`gsm8k` takes the final number (after `####`, or the last one). Other tasks take the content of the
+last \\boxed{}, else what follows the last `####` in its line, else the whole text without outer
+white space. A pattern replaces all of this. Left out: mathematical equality of answers that are
+written differently, other than gsm8k's numbers.
 """
 
 import re
@@ -17,15 +19,17 @@ Extract = Callable[[str], str | None]
 
 
 def answer_extractor(task: str, pattern: str | None = None) -> Extract:
-    """How the answer is taken from a completion of a task, or by a regular expression: its last match, and of that the
-    first group where it has one. Raises IsobitError for a pattern that is no regular expression."""
+    """How the answer is taken from a completion of a task, or by a regular expression: its last
+    match, and of that the first group where it has one. Raises IsobitError for a pattern that is no
+    regular expression."""
     if pattern is not None:
         return _by_pattern(pattern)
     return _final_number if task == "gsm8k" else marked_answer
 
 
 def marked_answer(text: str) -> str | None:
-    """The content of the last \\boxed{}, else the line after the last ####, else the text; None if that is empty."""
+    """The content of the last \\boxed{}, else the line after the last ####, else the text; None if
+    that is empty."""
     answer = marked(text)
     return (text if answer is None else answer).strip() or None
 
@@ -34,7 +38,9 @@ def _by_pattern(pattern: str) -> Extract:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise IsobitError(f"answer pattern {brief(pattern)!r}: not a regular expression: {error}") from None
+        raise IsobitError(
+            f"answer pattern {brief(pattern)!r}: not a regular expression: {error}"
+        ) from None
 
     def extract(text: str) -> str | None:
         answer = None

@@ -1,12 +1,14 @@
-"""The best model of a run, by a held-out metric: `best/`, a Hugging Face directory with `best.json` beside the weights.
+"""The best model of a run, by a held-out metric: `best/`, a Hugging Face directory with `best.json`
+beside the weights.
 
-A model replaces it if its value is larger; of equal ones the earlier stays. By `auto` the value is the greedy accuracy,
-and of equal accuracies the greedy reward: rewards that stay below 1 have an accuracy of 0 throughout.
+A model replaces it if its value is larger; of equal ones the earlier stays. By `auto` the value is
+the greedy accuracy, and of equal accuracies the greedy reward: rewards that stay below 1 have an
+accuracy of 0 throughout.
 
-A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/` may hold a later one.
-So the best of the last checkpoint's time stands by in `.best-previous` until the next checkpoint, and comes back when
-the run goes on from the last: `best/` is then what it was, and what it becomes is what it would have become
-(tests/evaluation/test_best.py).
+A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/`
+may hold a later one. So the best of the last checkpoint's time stands by in `.best-previous` until
+the next checkpoint, and comes back when the run goes on from the last: `best/` is then what it was,
+and what it becomes is what it would have become (tests/evaluation/test_best.py).
 """
 
 import json
@@ -27,21 +29,28 @@ _PREVIOUS = ".best-previous"
 
 
 class Best:
-    """The best values so far, of `metric` (AUTO: of two, the second decides where the first is equal), and the step
-    that they are of; `write(folder)` writes the present model. With metric None nothing is kept. All ranks call the
-    methods, the first one has the directories."""
+    """The best values so far, of `metric` (AUTO: of two, the second decides where the first is
+    equal), and the step that they are of; `write(folder)` writes the present model. With metric
+    None nothing is kept. All ranks call the methods, the first one has the directories."""
 
-    def __init__(self, run: Path, metric: str | None, write: Callable[[Path], None], ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, run: Path, metric: str | None, write: Callable[[Path], None], ranks: Ranks = ALONE
+    ) -> None:
         self.directory, self._previous = run / BEST, run / _PREVIOUS
-        self._metrics: tuple[str, ...] = () if metric is None else _AUTO_METRICS if metric == AUTO else (metric,)
+        self._metrics: tuple[str, ...] = (
+            () if metric is None else _AUTO_METRICS if metric == AUTO else (metric,)
+        )
         self._write, self._ranks = write, ranks
         self.step: int | None = None
         self.values = [-math.inf for _ in self._metrics]
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the present model if its metric is the largest so far. Raises RunFailed if it cannot be written."""
+        """Keep the present model if its metric is the largest so far. Raises RunFailed if it cannot
+        be written."""
         # NaN, of rewards that failed, is never the best
-        values = [-math.inf if math.isnan(metrics[name]) else metrics[name] for name in self._metrics]
+        values = [
+            -math.inf if math.isnan(metrics[name]) else metrics[name] for name in self._metrics
+        ]
         if not values > self.values or values[_decisive(values)] == -math.inf:
             return
         description = self._description(step, values)
@@ -56,7 +65,8 @@ class Best:
         self.step, self.values = step, values
 
     def _description(self, step: int, values: Sequence[float]) -> dict[str, Any]:
-        """What best.json says: the metric that told the models apart, and its value; and those before it."""
+        """What best.json says: the metric that told the models apart, and its value; and those
+        before it."""
         decisive = _decisive(values)
         found = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
         return found | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
@@ -66,7 +76,8 @@ class Best:
         return None if self.step is None else self._description(self.step, self.values)
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint: its best, and on disk the model of that step, if it is still there."""
+        """Go on from a checkpoint: its best, and on disk the model of that step, if it is still
+        there."""
         if saved is not None:
             self._know(saved)
         self._ranks.on_first(lambda: self._bring_back(saved))
@@ -79,46 +90,62 @@ class Best:
         checkpoints.remove_leftovers(self.directory.parent)
 
     def stay(self) -> None:
-        """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer run."""
+        """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer
+        run."""
         if (found := _description(self.directory)) is not None:
             self._know(found)
 
     def _know(self, saved: Mapping[str, Any]) -> None:
         values = saved.get("values", {saved["metric"]: saved["value"]})
-        self.step, self.values = saved["step"], [values.get(name, -math.inf) for name in self._metrics]
+        self.step = saved["step"]
+        self.values = [values.get(name, -math.inf) for name in self._metrics]
 
     def settle(self) -> None:
         """A checkpoint knows the present best: what stood by is no longer needed."""
         self._ranks.on_first(lambda: shutil.rmtree(self._previous, ignore_errors=True))
 
     def line(self, newest_step: int) -> str | None:
-        """What the end of a run says if the best model is of an earlier step than its newest checkpoint."""
+        """What the end of a run says if the best model is of an earlier step than its newest
+        checkpoint."""
         if self.step is None or self.step >= newest_step:
             return None
         found = self._description(self.step, self.values)
         why = ""
         if len(self.values) > 1:
             first, second = self._metrics
-            said = f"{first} is 0 throughout" if found["metric"] == second else f"{second} {self.values[1]:.4f}"
+            said = (
+                f"{first} is 0 throughout"
+                if found["metric"] == second
+                else f"{second} {self.values[1]:.4f}"
+            )
             why = f" ({said})"
         return (
-            f"best {found['metric']} {found['value']:.4f}{why} at step {self.step}, in {self.directory}; "
+            f"best {found['metric']} {found['value']:.4f}{why} at step {self.step}, in "
+            f"{self.directory}; "
             f"the newest checkpoint is of step {newest_step}"
         )
 
 
 def _decisive(values: Sequence[float]) -> int:
-    """The last of two values where the first is 0, which of the largest means that it never was more."""
+    """The last of two values where the first is 0, which of the largest means that it never was
+    more."""
     return -1 if values[0] == 0 else 0
 
 
 def is_description(found: object) -> bool:
-    """Whether this is what best.json says: a step, a metric and its value, and where there are several their values."""
-    if not isinstance(found, dict) or type(found.get("step")) is not int or not isinstance(found.get("metric"), str):
+    """Whether this is what best.json says: a step, a metric and its value, and where there are
+    several their values."""
+    if (
+        not isinstance(found, dict)
+        or type(found.get("step")) is not int
+        or not isinstance(found.get("metric"), str)
+    ):
         return False
     values = found.get("values", {})
     numbers = [found.get("value"), *(values.values() if isinstance(values, dict) else [None])]
-    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+    return all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers
+    )
 
 
 def _description(directory: Path) -> dict[str, Any] | None:

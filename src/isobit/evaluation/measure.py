@@ -1,7 +1,8 @@
 """Evaluate a model by an `EvaluationPlan`: greedy completions, samples, their rewards and answers.
 
-Samples depend only on (seed, position of the prompt, index of the sample): the same plan uses the same random numbers
-for every model and every step of a run. Left out: conclusions from the answers (`summary.py`).
+Samples depend only on (seed, position of the prompt, index of the sample): the same plan uses the
+same random numbers for every model and every step of a run. Left out: conclusions from the answers
+(`summary.py`).
 """
 
 import json
@@ -40,8 +41,9 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0: none) for pass@k and
-    maj@k of every k in `ks`, sampled as `asked` says. `extract` takes the answer from a completion; `tag` is a column.
+    """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0:
+    none) for pass@k and maj@k of every k in `ks`, sampled as `asked` says. `extract` takes the
+    answer from a completion; `tag` is a column.
 
     Raises IsobitError for a k that the samples do not allow.
     """
@@ -54,10 +56,14 @@ class EvaluationPlan:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_samples <= LARGEST_GROUP:
-            raise IsobitError(f"samples per prompt: expected 0 to {LARGEST_GROUP}, got {self.num_samples}")
+            raise IsobitError(
+                f"samples per prompt: expected 0 to {LARGEST_GROUP}, got {self.num_samples}"
+            )
         for k in self.ks:
             if not 1 <= k <= self.num_samples:
-                raise IsobitError(f"pass@{k}: k must be from 1 to the {self.num_samples} samples per prompt")
+                raise IsobitError(
+                    f"pass@{k}: k must be from 1 to the {self.num_samples} samples per prompt"
+                )
 
     @property
     def greedy(self) -> Sampling:
@@ -82,8 +88,8 @@ def measure(
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Question, ...]:
-    """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts, and returns all.
-    Raises IsobitError for a tag that no example has."""
+    """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts,
+    and returns all. Raises IsobitError for a tag that no example has."""
     return measure_each(engine, examples, scorer, plan, [None], progress, ranks)[0]
 
 
@@ -96,32 +102,48 @@ def measure_each(
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[tuple[Question, ...]]:
-    """`measure` of each of several adapters that the engine's model serves, None: the base alone, in one pass."""
+    """`measure` of each of several adapters that the engine's model serves, None: the base alone,
+    in one pass."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
     rows = [(name, place) for name in adapters for place in range(len(examples))]
     own_rows = rows[ranks.rank :: ranks.size]
-    own, places, named = [examples[p] for _, p in own_rows], [p for _, p in own_rows], [name for name, _ in own_rows]
+    own = [examples[p] for _, p in own_rows]
+    places = [p for _, p in own_rows]
+    named = [name for name, _ in own_rows]
 
     def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
         asked = len(own) * sampling.n
-        told = None if progress is None else lambda tokens, completions: progress(what, completions, asked)
-        return engine.generate([e.prompt for e in own], sampling, places, progress=told, adapters=named)
+        told = (
+            None
+            if progress is None
+            else lambda tokens, completions: progress(what, completions, asked)
+        )
+        return engine.generate(
+            [e.prompt for e in own], sampling, places, progress=told, adapters=named
+        )
 
     def grade() -> list[Graded]:
         if not own:
             return []
         groups = ask("greedy", plan.greedy)
         if plan.num_samples:
-            groups = [[*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))]
+            groups = [
+                [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
+            ]
         repeated = [example for example in own for _ in range(size)]
-        return _grade(repeated, [completion for group in groups for completion in group], scorer, plan)
+        return _grade(
+            repeated, [completion for group in groups for completion in group], scorer, plan
+        )
 
     graded: list[Graded] = ranks.run_on_all(grade)
     parts: list[list[Graded]] = [[] for _ in rows]
     for rank, values in enumerate(ranks.all_gather_json([asdict(one) for one in graded])):
         for index, one in enumerate(values):
             parts[rank + index // size * ranks.size].append(Graded(**one))
-    found = [Question(examples[p].prompt, tags[p], part[0], tuple(part[1:])) for (_, p), part in zip(rows, parts)]
+    found = [
+        Question(examples[p].prompt, tags[p], part[0], tuple(part[1:]))
+        for (_, p), part in zip(rows, parts)
+    ]
     count = len(examples)
     return [tuple(found[number * count : (number + 1) * count]) for number in range(len(adapters))]
 
@@ -133,7 +155,9 @@ def grade_given(
     tags = tags_of(examples, plan.tag)
     rewards = scorer.score([e.prompt for e in examples], completions, [e.columns for e in examples])
     return tuple(
-        Question(example.prompt, tag, Graded(text, reward.total, plan.extract(text), error=reward.error))
+        Question(
+            example.prompt, tag, Graded(text, reward.total, plan.extract(text), error=reward.error)
+        )
         for example, tag, text, reward in zip(examples, tags, completions, rewards)
     )
 
@@ -141,34 +165,52 @@ def grade_given(
 def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]:
     """The value of the tag of each example, as text; None without a tag.
 
-    Raises IsobitError for a column that is not there, or that is no tag: its values are lists or objects, or too many.
+    Raises IsobitError for a column that is not there, or that is no tag: its values are lists or
+    objects, or too many.
     """
     if column is None:
         return [None] * len(examples)
     values = []
     for i, example in enumerate(examples):
         if column not in example.columns:
-            hint = did_you_mean(column, list(example.columns)) if example.columns else "there is none but the prompt"
+            hint = (
+                did_you_mean(column, list(example.columns))
+                if example.columns
+                else "there is none but the prompt"
+            )
             raise IsobitError(f"tag {brief(column)!r}: example {i} has no such column; {hint}")
         value = example.columns[column]
         if isinstance(value, (list, dict)):
             kind = "a list" if isinstance(value, list) else "an object"
-            raise IsobitError(f"tag {brief(column)!r}: expected text or a number, got {kind} in example {i}")
+            raise IsobitError(
+                f"tag {brief(column)!r}: expected text or a number, got {kind} in example {i}"
+            )
         values.append(value if isinstance(value, str) else json.dumps(value))
     if len(set(values)) > LARGEST_TAG:
         raise IsobitError(
-            f"tag {brief(column)!r} has {len(set(values))} different values; a tag has at most {LARGEST_TAG}"
+            f"tag {brief(column)!r} has {len(set(values))} different values; a tag has at most "
+            f"{LARGEST_TAG}"
         )
     return list[str | None](values)
 
 
 def _grade(
-    examples: Sequence[Example], completions: Sequence[Completion], scorer: Scorer, plan: EvaluationPlan
+    examples: Sequence[Example],
+    completions: Sequence[Completion],
+    scorer: Scorer,
+    plan: EvaluationPlan,
 ) -> list[Graded]:
     texts = [completion.text for completion in completions]
     ids = [completion.token_ids for completion in completions]
     rewards = scorer.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
     return [
-        Graded(c.text, r.total, plan.extract(c.text), len(c.token_ids), c.finish_reason == "length", r.error)
+        Graded(
+            c.text,
+            r.total,
+            plan.extract(c.text),
+            len(c.token_ids),
+            c.finish_reason == "length",
+            r.error,
+        )
         for c, r in zip(completions, rewards)
     ]

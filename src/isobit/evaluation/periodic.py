@@ -1,8 +1,9 @@
 """Held-out evaluation during training: the metrics of one evaluation, and the line that reports it.
 
-It reads the weights and changes nothing that training depends on: sampling is counter-based, and its keys have their
-own seed (tests/evaluation/test_best.py compares the weights of runs with and without it, bit for bit). The seed is
-the same at every step, so that steps differ by their weights, not by their luck.
+It reads the weights and changes nothing that training depends on: sampling is counter-based, and
+its keys have their own seed (tests/evaluation/test_best.py compares the weights of runs with and
+without it, bit for bit). The seed is the same at every step, so that steps differ by their weights,
+not by their luck.
 """
 
 import math
@@ -54,18 +55,23 @@ class PeriodicEvaluation:
     ranks: Ranks = ALONE
 
     def check_metric(self, name: str) -> None:
-        """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts do not have)."""
+        """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts
+        do not have)."""
         tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
         known = [AUTO, "accuracy/held_out", "reward/held_out"]
         known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
         known += [f"accuracy/tag/{tag}" for tag in tags]
         if name not in known:
             raise IsobitError(
-                f"evaluation.best_by: the evaluation has no metric {brief(name)!r}; {did_you_mean(name, known)}"
+                f"evaluation.best_by: the evaluation has no metric {brief(name)!r}; "
+                f"{did_you_mean(name, known)}"
             )
 
-    def evaluate(self, trainer_state: Mapping[str, float] | None = None) -> tuple[dict[str, float], str]:
-        """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward functions that ask."""
+    def evaluate(
+        self, trainer_state: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, float], str]:
+        """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward
+        functions that ask."""
         scorer = _During(self.scorer, trainer_state)
         questions = measure(self.engine, self.examples, scorer, self.plan, ranks=self.ranks)
         result = Result("", questions, self.plan.ks)
@@ -77,7 +83,13 @@ class PeriodicEvaluation:
         }
         for k in self.plan.ks:
             metrics[f"accuracy/pass_at_{k}"] = everything[f"pass@{k}"]
-            metrics[f"accuracy/majority_at_{k}"] = everything.get(f"maj@{k}", everything[f"pass@{k}"])
-        metrics |= {f"accuracy/tag/{tag}": row["accuracy"].value for tag, row in summary.items() if tag != ALL}
+            metrics[f"accuracy/majority_at_{k}"] = everything.get(
+                f"maj@{k}", everything[f"pass@{k}"]
+            )
+        metrics |= {
+            f"accuracy/tag/{tag}": row["accuracy"].value
+            for tag, row in summary.items()
+            if tag != ALL
+        }
         sampled = "".join(f", pass@{k} {everything[f'pass@{k}']:.4f}" for k in self.plan.ks)
         return metrics, f"held-out greedy accuracy {summary[ALL]['accuracy']}{sampled}"

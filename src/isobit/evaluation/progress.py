@@ -1,11 +1,13 @@
-"""Progress on one line of stderr while a model answers, only in a terminal: the activity and the completions done."""
+"""Progress on one line of stderr while a model answers, only in a terminal: the activity and the
+completions done."""
 
 from rich.console import Console
 from rich.status import Status
 
 
 class ProgressLine:
-    """Use as a context manager, and call `update` with what is being done, completions done, and completions asked."""
+    """Use as a context manager, and call `update` with what is being done, completions done, and
+    completions asked."""
 
     def __init__(self, title: str) -> None:
         console = Console(stderr=True)

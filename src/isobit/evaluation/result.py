@@ -1,13 +1,14 @@
-"""The result of an evaluation: every completion with its reward, by prompt; and the JSON file that stores it.
+"""The result of an evaluation: every completion with its reward, by prompt; and the JSON file that
+stores it.
 
-    {"model": ..., "settings": {...}, "ks": [...], "rewards": [...],
-     "prompts": [{"prompt": ..., "tag": ..., "greedy": completion, "samples": [completion, ...]}, ...],
-     "summary": {value of the tag, or "(all)": {measure: {"value", "low", "high", "prompts"}}}}
+    {"model": ..., "settings": {...}, "ks": [...], "rewards": [...], "prompts": [{"prompt": ...,
+     "tag": ..., "greedy": completion, "samples": [completion, ...]}, ...], "summary": {value of the
+     tag, or "(all)": {measure: {"value", "low", "high", "prompts"}}}}
 
     completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}
 
-The summary is for the reader: `read_result` computes nothing from it. Left out: conclusions (`summary.py`,
-`comparison.py`).
+The summary is for the reader: `read_result` computes nothing from it. Left out: conclusions
+(`summary.py`, `comparison.py`).
 """
 
 import json
@@ -24,10 +25,11 @@ from isobit.run import durable
 
 @dataclass(frozen=True)
 class Graded:
-    """A completion with its reward (None: unscored, for the reason `error`), its answer (None: it has none) and length.
+    """A completion with its reward (None: unscored, for the reason `error`), its answer (None: it
+    has none) and length.
 
-    `tokens` and `truncated` are None for a completion that was given, not sampled. A completion is correct if its
-    reward is at least 1.
+    `tokens` and `truncated` are None for a completion that was given, not sampled. A completion is
+    correct if its reward is at least 1.
     """
 
     completion: str
@@ -44,7 +46,8 @@ class Graded:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the value of its tag, the greedy (or given) completion, and samples: as many for every prompt."""
+    """A prompt, the value of its tag, the greedy (or given) completion, and samples: as many for
+    every prompt."""
 
     prompt: Prompt
     tag: str | None
@@ -54,7 +57,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation: of which model, under which settings (plain values), for which k, by which rewards."""
+    """An evaluation: of which model, under which settings (plain values), for which k, by which
+    rewards."""
 
     model: str
     questions: tuple[Question, ...]
@@ -95,7 +99,8 @@ def write_result(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Read what `isobit eval --out` wrote. Raises IsobitError for another file, or a damaged one."""
+    """Read what `isobit eval --out` wrote. Raises IsobitError for another file, or a damaged
+    one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -105,17 +110,22 @@ def read_result(path: Path) -> Result:
     except json.JSONDecodeError as error:
         raise IsobitError(f"{path}, line {error.lineno}: malformed JSON: {error.msg}") from None
     except (RecursionError, ValueError):
-        raise IsobitError(f"{path}: malformed JSON: nested too deeply or a number too long") from None
+        raise IsobitError(
+            f"{path}: malformed JSON: nested too deeply or a number too long"
+        ) from None
     try:
         questions = tuple(_question(values) for values in content["prompts"])
-        ks, rewards = tuple(int(k) for k in content["ks"]), tuple(_text(name) for name in content["rewards"])
+        ks = tuple(int(k) for k in content["ks"])
+        rewards = tuple(_text(name) for name in content["rewards"])
         result = Result(_text(content["model"]), questions, ks, rewards, dict(content["settings"]))
     except (KeyError, TypeError, ValueError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else brief(error, 200)
         raise IsobitError(f"{path}: not a result of isobit eval --out: {what}") from None
     counts = {len(question.samples) for question in questions}
     if not questions or len(counts) > 1 or any(not 1 <= k <= min(counts) for k in ks):
-        raise IsobitError(f"{path}: not a result of isobit eval --out: prompts or samples are missing")
+        raise IsobitError(
+            f"{path}: not a result of isobit eval --out: prompts or samples are missing"
+        )
     return result
 
 

@@ -1,5 +1,5 @@
-"""What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so that saved
-results appear at once."""
+"""What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so
+that saved results appear at once."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +29,8 @@ def show(result: Result, against: Result | None, out: Path | None) -> None:
 
 
 def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None) -> None:
-    """Print a model alone and with each of several adapters; write each result to a file of its own: the model's to
-    `out`, an adapter's beside it, with the adapter's name after a hyphen."""
+    """Print a model alone and with each of several adapters; write each result to a file of its
+    own: the model's to `out`, an adapter's beside it, with the adapter's name after a hyphen."""
     print(printable(adapters_table(base, adapters)))
     if out is not None:
         write_result(out, _content(base))
@@ -39,10 +39,12 @@ def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:
-    """`show` of saved results. `changed`: whether the command line asks for something of them that only an evaluation
-    can give, which raises IsobitError."""
+    """`show` of saved results. `changed`: whether the command line asks for something of them that
+    only an evaluation can give, which raises IsobitError."""
     if changed:
-        raise IsobitError("saved results are not evaluated again: leave every option but --against and --out out")
+        raise IsobitError(
+            "saved results are not evaluated again: leave every option but --against and --out out"
+        )
     show(read_result(first), None if second is None else read_result(second), out)
 
 
@@ -55,5 +57,8 @@ def check_out(out: Path | None) -> None:
 def _content(result: Result, against: Result | None = None) -> dict[str, Any]:
     content = {**result.to_json(), "summary": summary_json(summarize(result))}
     if against is not None:
-        content |= {"against": _content(against), "comparison": comparison_json(compare(result, against))}
+        content |= {
+            "against": _content(against),
+            "comparison": comparison_json(compare(result, against)),
+        }
     return content

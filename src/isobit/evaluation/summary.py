@@ -1,9 +1,10 @@
-"""From graded completions to estimates with 95 % intervals, over all prompts and for each value of a tag; and tables.
+"""From graded completions to estimates with 95 % intervals, over all prompts and for each value of
+a tag; and tables.
 
-Names follow the field: mean@N is the mean reward of N samples (verl), pass@k the chance that one of k samples is
-correct (Chen et al. 2021), maj@k that the answer of most of k is (Wang et al. 2022; cons@k in NeMo RL). Accuracy has
-Wilson's interval, everything else the bootstrap over prompts. Unscored completions count as wrong and are left out of
-mean rewards.
+Names follow the field: mean@N is the mean reward of N samples (verl), pass@k the chance that one of
+k samples is correct (Chen et al. 2021), maj@k that the answer of most of k is (Wang et al. 2022;
+cons@k in NeMo RL). Accuracy has Wilson's interval, everything else the bootstrap over prompts.
+Unscored completions count as wrong and are left out of mean rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ Values = list[float | None]
 
 
 def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[str, Values]:
-    """Every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and maj@k; then lengths."""
+    """Every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and maj@k;
+    then lengths."""
     n = len(questions[0].samples)
     columns: dict[str, Values] = {
         "accuracy": [float(q.greedy.correct) for q in questions],
@@ -34,7 +36,10 @@ def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[
         columns[f"mean@{n}"] = [_mean([s.reward for s in q.samples]) for q in questions]
         right = [sum(s.correct for s in q.samples) for q in questions]
         columns |= {f"pass@{k}": [pass_at_k(n, count, k) for count in right] for k in ks}
-        votes = [majority_at_k([s.answer for s in q.samples], [s.correct for s in q.samples], ks) for q in questions]
+        votes = [
+            majority_at_k([s.answer for s in q.samples], [s.correct for s in q.samples], ks)
+            for q in questions
+        ]
         columns |= {f"maj@{k}": [vote[k] for vote in votes] for k in ks if k > 1}  # maj@1 is pass@1
     if questions[0].greedy.tokens is not None:
         columns["tokens"] = [_mean([g.tokens for g in _completions(q)]) for q in questions]
@@ -43,9 +48,11 @@ def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[
 
 
 def summarize(result: Result) -> dict[str, dict[str, Estimate]]:
-    """Measure to estimate, for each value of the tag (in the order of their text) and for ALL, which comes last.
+    """Measure to estimate, for each value of the tag (in the order of their text) and for ALL,
+    which comes last.
 
-    A measure that no prompt has a value of, such as the mean reward of unscored completions, is left out.
+    A measure that no prompt has a value of, such as the mean reward of unscored completions, is
+    left out.
     """
     values = values_per_prompt(result.questions, result.ks)
     tags = sorted({question.tag for question in result.questions if question.tag is not None})
@@ -59,12 +66,15 @@ def summarize(result: Result) -> dict[str, dict[str, Estimate]]:
 
 def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
     """Plain values of a summary."""
-    return {tag: {name: asdict(estimate) for name, estimate in row.items()} for tag, row in summary.items()}
+    return {
+        tag: {name: asdict(estimate) for name, estimate in row.items()}
+        for tag, row in summary.items()
+    }
 
 
 def summary_table(result: Result) -> str:
-    """The summary as plain text: a line for each measure, and below it, where there is a tag, a line for each of its
-    values, with the measures that fit beside each other."""
+    """The summary as plain text: a line for each measure, and below it, where there is a tag, a
+    line for each of its values, with the measures that fit beside each other."""
     summary = summarize(result)
     rows = [["", "value", "95 % interval", "prompts"]]
     for name, estimate in summary[ALL].items():
@@ -81,11 +91,14 @@ def unscored(result: Result) -> list[str]:
     """A line about completions without a reward, where there are any."""
     found = [g for q in result.questions for g in _completions(q) if g.reward is None]
     why = f"; the first: {found[0].error}" if found and found[0].error is not None else ""
-    return [f"unscored completions, wrong and in no mean reward: {len(found)}{why}"] if found else []
+    return (
+        [f"unscored completions, wrong and in no mean reward: {len(found)}{why}"] if found else []
+    )
 
 
 def results_table(head: str, results: Mapping[str, Result]) -> str:
-    """A line for each of several results by the same measures, with those that fit beside each other."""
+    """A line for each of several results by the same measures, with those that fit beside each
+    other."""
     ks = next(iter(results.values())).ks
     return _rows(head, ks, {name: summarize(result)[ALL] for name, result in results.items()})
 
@@ -99,7 +112,8 @@ def beside_each_other(ks: Sequence[int]) -> list[str]:
 def _rows(head: str, ks: Sequence[int], rows: Mapping[str, Mapping[str, Estimate]]) -> str:
     names = beside_each_other(ks)
     cells = [
-        [label, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)] for label, row in rows.items()
+        [label, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)]
+        for label, row in rows.items()
     ]
     return text_table([[head, "prompts", *names], *cells], rule=True)
 

@@ -1,8 +1,10 @@
-"""Ray: started here or joined, checked for room before anything waits for it, and left as it was found.
+"""Ray: started here or joined, checked for room before anything waits for it, and left as it was
+found.
 
-What is started here has no dashboard and sends no statistics; it listens on loopback, answers who has this process's
-token, and has its sockets in a folder that nobody else may enter. It ends with this process, however that ends: the
-kernel ends Ray's processes with their parent. Signal handlers stay the run's. Left out: what runs on it (`fleet.py`).
+What is started here has no dashboard and sends no statistics; it listens on loopback, answers who
+has this process's token, and has its sockets in a folder that nobody else may enter. It ends with
+this process, however that ends: the kernel ends Ray's processes with their parent. Signal handlers
+stay the run's. Left out: what runs on it (`fleet.py`).
 """
 
 import asyncio
@@ -35,16 +37,21 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise IsobitError("fleet.engines needs Ray, which is not installed: pip install 'isobit[ray]'") from None
+        raise IsobitError(
+            "fleet.engines needs Ray, which is not installed: pip install 'isobit[ray]'"
+        ) from None
     return ray
 
 
 class Cluster:
-    """A connection to Ray. `ray` is the module; `close` ends what was begun here, and nothing else."""
+    """A connection to Ray. `ray` is the module; `close` ends what was begun here, and nothing
+    else."""
 
     def __init__(self, settings: FleetSettings, device: torch.device) -> None:
         self.ray = import_ray()
-        self._ours = not self.ray.is_initialized()  # a program that embeds isobit may have joined a cluster already
+        self._ours = (
+            not self.ray.is_initialized()
+        )  # a program that embeds isobit may have joined a cluster already
         self._folder: str | None = None
         if settings.gpus_per_engine is not None:
             self.gpus = settings.gpus_per_engine
@@ -52,7 +59,9 @@ class Cluster:
             self.gpus = 1.0 if device.type == "cuda" else 0.0
         self.cpus = settings.cpus_per_engine
         if self._ours:
-            self._folder = _connect(self.ray, settings, device if self.gpus else torch.device("cpu"))
+            self._folder = _connect(
+                self.ray, settings, device if self.gpus else torch.device("cpu")
+            )
         try:
             self._check_room(settings)
         except BaseException:
@@ -72,10 +81,14 @@ class Cluster:
         room = sum(self._fit(node) for node in nodes)
         if room >= settings.engines:
             return
-        have = ", ".join(f"{sum(node.get(kind, 0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU"))
+        have = ", ".join(
+            f"{sum(node.get(kind, 0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU")
+        )
         raise IsobitError(
-            f"fleet.engines: {settings.engines} engines need {self._wanted(settings.engines)}, each its own on one "
-            f"machine, and the cluster has {have} on {len(nodes)} machines: room for {room}; lower fleet.engines, "
+            f"fleet.engines: {settings.engines} engines need {self._wanted(settings.engines)}, "
+            "each its own on one "
+            f"machine, and the cluster has {have} on {len(nodes)} machines: room for {room}; "
+            "lower fleet.engines, "
             "fleet.cpus_per_engine or fleet.gpus_per_engine"
         )
 
@@ -91,7 +104,11 @@ class Cluster:
 
 def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> str | None:
     """Start Ray, or join it; the folder of what was started."""
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+    }
     logging.getLogger("ray").setLevel(logging.ERROR)
     if settings.cluster is None:
         with _own_signals(), _other_gpus(device):
@@ -106,21 +123,29 @@ def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> str | N
 
 
 def start_ray(ray: Any, **options: Any) -> str:
-    """Start Ray on this machine, for this process alone; the folder of its sockets and logs, for whoever ends it.
-    Raises IsobitError for a Ray that would listen to others."""
-    place, folder = os.environ.get("RAY_TMPDIR", "/tmp"), ""  # not TMPDIR: the names of sockets must be short
+    """Start Ray on this machine, for this process alone; the folder of its sockets and logs, for
+    whoever ends it. Raises IsobitError for a Ray that would listen to others."""
+    place, folder = (
+        os.environ.get("RAY_TMPDIR", "/tmp"),
+        "",
+    )  # not TMPDIR: the names of sockets must be short
     try:
         folder = tempfile.mkdtemp(prefix="isobit-", dir=place)
         with _closed_to_others():
             ray.init(address="local", include_dashboard=False, _temp_dir=f"{folder}/ray", **options)
             addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
         if not addresses <= {"127.0.0.1", "::1"}:
-            raise IsobitError(f"fleet: Ray {ray.__version__} listens at {listed(sorted(addresses))}, not on loopback")
+            raise IsobitError(
+                f"fleet: Ray {ray.__version__} listens at {listed(sorted(addresses))}, not on "
+                "loopback"
+            )
     except BaseException as error:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
-            raise IsobitError(f"fleet: Ray does not start in {place} (RAY_TMPDIR): {error}") from None
+            raise IsobitError(
+                f"fleet: Ray does not start in {place} (RAY_TMPDIR): {error}"
+            ) from None
         raise
     return folder
 
@@ -135,7 +160,9 @@ def _closed_to_others() -> Iterator[None]:
     try:
         os.environ |= _TOKEN
         ray_constants.ENABLE_RAY_CLUSTER = False
-        raylet.Config.initialize("")  # a program that has imported Ray before has read the environment of then
+        raylet.Config.initialize(
+            ""
+        )  # a program that has imported Ray before has read the environment of then
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         yield
     finally:
@@ -147,8 +174,10 @@ def _closed_to_others() -> Iterator[None]:
 
 def _absent(cluster: str, why: str) -> IsobitError:
     return IsobitError(
-        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start --head`, set "
-        "RAY_AUTH_MODE=token where it asks for Ray's token, or leave fleet.cluster out to start Ray here"
+        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start "
+        "--head`, set "
+        "RAY_AUTH_MODE=token where it asks for Ray's token, or leave fleet.cluster out to start "
+        "Ray here"
     )
 
 
@@ -158,13 +187,16 @@ def _require_listener(cluster: str) -> None:
     if found is None:
         if cluster != "auto":
             raise IsobitError(
-                f"fleet.cluster: expected auto or HOST:PORT, got {cluster!r}; Ray's client (ray://) has no groups of "
+                f"fleet.cluster: expected auto or HOST:PORT, got {cluster!r}; Ray's client "
+                "(ray://) has no groups of "
                 "concurrent calls, which engines need: run on a machine of the cluster"
             )
         return
 
     async def reach() -> None:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(found[1], int(found[2])), _ANSWERS_S)
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(found[1], int(found[2])), _ANSWERS_S
+        )
         writer.close()
 
     try:
@@ -176,7 +208,10 @@ def _require_listener(cluster: str) -> None:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Ray sets a handler of SIGTERM; the run's own stay."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -187,14 +222,18 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _other_gpus(device: torch.device) -> Iterator[None]:
-    """Where engines have GPUs of their own, Ray that is started here shares out all but those of the learner: of its
-    ranks, this is the first."""
+    """Where engines have GPUs of their own, Ray that is started here shares out all but those of
+    the learner: of its ranks, this is the first."""
     name = "CUDA_VISIBLE_DEVICES"
     if device.type != "cuda":
         yield
         return
     before = os.environ.get(name)
-    seen = before.split(",") if before is not None else [str(i) for i in range(torch.cuda.device_count())]
+    seen = (
+        before.split(",")
+        if before is not None
+        else [str(i) for i in range(torch.cuda.device_count())]
+    )
     first = torch.cuda.current_device()
     learner = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ[name] = ",".join(each for index, each in enumerate(seen) if index not in learner)

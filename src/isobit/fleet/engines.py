@@ -1,7 +1,7 @@
 """One engine of a fleet as the run sees it: an actor of Ray, what it was asked, and what it holds.
 
-Ray starts the process of an engine again when it dies, a few times; until it answers, calls fail. Left out: which
-engine gets which group (`fleet.py`).
+Ray starts the process of an engine again when it dies, a few times; until it answers, calls fail.
+Left out: which engine gets which group (`fleet.py`).
 """
 
 import time
@@ -17,8 +17,9 @@ _RETRY_S = 0.2
 
 @dataclass(eq=False)
 class EngineActor:
-    """`version`: of the weights that it has, None before any. `open`: the groups of the present batch that it samples,
-    the oldest first. `calls`: what Ray has yet to answer, to the kind of call. `replies`: how often it has answered."""
+    """`version`: of the weights that it has, None before any. `open`: the groups of the present
+    batch that it samples, the oldest first. `calls`: what Ray has yet to answer, to the kind of
+    call. `replies`: how often it has answered."""
 
     ray: Any
     number: int
@@ -35,7 +36,11 @@ class EngineActor:
     def start(ray: Any, number: int, description: bytes, cpus: float, gpus: float) -> "EngineActor":
         """A new process; nothing waits for it."""
         kind = ray.remote(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=_RESTARTS, max_task_retries=0, concurrency_groups={"weights": 1}
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_restarts=_RESTARTS,
+            max_task_retries=0,
+            concurrency_groups={"weights": 1},
         )(Worker)
         return EngineActor(ray, number, kind.remote(description))
 
@@ -43,7 +48,8 @@ class EngineActor:
         return f"engine {self.number}" + (f" on {self.host}" if self.host else "")
 
     def go_on(self, weights: wire.Weights) -> None:
-        """Ask for the next thing that it needs before it can sample: to be opened, or the weights."""
+        """Ask for the next thing that it needs before it can sample: to be opened, or the
+        weights."""
         kinds = self.calls.values()
         if not self.opened:
             if "open" not in kinds and time.monotonic() >= self.again:
@@ -55,7 +61,9 @@ class EngineActor:
         """Whether it can be given groups now."""
         return self.opened and self.version == weights.version and not self.calls
 
-    def advance(self, batch: int, version: int, drop: list[int], groups: list[dict[str, Any]]) -> None:
+    def advance(
+        self, batch: int, version: int, drop: list[int], groups: list[dict[str, Any]]
+    ) -> None:
         """Go on sampling."""
         work = {"batch": batch, "version": version, "drop": drop, "groups": groups}
         self._call("advance", wire.to_bytes(work))

@@ -1,9 +1,11 @@
-"""`Fleet`: samples groups on engines in processes of their own; the completions are those of one engine, bit for bit.
+"""`Fleet`: samples groups on engines in processes of their own; the completions are those of one
+engine, bit for bit.
 
-A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which engine samples a group,
-when, beside what, or twice, changes nothing (tests/fleet/test_fleet.py). Engines pull: each holds some groups, and gets
-another when one is finished. One that has nothing left samples a group that another has not finished, and the first
-result counts. A dead engine's groups go back to the others. Left out: when batches are sampled
+A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which
+engine samples a group, when, beside what, or twice, changes nothing (tests/fleet/test_fleet.py).
+Engines pull: each holds some groups, and gets another when one is finished. One that has nothing
+left samples a group that another has not finished, and the first result counts. A dead engine's
+groups go back to the others. Left out: when batches are sampled
 (`training/rollouts/asynchronous.py`).
 """
 
@@ -32,7 +34,8 @@ _LOOK_S = 1.0  # the most that a look at them takes
 
 @dataclass(eq=False)
 class Batch:
-    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most `room` at a time."""
+    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most
+    `room` at a time."""
 
     number: int
     requests: list[dict[str, Any]]
@@ -42,9 +45,9 @@ class Batch:
 
 
 class Fleet:
-    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` are of the last
-    call. `send` before it, whenever the weights have changed. Only `add` and `remove` may be called while
-    another thread generates."""
+    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` are of
+    the last call. `send` before it, whenever the weights have changed. Only `add` and `remove` may
+    be called while another thread generates."""
 
     def __init__(
         self,
@@ -62,7 +65,9 @@ class Fleet:
         self._most_sequences = size.max_sequences
         self._cluster = Cluster(settings, like.model.ops.device)
         self._ray = self._cluster.ray
-        self._finalize = weakref.finalize(self, self._cluster.close)  # where a run fails before it begins
+        self._finalize = weakref.finalize(
+            self, self._cluster.close
+        )  # where a run fails before it begins
         self._lock = Lock()
         self._engines: list[EngineActor] = []
         self._started = 0
@@ -77,7 +82,9 @@ class Fleet:
         """One more engine, which takes part as soon as it is there; its number."""
         with self._lock:
             number, self._started = self._started, self._started + 1
-            one = EngineActor.start(self._ray, number, self._description, self._cluster.cpus, self._cluster.gpus)
+            one = EngineActor.start(
+                self._ray, number, self._description, self._cluster.cpus, self._cluster.gpus
+            )
             self._engines.append(one)
         return number
 
@@ -95,7 +102,8 @@ class Fleet:
         return [one.number for one in self._engines]
 
     def send(self) -> None:
-        """Put the present weights into Ray's object store, where engines fetch them when they have to."""
+        """Put the present weights into Ray's object store, where engines fetch them when they have
+        to."""
         transformer = self.model.transformer
         version = self.model.weights_version
         transformer.check_scales()
@@ -104,7 +112,9 @@ class Fleet:
         arrays = {name: buffer.numpy() for name, buffer in weight_bytes(transformer).items()}
         digests = {name: wire.digest(array) for name, array in arrays.items()}
         references = {name: self._ray.put(array) for name, array in arrays.items()}
-        self._weights = wire.Weights(version, digests, wire.scales_to_plain(transformer.kv_scales), references)
+        self._weights = wire.Weights(
+            version, digests, wire.scales_to_plain(transformer.kv_scales), references
+        )
 
     def generate(
         self,
@@ -114,15 +124,21 @@ class Fleet:
         on_group: OnGroup | None = None,
         note: Callable[[str], None] | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no engine is left, or none
-        has answered for `fleet.deadline_s`. `note` is told of engines that come and go."""
+        """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no
+        engine is left, or none has answered for `fleet.deadline_s`. `note` is told of engines that
+        come and go."""
         assert self._weights is not None, "weights are sent before"
         self.note = note or self.note
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
         named = zip(token_ids, check_ids(prompt_ids, len(token_ids)))
-        requests = [wire.request(index, ids, prompt_id, sampling) for index, (ids, prompt_id) in enumerate(named)]
-        batch = self._last = Batch(self._last.number + 1, requests, self._room(len(requests), sampling.n))
+        requests = [
+            wire.request(index, ids, prompt_id, sampling)
+            for index, (ids, prompt_id) in enumerate(named)
+        ]
+        batch = self._last = Batch(
+            self._last.number + 1, requests, self._room(len(requests), sampling.n)
+        )
         batch.stats.prompt_tokens = sum(map(len, token_ids))
         silence = _Silence()
         while len(batch.done) < len(requests):
@@ -139,7 +155,8 @@ class Fleet:
 
     @property
     def stats(self) -> Stats:
-        """Of the last call, added up over engines: preemptions, tokens of prompts, cached ones, clamped values."""
+        """Of the last call, added up over engines: preemptions, tokens of prompts, cached ones,
+        clamped values."""
         return self._last.stats
 
     def stop(self) -> None:
@@ -156,8 +173,8 @@ class Fleet:
         self._finalize()
 
     def _room(self, groups: int, completions: int) -> int:
-        """How many groups an engine holds at a time: half of its share, so that those who are fast get more of the
-        rest, within its `engine.max_sequences`."""
+        """How many groups an engine holds at a time: half of its share, so that those who are fast
+        get more of the rest, within its `engine.max_sequences`."""
         share = -(-groups // (2 * max(len(self._engines), 1)))
         return max(1, min(share, self._most_sequences // completions))
 
@@ -165,7 +182,11 @@ class Fleet:
         """Give everyone who has nothing to do the next thing to do."""
         assert self._weights is not None
         held = Counter(index for one in engines for index in one.open)
-        free = deque(index for index in range(len(batch.requests)) if index not in batch.done and not held[index])
+        free = deque(
+            index
+            for index in range(len(batch.requests))
+            if index not in batch.done and not held[index]
+        )
         for one in engines:
             one.go_on(self._weights)
             if not one.ready(self._weights):
@@ -174,14 +195,22 @@ class Fleet:
             kept = [index for index in one.open if index not in batch.done]
             new = [free.popleft() for _ in range(min(len(free), batch.room - len(kept)))]
             if not kept and not new:  # nothing is left: help with a group that one other engine has
-                new = [index for index, count in held.items() if count == 1 and index not in batch.done][:1]
+                new = [
+                    index for index, count in held.items() if count == 1 and index not in batch.done
+                ][:1]
             held.update(new)
             one.open = kept + new
             if one.open or drop:
-                one.advance(batch.number, self._weights.version, drop, [batch.requests[index] for index in new])
+                one.advance(
+                    batch.number,
+                    self._weights.version,
+                    drop,
+                    [batch.requests[index] for index in new],
+                )
 
     def _replies(self, engines: Sequence[EngineActor], batch: Batch) -> list[int]:
-        """The groups that are finished, once there is any reply; takes note of engines that come and go."""
+        """The groups that are finished, once there is any reply; takes note of engines that come
+        and go."""
         asked = {reference: one for one in engines for reference in one.calls}
         if not asked:
             time.sleep(_WAIT_S)
@@ -215,9 +244,15 @@ class Fleet:
         elif kind == "open":
             one.host = f"{reply['host']} (process {reply['pid']})"
             found = reply["facts"]
-            other = [f"{name} {found.get(name)}, not {v}" for name, v in self._facts.items() if found.get(name) != v]
+            other = [
+                f"{name} {found.get(name)}, not {v}"
+                for name, v in self._facts.items()
+                if found.get(name) != v
+            ]
             if other:
-                self._lost(one, f"it might compute other bits than the learner: it has {', '.join(other)}")
+                self._lost(
+                    one, f"it might compute other bits than the learner: it has {', '.join(other)}"
+                )
             else:
                 one.opened = True
         elif kind == "receive":
@@ -247,14 +282,18 @@ class Fleet:
         self.note(f"{one} is lost: {reason}")
 
     def _require_engines(self, silence: float) -> None:
-        """Raise RunFailed if the fleet is closed, has no engine, or none has answered for too long."""
+        """Raise RunFailed if the fleet is closed, has no engine, or none has answered for too
+        long."""
         if self._stopped:
             raise RunFailed("the fleet is closed")
         if not self._engines:
             raise RunFailed(f"fleet: no engine is left; the last one was {self._reason}")
         if silence <= self.settings.deadline_s:
             return
-        said = f"fleet: none of {len(self._engines)} engines has answered for {self.settings.deadline_s:g} s"
+        said = (
+            f"fleet: none of {len(self._engines)} engines has answered for "
+            f"{self.settings.deadline_s:g} s"
+        )
         silent = [str(one) for one in self._engines if one.opened]
         if silent:
             raise RunFailed(f"{said} (fleet.deadline_s): {listed(silent)}")
@@ -264,7 +303,8 @@ class Fleet:
 
 
 class _Silence:
-    """Seconds since engines last answered, without those in which this process itself was stopped."""
+    """Seconds since engines last answered, without those in which this process itself was
+    stopped."""
 
     def __init__(self) -> None:
         self._replies, self._seconds, self._looked = -1, 0.0, time.monotonic()

@@ -1,8 +1,10 @@
-"""The rollout's working weights as bytes, for an engine in another process: one buffer a layer, and one for the ends.
+"""The rollout's working weights as bytes, for an engine in another process: one buffer a layer, and
+one for the ends.
 
-A buffer is the storage of its tensors one after the other, FP8 codes and scales as they are, in the order of
-`Transformer.rollout_tensors`. So both sides know what is where from the model's config, and nothing is rounded on the
-way. Left out: the transport, and the digests that it is checked by (`isobit.fleet`).
+A buffer is the storage of its tensors one after the other, FP8 codes and scales as they are, in the
+order of `Transformer.rollout_tensors`. So both sides know what is where from the model's config,
+and nothing is rounded on the way. Left out: the transport, and the digests that it is checked by
+(`isobit.fleet`).
 """
 
 from collections.abc import Mapping
@@ -19,24 +21,33 @@ from isobit.model.weights.sync import poison
 
 
 def weight_bytes(transformer: Transformer) -> dict[str, Tensor]:
-    """Copies [bytes] uint8 on the CPU: `layers.0`, `layers.1`, ..., and the ends under their own names."""
+    """Copies [bytes] uint8 on the CPU: `layers.0`, `layers.1`, ..., and the ends under their own
+    names."""
     return {
-        part: torch.cat([as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]).cpu()
+        part: torch.cat(
+            [as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]
+        ).cpu()
         for part, operands in _parts(transformer).items()
     }
 
 
 def take_weights(transformer: Transformer, buffers: Mapping[str, Tensor], version: int) -> None:
-    """Overwrite the rollout's working weights by those of a version, and compare each tensor with what was sent. Raises
-    RunFailed, naming the buffer, for one of another size, or that is not in the storage afterwards."""
+    """Overwrite the rollout's working weights by those of a version, and compare each tensor with
+    what was sent. Raises RunFailed, naming the buffer, for one of another size, or that is not in
+    the storage afterwards."""
     parts = _parts(transformer)
     if parts.keys() != buffers.keys():
-        raise RunFailed(f"weights of {len(buffers)} buffers arrived, where the model has {len(parts)}")
+        raise RunFailed(
+            f"weights of {len(buffers)} buffers arrived, where the model has {len(parts)}"
+        )
     for part, operands in parts.items():
         stored = [as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]
         sizes = [len(each) for each in stored]
         if sum(sizes) != len(buffers[part]):
-            raise RunFailed(f"{part} arrived with {len(buffers[part]):,} bytes, where the model has {sum(sizes):,}")
+            raise RunFailed(
+                f"{part} arrived with {len(buffers[part]):,} bytes, where the model has "
+                f"{sum(sizes):,}"
+            )
         for operand in operands:
             poison(operand)
         for into, sent in zip(stored, buffers[part].split(sizes)):

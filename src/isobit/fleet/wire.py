@@ -1,7 +1,9 @@
-"""What travels between a run and its engines: bytes only. Requests, results and facts are JSON, weights are buffers.
+"""What travels between a run and its engines: bytes only. Requests, results and facts are JSON,
+weights are buffers.
 
-Log-probabilities are float32 widened to Python floats, whose JSON reads back as the same float. Weights have a SHA-256
-of each buffer, which the receiver computes again. Left out: who sends what to whom (`fleet.py`).
+Log-probabilities are float32 widened to Python floats, whose JSON reads back as the same float.
+Weights have a SHA-256 of each buffer, which the receiver computes again. Left out: who sends what
+to whom (`fleet.py`).
 """
 
 import hashlib
@@ -26,8 +28,8 @@ from isobit.run.source import source_digest
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A version of the rollout's weights on its way: where each buffer is, its digest, and the scales of a calibrated
-    KV cache [layers, 2 or 3]. `references` are Ray's, by buffer."""
+    """A version of the rollout's weights on its way: where each buffer is, its digest, and the
+    scales of a calibrated KV cache [layers, 2 or 3]. `references` are Ray's, by buffer."""
 
     version: int
     digests: Mapping[str, str]
@@ -58,19 +60,26 @@ def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
     """Raise RunFailed if a buffer is not what was sent."""
     if (found := digest(buffer)) != expected:
         raise RunFailed(
-            f"{name} of version {version} of the weights arrived with other bytes: SHA-256 {found[:12]}..., sent was "
+            f"{name} of version {version} of the weights arrived with other bytes: SHA-256 "
+            f"{found[:12]}..., sent was "
             f"{expected[:12]}..."
         )
 
 
 def facts(model: Model) -> dict[str, str]:
     """What can change a bit, of the process that asks: an engine must have the learner's."""
-    return computed_by(model.ops) | {"device": model.ops.device.type, "isobit's source": source_digest()}
+    return computed_by(model.ops) | {
+        "device": model.ops.device.type,
+        "isobit's source": source_digest(),
+    }
 
 
-def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool) -> bytes:
-    """All that makes an engine like this one in another process, but for its weights. `sequences` at a time, of at most
-    `max_new_tokens` new tokens. `check_memory`: it compares its weights with what arrived before it gives groups."""
+def describe(
+    engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool
+) -> bytes:
+    """All that makes an engine like this one in another process, but for its weights. `sequences`
+    at a time, of at most `max_new_tokens` new tokens. `check_memory`: it compares its weights with
+    what arrived before it gives groups."""
     model = engine.model
     tokenizer = model.tokenizer
     assert precision_from(model.precision.name) == model.precision
@@ -97,7 +106,9 @@ def described_engine(description: bytes) -> Engine:
     """The engine of a description, whose weights are NaN until they arrive."""
     given = from_bytes(description)
     config = ModelConfig.from_hf(given["config"], "the model's config")
-    tokenizer = Tokenizer(FastTokenizer.from_str(given["tokenizer"]), given["settings"], given["eos_ids"], None)
+    tokenizer = Tokenizer(
+        FastTokenizer.from_str(given["tokenizer"]), given["settings"], given["eos_ids"], None
+    )
     ops = get_ops(given["backend"], given["consistency"])
     model = Model(Transformer(config, precision_from(given["precision"]), ops, None), tokenizer)
     longest = [[0] * max(given["longest_prompt"], 1)]
@@ -125,14 +136,23 @@ def scales_from_plain(values: list[list[float]] | None, version: int) -> KVScale
     return None if values is None else KVScales(torch.tensor(values, dtype=torch.float32), version)
 
 
-def request(index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling) -> dict[str, Any]:
+def request(
+    index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling
+) -> dict[str, Any]:
     """A group that is to be sampled: `index` names it within its batch."""
-    return {"index": index, "prompt": list(prompt), "prompt_id": prompt_id, "sampling": _fields(Sampling, sampling)}
+    return {
+        "index": index,
+        "prompt": list(prompt),
+        "prompt_id": prompt_id,
+        "sampling": _fields(Sampling, sampling),
+    }
 
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """The settings of a request."""
-    return Sampling(**{**values, "stop": tuple(values["stop"]), "stop_tokens": tuple(values["stop_tokens"])})
+    return Sampling(
+        **{**values, "stop": tuple(values["stop"]), "stop_tokens": tuple(values["stop_tokens"])}
+    )
 
 
 def completion_of(values: Mapping[str, Any]) -> Completion:

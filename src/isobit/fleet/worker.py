@@ -1,8 +1,10 @@
-"""An engine in a process of its own, as Ray calls it: takes weights, samples groups, gives plain bytes back.
+"""An engine in a process of its own, as Ray calls it: takes weights, samples groups, gives plain
+bytes back.
 
-The working weights are those of one version; those of the next arrive while groups of the present one are still
-sampled, and are taken when a batch of theirs begins. An error of isobit's is a value of the reply, so that the run can
-name the engine; any other ends the call. Left out: which groups it gets (`fleet.py`).
+The working weights are those of one version; those of the next arrive while groups of the present
+one are still sampled, and are taken when a batch of theirs begins. An error of isobit's is a value
+of the reply, so that the run can name the engine; any other ends the call. Left out: which groups
+it gets (`fleet.py`).
 """
 
 import os
@@ -26,7 +28,8 @@ _SLICE_S = 0.5  # after so long a call returns without a finished group, to hear
 
 
 class Worker:
-    """The process of an engine. `open` first; then `receive` a version before groups of it are given to `advance`."""
+    """The process of an engine. `open` first; then `receive` a version before groups of it are
+    given to `advance`."""
 
     def __init__(self, description: bytes) -> None:
         self._description = description
@@ -39,10 +42,13 @@ class Worker:
         """Make the engine; what it is computed by, and where it runs."""
         self._engine = wire.described_engine(self._description)
         self._open = OpenGroups(self._engine)
-        return wire.to_bytes({"facts": wire.facts(self._engine.model), "host": platform.node(), "pid": os.getpid()})
+        return wire.to_bytes(
+            {"facts": wire.facts(self._engine.model), "host": platform.node(), "pid": os.getpid()}
+        )
 
     def receive(self, manifest: bytes, references: Mapping[str, Any]) -> bytes:
-        """Fetch the weights of a version, and compare each buffer with its digest; nothing is overwritten yet."""
+        """Fetch the weights of a version, and compare each buffer with its digest; nothing is
+        overwritten yet."""
         ray = import_ray()
         given = wire.from_bytes(manifest)
         version, buffers = given["version"], dict[str, Tensor]()
@@ -50,7 +56,9 @@ class Worker:
             for name, reference in references.items():
                 array = ray.get(reference)
                 wire.check_digest(name, array, given["digests"][name], version)
-                with warnings.catch_warnings():  # the object store's memory is read-only, and is only read
+                with (
+                    warnings.catch_warnings()
+                ):  # the object store's memory is read-only, and is only read
                     warnings.simplefilter("ignore", UserWarning)
                     buffers[name] = torch.from_numpy(array)
         except IsobitError as error:
@@ -59,27 +67,32 @@ class Worker:
         return wire.to_bytes({"version": version})
 
     def advance(self, work: bytes) -> bytes:
-        """Take what is new, drop what others have sampled, and sample until a group is finished: `done` are the groups
-        by index, each a list of completions as their fields. `error`: this engine is broken; `refused`: any would
-        refuse."""
+        """Take what is new, drop what others have sampled, and sample until a group is finished:
+        `done` are the groups by index, each a list of completions as their fields. `error`: this
+        engine is broken; `refused`: any would refuse."""
         given = wire.from_bytes(work)
         try:
             self._begin(given["batch"], given["version"])
             self._open.drop(set(given["drop"]))
             for new in given["groups"]:
-                request = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
+                request = self._engine.submit(
+                    new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"]
+                )
                 self._open.add(new["index"], request)
             before = self._counts()
             done = self._run()
             if done:
                 self._engine.model.transformer.checksums.compare()
         except IsobitError as error:
-            return wire.to_bytes({"error" if isinstance(error, RunFailed) else "refused": str(error)})
+            return wire.to_bytes(
+                {"error" if isinstance(error, RunFailed) else "refused": str(error)}
+            )
         counts = {name: count - before[name] for name, count in self._counts().items()}
         return wire.to_bytes({"batch": self._batch, "done": done, "counts": counts})
 
     def _begin(self, batch: int, version: int) -> None:
-        """Groups of an older batch are of no use any more; the weights become those of `version`."""
+        """Groups of an older batch are of no use any more; the weights become those of
+        `version`."""
         if batch == self._batch:
             return
         self._open.drop(list(self._open.places))

@@ -1,4 +1,5 @@
-"""Where kernels keep on this machine what they have built and tested: folders that nobody else can write to."""
+"""Where kernels keep on this machine what they have built and tested: folders that nobody else can
+write to."""
 
 import os
 from collections.abc import Callable
@@ -14,8 +15,11 @@ class CacheUnusable(Exception):
 
 
 def cache_directory(name: str) -> Path:
-    """The folder `name` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises CacheUnusable."""
-    root = os.environ.get("ISOBIT_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "isobit")
+    """The folder `name` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises
+    CacheUnusable."""
+    root = os.environ.get("ISOBIT_CACHE") or os.path.join(
+        os.path.expanduser("~"), ".cache", "isobit"
+    )
     path = Path(root) / name
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -24,13 +28,15 @@ def cache_directory(name: str) -> Path:
     owner = getattr(os, "getuid", lambda: path.stat().st_uid)()
     if path.stat().st_uid != owner or path.stat().st_mode & 0o022:
         raise CacheUnusable(
-            f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of your own"
+            f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of "
+            "your own"
         )
     return path
 
 
 def unless_passed(mark: Path, test: Callable[[], _Faults], none: _Faults) -> _Faults:
-    """What a test finds, falsy where it passes; `none` at once where the file `mark` says that it has passed."""
+    """What a test finds, falsy where it passes; `none` at once where the file `mark` says that it
+    has passed."""
     if mark.exists():
         return none
     found = test()

@@ -1,4 +1,5 @@
-"""Decode 8-bit codes through a table of their 256 values: the result of PyTorch's cast, several times faster on a CPU.
+"""Decode 8-bit codes through a table of their 256 values: the result of PyTorch's cast, several
+times faster on a CPU.
 
 Left out: encoding, which is the quantizer's (`isobit.precision.quantize`).
 """
@@ -10,8 +11,8 @@ from torch import Tensor
 
 
 def decode(codes: Tensor, form: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype` of `codes` (any shape): a tensor of the type `form` (FP8 or int8), or its uint8 view. Always
-    exact (`tests/kernels/test_ops.py`).
+    """Values in `dtype` of `codes` (any shape): a tensor of the type `form` (FP8 or int8), or its
+    uint8 view. Always exact (`tests/kernels/test_ops.py`).
     """
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), form, dtype).t()

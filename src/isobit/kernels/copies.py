@@ -1,7 +1,7 @@
 """Copies of rows: which row each is of, and how what the copies give is added again.
 
-Left out: the gradient of copying (`isobit.model.forward.gather_rows`), and which rows several sequences share
-(`isobit.rl.learner.packing`).
+Left out: the gradient of copying (`isobit.model.forward.gather_rows`), and which rows several
+sequences share (`isobit.rl.learner.packing`).
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ class Adder(Protocol):
 class Copies:
     """Copies of `count` rows: copy r is of row `index[r]`, [R] int64, in any order.
 
-    For the way back: the rows `taken` [U] int64 have copies, the first at `first` [U]; the rows `several` [P] of them
-    have more, at `place` [P, k], of which `present` [P, k] float32 are 1; the rest, 0, fill up.
+    For the way back: the rows `taken` [U] int64 have copies, the first at `first` [U]; the rows
+    `several` [P] of them have more, at `place` [P, k], of which `present` [P, k] float32 are 1; the
+    rest, 0, fill up.
     """
 
     index: Tensor
@@ -40,7 +41,9 @@ class Copies:
         taken, copies = torch.unique_consecutive(index[order], return_counts=True)
         start, many = copies.cumsum(0) - copies, copies > 1
         most = int(copies.max()) if len(copies) else 1
-        slot = torch.arange(1 << (most - 1).bit_length()).unsqueeze(0)  # a kernel is compiled for each width
+        slot = torch.arange(1 << (most - 1).bit_length()).unsqueeze(
+            0
+        )  # a kernel is compiled for each width
         present = slot < copies[many].unsqueeze(1)
         place = order[start[many].unsqueeze(1) + torch.where(present, slot, 0)]
         return Copies(index, count, taken, order[start], taken[many], place, present.float())
@@ -52,8 +55,8 @@ class Copies:
         return Copies(index, self.count, *others)
 
     def added(self, x: Tensor, ops: Adder) -> Tensor:
-        """Of each row the sum of its copies' x [R, ...], added in float32 in their order and rounded once to x's
-        dtype: [count, ...]; 0 where a row has none."""
+        """Of each row the sum of its copies' x [R, ...], added in float32 in their order and
+        rounded once to x's dtype: [count, ...]; 0 where a row has none."""
         flat = x.reshape(len(x), -1)
         found = flat.new_zeros(self.count, flat.shape[1])
         found[self.taken] = flat[self.first]

@@ -1,8 +1,9 @@
 """Which GPU is here, and whether the Triton backend runs on it.
 
-`sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix instructions, one
-class for every batch. On the other architectures of the table they compile with tiles of their own; what they compute
-there is checked at the first start (`kernels/backends/self_check.py`). Left out: several GPUs, and other vendors.
+`sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix
+instructions, one class for every batch. On the other architectures of the table they compile with
+tiles of their own; what they compute there is checked at the first start
+(`kernels/backends/self_check.py`). Left out: several GPUs, and other vendors.
 """
 
 import re
@@ -18,9 +19,10 @@ from isobit.kernels.ops import Ops
 
 @dataclass(frozen=True)
 class Architecture:
-    """What decides tiles and pipelines: the KiB of shared memory that one program may take, and where matrix units have
-    operands and sums: in registers of one warp; operands in shared memory, for four warps at once (`warpgroup`), so
-    that large tiles need few registers; or sums in a memory of their own (`tensor`). `fp8`: whether they multiply FP8.
+    """What decides tiles and pipelines: the KiB of shared memory that one program may take, and
+    where matrix units have operands and sums: in registers of one warp; operands in shared memory,
+    for four warps at once (`warpgroup`), so that large tiles need few registers; or sums in a
+    memory of their own (`tensor`). `fp8`: whether they multiply FP8.
     """
 
     cards: str
@@ -37,7 +39,8 @@ ARCHITECTURES = {
     (10, 0): Architecture("B200", 227, "tensor"),
     (12, 0): Architecture("RTX 50, RTX PRO 6000", 99),
 }
-"""By compute capability. Shared memory: CUDA C++ Programming Guide, table of technical specifications."""
+"""By compute capability. Shared memory: CUDA C++ Programming Guide, table of technical
+specifications."""
 HOPPER = ARCHITECTURES[9, 0]
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
@@ -66,13 +69,19 @@ def find_gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Gpu(found.name, (found.major, found.minor), found.total_memory, found.multi_processor_count)
+    return Gpu(
+        found.name, (found.major, found.minor), found.total_memory, found.multi_processor_count
+    )
 
 
 def versions() -> dict[str, str]:
     """Of what can change a bit: PyTorch, and Triton, CUDA and the GPU where they are."""
     gpu = find_gpu()
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None if gpu is None else str(gpu)}
+    found = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": None if gpu is None else str(gpu),
+    }
     with suppress(PackageNotFoundError):
         found["triton"] = version("triton")
     return {name: text for name, text in found.items() if text is not None}
@@ -87,7 +96,9 @@ def refusal(gpu: Gpu) -> str | None:
     """Why the backend does not run on this GPU, or None if it does."""
     if gpu.capability in ARCHITECTURES:
         return None
-    known = ", ".join(f"sm_{major}{minor} ({each.cards})" for (major, minor), each in ARCHITECTURES.items())
+    known = ", ".join(
+        f"sm_{major}{minor} ({each.cards})" for (major, minor), each in ARCHITECTURES.items()
+    )
     return f"{gpu}: the kernels have tiles for {known}"
 
 

@@ -1,5 +1,6 @@
-"""Matrices as products take them: plain or quantized (`Operand`), a weight with what a backend packed of it (`Packed`),
-a frozen one with two codes to a byte (`PackedFP4`), and the weights of several experts in one storage (`Stacked`).
+"""Matrices as products take them: plain or quantized (`Operand`), a weight with what a backend
+packed of it (`Packed`), a frozen one with two codes to a byte (`PackedFP4`), and the weights of
+several experts in one storage (`Stacked`).
 
 Left out: the products (`Ops`), and the layout of packs, which each backend chooses.
 """
@@ -24,10 +25,12 @@ StoredWeight = Operand | PackedFP4
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A weight [N, K], and its values in the order in which a backend's inner loop reads them (`Ops.prepare`).
+    """A weight [N, K], and its values in the order in which a backend's inner loop reads them
+    (`Ops.prepare`).
 
-    The backend alone reads `panels`; `values` [N, K], if it needs them, are the dequantized weight. Both hold the
-    weight as it was when it was prepared: after writing into a weight, prepare it again.
+    The backend alone reads `panels`; `values` [N, K], if it needs them, are the dequantized weight.
+    Both hold the weight as it was when it was prepared: after writing into a weight, prepare it
+    again.
     """
 
     weight: Operand
@@ -41,7 +44,9 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies, without the weight."""
-        return sum(t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None
+        )
 
 
 Prepared = StoredWeight | Packed
@@ -86,11 +91,14 @@ def plain(operand: StoredWeight, dtype: torch.dtype) -> Tensor:
 Product = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor]
 
 
-def by_rows(product: Product, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """`product` of a and some rows of b at a time: as an element's bits do not depend on the other rows of b, those of
-    the whole."""
+def by_rows(
+    product: Product, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype
+) -> Tensor:
+    """`product` of a and some rows of b at a time: as an element's bits do not depend on the other
+    rows of b, those of the whole."""
     parts = [
-        product(a, b.part(rows), None if bias is None else bias[rows], out) for rows in panels(b.shape[0], b.shape[1])
+        product(a, b.part(rows), None if bias is None else bias[rows], out)
+        for rows in panels(b.shape[0], b.shape[1])
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -99,10 +107,11 @@ def by_rows(product: Product, a: Operand, b: PackedFP4, bias: Tensor | None, out
 class Stacked:
     """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
 
-    data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
-    a plain type, without scale and spec. With `common` [E, 1] they are `PackedFP4`: data [E, N, K / 2] and scale uint8.
-    `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared. `bias` [E, N]: what a forward's product
-    adds, if anything; a stack that is made of this one has none.
+    data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block
+    columns] float32. Else a plain type, without scale and spec. With `common` [E, 1] they are
+    `PackedFP4`: data [E, N, K / 2] and scale uint8. `prepared`: every matrix as `Ops.prepare`
+    returned it, if it was prepared. `bias` [E, N]: what a forward's product adds, if anything; a
+    stack that is made of this one has none.
     """
 
     data: Tensor
@@ -119,7 +128,9 @@ class Stacked:
         for index, matrix in enumerate(matrices):
             if stacked is None:
                 stacked = Stacked._like(matrix, count)
-            for target, part in zip((stacked.data, stacked.scale, stacked.common), tensors_of(matrix)):
+            for target, part in zip(
+                (stacked.data, stacked.scale, stacked.common), tensors_of(matrix)
+            ):
                 assert target is not None
                 target[index].copy_(part)
         assert stacked is not None
@@ -130,7 +141,12 @@ class Stacked:
         data, *scales = (part.new_empty((count, *part.shape)) for part in tensors_of(matrix))
         if isinstance(matrix, Tensor):
             return Stacked(data)
-        return Stacked(data, scales[0], matrix.spec, common=scales[1] if isinstance(matrix, PackedFP4) else None)
+        return Stacked(
+            data,
+            scales[0],
+            matrix.spec,
+            common=scales[1] if isinstance(matrix, PackedFP4) else None,
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,8 +161,13 @@ class Stacked:
         if self.scale is None or self.spec is None:
             return self.data.unbind(0)
         if self.common is not None:
-            return tuple(map(PackedFP4, self.data.unbind(0), self.scale.unbind(0), self.common.unbind(0)))
-        return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
+            return tuple(
+                map(PackedFP4, self.data.unbind(0), self.scale.unbind(0), self.common.unbind(0))
+            )
+        return tuple(
+            QTensor(data, scale, self.spec)
+            for data, scale in zip(self.data.unbind(0), self.scale.unbind(0))
+        )
 
     @property
     def each(self) -> tuple[Sequence[Prepared], Sequence[Tensor | None]]:
@@ -163,19 +184,26 @@ class Stacked:
     def transpose(self) -> "Stacked":
         """Every matrix transposed, over the same storage."""
         scale = None if self.scale is None else self.scale.transpose(1, 2)
-        return Stacked(self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose())
+        return Stacked(
+            self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose()
+        )
 
     def map(self, change: Callable[[StoredWeight], Operand]) -> "Stacked":
         """Every matrix changed, in a new storage."""
         return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))
 
     def values(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Some rows and columns of every expert's packed codes, dequantized: float32 [E, rows, columns]."""
+        """Some rows and columns of every expert's packed codes, dequantized: float32 [E, rows,
+        columns]."""
         assert self.scale is not None
         assert self.common is not None
         start, stop, _ = columns.indices(self.shape[2])
-        scale = unpacked_scales(self.scale[:, rows, start // GROUP : stop // GROUP], self.common.unsqueeze(2))
-        return unpacked(self.data[:, rows, start // 2 : stop // 2]).float() * scale.repeat_interleave(GROUP, 2)
+        scale = unpacked_scales(
+            self.scale[:, rows, start // GROUP : stop // GROUP], self.common.unsqueeze(2)
+        )
+        return unpacked(
+            self.data[:, rows, start // 2 : stop // 2]
+        ).float() * scale.repeat_interleave(GROUP, 2)
 
 
 def rows_of(operand: Operand, start: int, stop: int) -> Operand:

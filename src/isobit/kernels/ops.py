@@ -1,9 +1,11 @@
-"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), and heads.
+"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), and
+heads.
 
-A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is the place of one
-token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, so they
-call the same operators. Left out: operands of products (`matrices.py`), what is stored of earlier rows (`stores.py`),
-who owns the pages (`isobit.engine`) and the arithmetic (`reference`, `native`, `triton`).
+A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is
+the place of one token's key and value: `page * page_size + offset`. Rollout and learner describe
+their work in these terms, so they call the same operators. Left out: operands of products
+(`matrices.py`), what is stored of earlier rows (`stores.py`), who owns the pages (`isobit.engine`)
+and the arithmetic (`reference`, `native`, `triton`).
 """
 
 from collections.abc import Sequence
@@ -21,15 +23,16 @@ from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
 Activation = Literal["silu", "gelu_pytorch_tanh", "swiglu_clamped", "sigmoid"]
-"""That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x + 0.044715·x³); or
-gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at most 7 from 0; or 1 / (1 + exp(-x)),
-which gates what attention gives."""
+"""That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x +
+0.044715·x³); or gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at
+most 7 from 0; or 1 / (1 + exp(-x)), which gates what attention gives."""
 
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """The keys that sequences see, one sequence after the other, for a backward where rows are keys of several: those
-    of sequence s are `start[s]` to `start[s + 1]`, [S+1] int64, and each is a copy of the row that stored it."""
+    """The keys that sequences see, one sequence after the other, for a backward where rows are keys
+    of several: those of sequence s are `start[s]` to `start[s + 1]`, [S+1] int64, and each is a
+    copy of the row that stored it."""
 
     start: Tensor
     copies: Copies
@@ -43,11 +46,12 @@ class Keys:
 class Layout:
     """Where the rows of a batch stand: T rows of S sequences over P pages each.
 
-    row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64: position of its
-    first row, that is how many keys are stored before. page_table [S, P] int32. positions, slots [T] int64: of every
-    row. max_rows, max_keys: the most rows of a sequence, and the most keys that one of its rows sees. num_slots: slots
-    that a store must have to hold every page of the table. These three are on the host, so reading
-    them never waits for a GPU. `keys`: of a learner's sequences that share rows; None where each has its own.
+    row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64:
+    position of its first row, that is how many keys are stored before. page_table [S, P] int32.
+    positions, slots [T] int64: of every row. max_rows, max_keys: the most rows of a sequence, and
+    the most keys that one of its rows sees. num_slots: slots that a store must have to hold every
+    page of the table. These three are on the host, so reading them never waits for a GPU. `keys`:
+    of a learner's sequences that share rows; None where each has its own.
     """
 
     row_start: Tensor
@@ -75,7 +79,8 @@ class Layout:
 
     @property
     def key_start(self) -> Tensor:
-        """Where the keys of each sequence begin among those of all, [S+1] int64; without `keys` they are its rows."""
+        """Where the keys of each sequence begin among those of all, [S+1] int64; without `keys`
+        they are its rows."""
         return self.row_start if self.keys is None else self.keys.start
 
     @property
@@ -84,9 +89,13 @@ class Layout:
         return self.slots if self.keys is None else self.slots[self.keys.copies.index]
 
     @staticmethod
-    def build(lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int) -> "Layout":
-        """Rows of sequences: `lengths[s]` new ones after `contexts[s]` stored ones, in pages `page_table` [S, P]."""
-        length, context = torch.tensor(lengths, dtype=torch.int64), torch.tensor(contexts, dtype=torch.int64)
+    def build(
+        lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int
+    ) -> "Layout":
+        """Rows of sequences: `lengths[s]` new ones after `contexts[s]` stored ones, in pages
+        `page_table` [S, P]."""
+        length = torch.tensor(lengths, dtype=torch.int64)
+        context = torch.tensor(contexts, dtype=torch.int64)
         row_start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(length, 0, out=row_start[1:])
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), length)
@@ -100,18 +109,22 @@ class Layout:
 
     @staticmethod
     def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
-        """The learner's layout: whole sequences one after the other, each in its own contiguous pages."""
+        """The learner's layout: whole sequences one after the other, each in its own contiguous
+        pages."""
         pages = [-(-length // page_size) for length in lengths]
         first = torch.cumsum(torch.tensor([0, *pages[:-1]]), 0)
         table = first.unsqueeze(1) + torch.arange(max(pages, default=0)).unsqueeze(0)
-        table = torch.where(torch.arange(table.shape[1]) < torch.tensor(pages).unsqueeze(1), table, 0)
+        table = torch.where(
+            torch.arange(table.shape[1]) < torch.tensor(pages).unsqueeze(1), table, 0
+        )
         return Layout.build(lengths, [0] * len(lengths), table.int(), page_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How queries and keys are made of a projection's heads: `norms` [D] of queries and of keys, if any, with `eps`;
-    then rotation by the cosines and sines `tables`, each [positions, D / 2] float32."""
+    """How queries and keys are made of a projection's heads: `norms` [D] of queries and of keys, if
+    any, with `eps`; then rotation by the cosines and sines `tables`, each [positions, D / 2]
+    float32."""
 
     norms: tuple[Tensor, Tensor] | None
     eps: float
@@ -120,9 +133,10 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class DeltaHeads:
-    """The heads of linear attention by the gated delta rule: each of `key_heads` queries and keys of `key_dim` serves
-    value_heads / key_heads consecutive values of `value_dim`. `decay` and `step_bias` [value_heads] float32 are A_log
-    and dt_bias: a state fades by exp(-exp(decay) · softplus(a + step_bias)) a token."""
+    """The heads of linear attention by the gated delta rule: each of `key_heads` queries and keys
+    of `key_dim` serves value_heads / key_heads consecutive values of `value_dim`. `decay` and
+    `step_bias` [value_heads] float32 are A_log and dt_bias: a state fades by exp(-exp(decay) ·
+    softplus(a + step_bias)) a token."""
 
     key_heads: int
     value_heads: int
@@ -135,10 +149,11 @@ class DeltaHeads:
 class Ops(Protocol):
     """The operators of one backend. No autograd: forwards and explicit backwards.
 
-    The bits of a row depend on that row, the weights and the position. *Rounded once* means from float64, in `triton`
-    from float32, to the type of the result in one rounding, to nearest even; PyTorch's own cast to bfloat16 goes
-    through float32, which makes two (`reference/rounding.py`). T rows, S sequences, H query heads, KV heads of keys, D
-    head dimension, C channels, V vocabulary.
+    The bits of a row depend on that row, the weights and the position. *Rounded once* means from
+    float64, in `triton` from float32, to the type of the result in one rounding, to nearest even;
+    PyTorch's own cast to bfloat16 goes through float32, which makes two (`reference/rounding.py`).
+    T rows, S sequences, H query heads, KV heads of keys, D head dimension, C channels, V
+    vocabulary.
     """
 
     backend: str
@@ -154,41 +169,56 @@ class Ops(Protocol):
         """Raise IsobitError for a precision flow that this backend does not compute."""
 
     def raise_faults(self) -> None:
-        """Raise NonFiniteError if an operator has met NaN or infinity since the last call and could not raise then,
-        because on a GPU operators do not wait for results. Call it where results are read."""
+        """Raise NonFiniteError if an operator has met NaN or infinity since the last call and could
+        not raise then, because on a GPU operators do not wait for results. Call it where results
+        are read."""
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         """`isobit.precision.quantize`, bit for bit."""
 
     def error_sums(self, x: Operand, quantized: QTensor) -> ErrorSums:
-        """`isobit.precision.error_sums` of x [R, C] and its quantization; sums of squares to some last places."""
+        """`isobit.precision.error_sums` of x [R, C] and its quantization; sums of squares to some
+        last places."""
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
-        """A weight that is multiplied often, with this backend's packs of it, if any; products have the same bits as
-        with the weight itself. `into`: the same weight, prepared before it was overwritten; its packs are overwritten
-        in place."""
+        """A weight that is multiplied often, with this backend's packs of it, if any; products have
+        the same bits as with the weight itself. `into`: the same weight, prepared before it was
+        overwritten; its packs are overwritten in place."""
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in docs/numerics.md."""
+    def product(
+        self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in
+        docs/numerics.md."""
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-        """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient, along its columns."""
+        """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient,
+        along its columns."""
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
-        """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch. With `into`
-        [M, N] float32, contiguous, the float32 product is added to it, with the bits of `into += product`."""
+    def gradient_product(
+        self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """`product` for a backward: the same inputs give the same bits, but a row may depend on its
+        batch. With `into` [M, N] float32, contiguous, the float32 product is added to it, with the
+        bits of `into += product`."""
 
     def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Choices [T, k] int64 among `count` experts, sorted by expert, then by row: each sorted row's token [T k], the
-        sorted rows of each token [T, k], and where every expert's rows begin, with their number at the end [count + 1];
-        int64 all."""
+        """Choices [T, k] int64 among `count` experts, sorted by expert, then by row: each sorted
+        row's token [T k], the sorted rows of each token [T, k], and where every expert's rows
+        begin, with their number at the end [count + 1]; int64 all."""
 
     def grouped_product(
-        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+        self,
+        a: Operand,
+        weights: Stacked,
+        offsets: Tensor,
+        out: torch.dtype,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if the experts have
-        any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R.
-        With `rows` [R] int64, row r is a's at rows[r]. Rows do not share scales."""
+        """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if
+        the experts have any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e;
+        offsets [E + 1] int64, offsets[E] = R. With `rows` [R] int64, row r is a's at rows[r]. Rows
+        do not share scales."""
 
     def grouped_weight_gradient(
         self,
@@ -199,63 +229,80 @@ class Ops(Protocol):
         name: str,
         into: Gradients = (),
     ) -> list[Tensor | None]:
-        """For every expert dyᵀ · x of its rows, [N, K] float32, or None where it has none; dy [R, N], x [R, K]. With
-        `gradient` both are quantized along the tokens, in blocks that begin anew at an expert's first row; x is then
-        quantized. What stands in `into` for an expert, as of `gradient_product`, is its result after the addition. For
-        the learner only: it may wait for a GPU, to know which experts have rows."""
+        """For every expert dyᵀ · x of its rows, [N, K] float32, or None where it has none; dy [R,
+        N], x [R, K]. With `gradient` both are quantized along the tokens, in blocks that begin anew
+        at an expert's first row; x is then quantized. What stands in `into` for an expert, as of
+        `gradient_product`, is its result after the addition. For the learner only: it may wait for
+        a GPU, to know which experts have rows."""
 
     def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
-        """For every expert the sum of its rows of dy [R, N], [N] float32, or None where it has none; it repeats. It may
-        wait for a GPU, as `grouped_weight_gradient`."""
+        """For every expert the sum of its rows of dy [R, N], [N] float32, or None where it has
+        none; it repeats. It may wait for a GPU, as `grouped_weight_gradient`."""
 
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
-        """Row t is Σ_j gates[t, j] · x[place[t, j]], each product rounded to float32 and added in the order of j, the
-        sum rounded once to x's dtype: [T, C]. x [R, C], place [T, k] int64, gates [T, k] float32, by default 1."""
+        """Row t is Σ_j gates[t, j] · x[place[t, j]], each product rounded to float32 and added in
+        the order of j, the sum rounded once to x's dtype: [T, C]. x [R, C], place [T, k] int64,
+        gates [T, k] float32, by default 1."""
 
-    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one place."""
+    def sum_of_rows_backward(
+        self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one
+        place."""
 
     def route(
         self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(p = softmax over the experts of logits [T, E] float32, rounded to float32; the `count` most probable experts
-        [T, count] int64, in descending order, ties to the lower; gates [T, count] float32). Gates are p of the experts
-        `given` [T, count] int64, by default of those chosen; with `normalize` divided by their sum, which is added in
-        float32 in their order."""
+        """(p = softmax over the experts of logits [T, E] float32, rounded to float32; the `count`
+        most probable experts [T, count] int64, in descending order, ties to the lower; gates [T,
+        count] float32). Gates are p of the experts `given` [T, count] int64, by default of those
+        chosen; with `normalize` divided by their sum, which is added in float32 in their order."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight rounded once; x [R, C], rstd
-        [R]."""
+        """(y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight rounded
+        once; x [R, C], rstd [R]."""
 
     def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        spec: QuantSpec,
+        name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
         """`rms_norm` with its y quantized: the bits of the two operators in turn."""
 
-    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def rms_norm_backward(
+        self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(gradient of summed [R, C], gradient of weight [C] float32)."""
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """Rotate x [T, heads, D] by the tables' rows [P, D/2] at `positions`; half-split pairs; `inverse` rotates
-        back."""
+    def rotary(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
+    ) -> Tensor:
+        """Rotate x [T, heads, D] by the tables' rows [P, D/2] at `positions`; half-split pairs;
+        `inverse` rotates back."""
 
     def attention_inputs(
         self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed and rotated to the layout's positions;
-        k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in turn."""
+        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed and rotated to the
+        layout's positions; k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in
+        turn."""
 
     def attention_inputs_backward(
         self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v; straight through the
-        store."""
+        """(gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v;
+        straight through the store."""
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Store k, v [T, KV, D] at the layout's slots: cast, quantized per token and head, or under calibrated scales,
-        whose clamping is counted. Raises NonFiniteError for NaN and infinity; on a GPU `raise_faults` does."""
+        """Store k, v [T, KV, D] at the layout's slots: cast, quantized per token and head, or under
+        calibrated scales, whose clamping is counted. Raises NonFiniteError for NaN and infinity; on
+        a GPU `raise_faults` does."""
 
     def attention(
         self,
@@ -267,11 +314,12 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
         probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its
-        sequence; with a `window` (at least 1) to the last `window` of them, itself included. Keys that it does not see
-        add nothing, and may be skipped: what is summed in which order depends on positions alone. `sinks` [H] float32
-        are one score more for each head, of a key whose value is 0, added to the others' sum last; lse has them.
-        `probabilities`: E4M3 where the weights exp(score - peak), once they are summed, are rounded to it before they
+        """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0
+        to p of its sequence; with a `window` (at least 1) to the last `window` of them, itself
+        included. Keys that it does not see add nothing, and may be skipped: what is summed in which
+        order depends on positions alone. `sinks` [H] float32 are one score more for each head, of a
+        key whose value is 0, added to the others' sum last; lse has them. `probabilities`: E4M3
+        where the weights exp(score - peak), once they are summed, are rounded to it before they
         meet the values (`kernels/attention/probabilities.py`)."""
 
     def attention_backward(
@@ -285,16 +333,20 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows, or of the layout's `keys`;
-        straight through all quantization, of probabilities too. Of sinks these know by lse and out alone."""
+        """(dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows, or of
+        the layout's `keys`; straight through all quantization, of probabilities too. Of sinks these
+        know by lse and out alone."""
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""
 
-    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
-        """Depthwise causal convolution and SiLU: y[t, c] = silu(Σ_j weight[c, j] · x[t - W + 1 + j, c]), rounded once;
-        x [T, C], weight [C, W] float32. Inputs of earlier rows are in the `store`, which receives the last ones; None
-        where sequences are whole, and nobody goes on from them."""
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+    ) -> Tensor:
+        """Depthwise causal convolution and SiLU: y[t, c] = silu(Σ_j weight[c, j] · x[t - W + 1 + j,
+        c]), rounded once; x [T, C], weight [C, W] float32. Inputs of earlier rows are in the
+        `store`, which receives the last ones; None where sequences are whole, and nobody goes on
+        from them."""
 
     def short_convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
@@ -302,7 +354,12 @@ class Ops(Protocol):
         """(gradient of x [T, C], of the weight [C, W] float32) of whole sequences; it repeats."""
 
     def delta_rule(
-        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        heads: DeltaHeads,
+        store: StateStore | None,
+        layout: Layout,
     ) -> Tensor:
         """Gated delta rule, out [T, Hv, Dv] in qkv's dtype; qkv [T, 2 Hk Dk + Hv Dv], gates (b, a)
         [T, 2 Hv] float32. Token by token, in float32 (`kernels/delta/definition.py`), from the
@@ -312,23 +369,27 @@ class Ops(Protocol):
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(gradient of qkv, of gates, of decay and of step_bias [Hv] float32) of whole sequences; it repeats."""
+        """(gradient of qkv, of gates, of decay and of step_bias [Hv] float32) of whole sequences;
+        it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         """activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation` says."""
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
         """`gate_mul`, quantized: the bits of the two operators in turn."""
 
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient of gate_up [T, 2I]."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-        """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C]; it repeats."""
+        """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C];
+        it repeats."""
 
     def square_sums(self, x: Tensor) -> Tensor:
-        """Of each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the second half of a row is
-        added to the first, until one number is left."""
+        """Of each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the second
+        half of a row is added to the first, until one number is left."""
 
     def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
         """x [n] float32, elements number `first` (a multiple of 8) and on of a tensor, in bfloat16:
@@ -336,12 +397,15 @@ class Ops(Protocol):
         other, so the mean is x (`kernels/optim/definition.py`). The same bits in every backend:
         random numbers are a function of `seed` (64 bits), `step` and an element's number."""
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-        """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
-        float32."""
+    def token_logprobs(
+        self, logits: Tensor, tokens: Tensor, temperature: Temperature
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature);
+        logits [T, V] float32."""
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-        """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt, sample, position."""
+        """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt,
+        sample, position."""
 
     def head_logprobs(
         self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
@@ -349,12 +413,23 @@ class Ops(Protocol):
         """`token_logprobs` of the output head's logits hidden [T, C] · weight [V, C]ᵀ."""
 
     def head_backward(
-        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+        self,
+        dlogprobs: Tensor,
+        hidden: Tensor,
+        weight: Prepared,
+        tokens: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the log-probabilities [T]."""
+        """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
+        log-probabilities [T]."""
 
     def head_sample(
-        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Prepared,
+        keys: Tensor,
+        temperature: Temperature,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key b [B, 4] draws from
-        row `source[b]` of hidden, by default row b. Tokens as by `sample`."""
+        """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key
+        b [B, 4] draws from row `source[b]` of hidden, by default row b. Tokens as by `sample`."""

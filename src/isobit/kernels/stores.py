@@ -1,5 +1,6 @@
-"""What is stored of earlier rows: keys and values of attention by slot (`KVStore`), and of linear attention the state
-after them by page (`StateStore`). Left out: who owns the pages (`isobit.engine`).
+"""What is stored of earlier rows: keys and values of attention by slot (`KVStore`), and of linear
+attention the state after them by page (`StateStore`). Left out: who owns the pages
+(`isobit.engine`).
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from isobit.precision import Format, QuantSpec
 class KVStore:
     """Keys and values of one layer.
 
-    k, v [slots, kv_heads, head_dim]: in the compute format; or codes, of E4M3 as uint8, of INT8 as int8
-    (`Format.stored`). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or one for all, expanded over
-    a single element, where scales are calibrated (`kv.granularity` tensor); or None. `counts` [2] int64 of a calibrated
-    store: elements that its scales clamped, and elements written.
+    k, v [slots, kv_heads, head_dim]: in the compute format; or codes, of E4M3 as uint8, of INT8 as
+    int8 (`Format.stored`). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or
+    one for all, expanded over a single element, where scales are calibrated (`kv.granularity`
+    tensor); or None. `counts` [2] int64 of a calibrated store: elements that its scales clamped,
+    and elements written.
     """
 
     k: Tensor
@@ -38,7 +40,8 @@ class KVStore:
         scales: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> "KVStore":
-        """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set later."""
+        """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set
+        later."""
         shape = (num_slots, kv_heads, head_dim)
         dtype = kv.format.stored if kv is not None else compute.dtype
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -46,7 +49,9 @@ class KVStore:
             return KVStore(k, v, None, None, None)
         if kv.granularity == "tensor":
             ones = [torch.ones(1, 1, device=device).expand(shape[:2]) for _ in range(2)]
-            store = KVStore(k, v, ones[0], ones[1], kv, torch.zeros(2, dtype=torch.int64, device=device))
+            store = KVStore(
+                k, v, ones[0], ones[1], kv, torch.zeros(2, dtype=torch.int64, device=device)
+            )
             if scales is not None:
                 store.set_scales(scales)
             return store
@@ -70,7 +75,9 @@ class KVStore:
     @property
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        return [t for t in (self.k, self.v, self.k_scale, self.v_scale, self.counts) if t is not None]
+        return [
+            t for t in (self.k, self.v, self.k_scale, self.v_scale, self.counts) if t is not None
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -80,10 +87,13 @@ class KVStore:
     def by_page(self, page_size: int) -> list[Tensor]:
         """What of it belongs to pages, each a view [pages, page_size, ...]."""
         scales = () if self.calibrated else (self.k_scale, self.v_scale)
-        return [t.view(-1, page_size, *t.shape[1:]) for t in (self.k, self.v, *scales) if t is not None]
+        return [
+            t.view(-1, page_size, *t.shape[1:]) for t in (self.k, self.v, *scales) if t is not None
+        ]
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads, head_dim]."""
+        """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads,
+        head_dim]."""
         return self._read(self.k, self.k_scale, slots), self._read(self.v, self.v_scale, slots)
 
     def _read(self, data: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
@@ -95,11 +105,12 @@ class KVStore:
 
 @dataclass(frozen=True, eq=False)
 class StateStore:
-    """States of one layer of linear attention. The state after row p of a sequence is in the page of row p, where p is
-    the last row of that page, or of the sequence so far: so whoever shares a full page finds the state after it there.
+    """States of one layer of linear attention. The state after row p of a sequence is in the page
+    of row p, where p is the last row of that page, or of the sequence so far: so whoever shares a
+    full page finds the state after it there.
 
-    inputs [pages, W - 1, C]: the last inputs of the convolution, in the compute format. states [pages, Hv, Dk, Dv]
-    float32: of the delta rule.
+    inputs [pages, W - 1, C]: the last inputs of the convolution, in the compute format. states
+    [pages, Hv, Dk, Dv] float32: of the delta rule.
     """
 
     inputs: Tensor

@@ -22,16 +22,19 @@ BACKENDS = ("auto", "triton", "native", "reference")
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
-    `triton` runs on the GPUs of `gpu.ARCHITECTURES`, if its kernels pass a check there at the first start; `native` is
-    C++, from the wheel or compiled on first use; `reference` is PyTorch. `auto` is triton where there is such a GPU,
-    else native where that works, else reference, for `bitwise` at the level `exact`; a consistency that names an order
-    of a CPU's sums is computed there. The result's `why` names the choice and the reason. Raises IsobitError for an
-    unknown name, and if the named backend cannot work here.
+    `triton` runs on the GPUs of `gpu.ARCHITECTURES`, if its kernels pass a check there at the first
+    start; `native` is C++, from the wheel or compiled on first use; `reference` is PyTorch. `auto`
+    is triton where there is such a GPU, else native where that works, else reference, for `bitwise`
+    at the level `exact`; a consistency that names an order of a CPU's sums is computed there. The
+    result's `why` names the choice and the reason. Raises IsobitError for an unknown name, and if
+    the named backend cannot work here.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
     if consistency not in orders.CONSISTENCIES:
-        raise IsobitError(f"unknown consistency {consistency!r}: choose from {', '.join(orders.CONSISTENCIES)}")
+        raise IsobitError(
+            f"unknown consistency {consistency!r}: choose from {', '.join(orders.CONSISTENCIES)}"
+        )
     if backend == "reference":
         return ReferenceOps(consistency, "reference backend: asked for")
     if backend == "triton":
@@ -41,7 +44,11 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         if orders.order(consistency) is not None:
             reason: str | None = f"consistency: {consistency} names an order of a CPU's sums"
         else:
-            reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
+            reason = (
+                refusal(gpu)
+                or triton_refusal()
+                or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
+            )
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"
@@ -49,15 +56,18 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
 
 
 def triton_ops(consistency: str) -> "TritonOps":
-    """The operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's interpreter. Raises IsobitError
-    where they cannot run."""
+    """The operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's
+    interpreter. Raises IsobitError where they cannot run."""
     if consistency not in ("bitwise", "fast"):
         raise IsobitError(
-            f"consistency: {consistency} is a CPU's; on a GPU use consistency: bitwise, or backend: native"
+            f"consistency: {consistency} is a CPU's; on a GPU use consistency: bitwise, or "
+            "backend: native"
         )
     gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
     if gpu is None and not interpreted:
-        raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")
+        raise IsobitError(
+            "backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto"
+        )
     reason = triton_refusal()
     if gpu is not None:
         reason = reason or refusal(gpu) or _failing(gpu)
@@ -66,7 +76,9 @@ def triton_ops(consistency: str) -> "TritonOps":
     from isobit.kernels.backends.triton import TritonOps  # here: it imports Triton
 
     if gpu is None:
-        return TritonOps(consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu"))
+        return TritonOps(
+            consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu")
+        )
     from isobit.kernels.attention.triton.forward import keys_first
 
     sides = "" if keys_first() else ", attention with all rows on one side of its instructions"
@@ -79,7 +91,8 @@ def _device() -> torch.device:
 
 @cache
 def _failing(gpu: Gpu) -> str | None:
-    """Why the kernels cannot be used on this GPU, or None. From here on they are compiled for it."""
+    """Why the kernels cannot be used on this GPU, or None. From here on they are compiled for
+    it."""
     from isobit.kernels.backends import self_check
     from isobit.kernels.backends.triton import TritonOps
     from isobit.kernels.triton import launch  # here: they import Triton
@@ -89,10 +102,16 @@ def _failing(gpu: Gpu) -> str | None:
     if os.environ.get("ISOBIT_GPU_CHECK") == "skip":
         return None
     try:
-        found = self_check.remembered(TritonOps("bitwise", "being checked", _device()), architecture.fp8)
+        found = self_check.remembered(
+            TritonOps("bitwise", "being checked", _device()), architecture.fp8
+        )
     except Exception as error:  # of a compiler or a driver, anything
         return f"{gpu}: the kernels' check ended with {type(error).__name__}: {error}"
-    return f"{gpu}: the kernels fail their check here: {found[0]} ({len(found)} in all)" if found else None
+    return (
+        f"{gpu}: the kernels fail their check here: {found[0]} ({len(found)} in all)"
+        if found
+        else None
+    )
 
 
 def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
@@ -106,7 +125,9 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
         sums = "" if order is None else f", sums {order} by {instruction_set(order)}"
         return NativeOps(consistency, f"native backend: {reason}{sums}{unused}")
     if backend == "native":
-        raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
+        raise IsobitError(
+            f"backend: native cannot be built: {reason}; use backend: auto or reference"
+        )
     why = f"reference backend, because native cannot be built: {reason}{unused}"
     if orders.level(consistency) == "bitwise":  # whose order takes PyTorch a hundred times as long
         return ReferenceOps("exact", f"{why}; exact sums")

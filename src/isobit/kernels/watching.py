@@ -4,7 +4,8 @@ from isobit.kernels.ops import Ops
 
 
 class Watching:
-    """The operators of `ops`; a subclass overrides those that it looks at, and returns the same results."""
+    """The operators of `ops`; a subclass overrides those that it looks at, and returns the same
+    results."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -14,7 +15,8 @@ class Watching:
 
 
 def unwatched(ops: Ops) -> Ops:
-    """The operators below all that look: for what a backward computes again, and a forward has shown already."""
+    """The operators below all that look: for what a backward computes again, and a forward has
+    shown already."""
     while isinstance(ops, Watching):
         ops = ops._ops
     return ops

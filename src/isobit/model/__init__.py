@@ -7,4 +7,13 @@ from isobit.model.reward_model import RewardModel
 from isobit.model.text.tokenizer import TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 
-__all__ = ["Experts", "Model", "ModelConfig", "RewardModel", "Rope", "TextRules", "Tokenizer", "Transformer"]
+__all__ = [
+    "Experts",
+    "Model",
+    "ModelConfig",
+    "RewardModel",
+    "Rope",
+    "TextRules",
+    "Tokenizer",
+    "Transformer",
+]

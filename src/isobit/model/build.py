@@ -1,4 +1,5 @@
-"""Makes the working weights of a use for the first time, of masters, or of values that are read and not kept.
+"""Makes the working weights of a use for the first time, of masters, or of values that are read and
+not kept.
 
 Left out: what they are, and their making anew (`weights/layout.py`).
 """
@@ -13,7 +14,17 @@ from torch import Tensor
 from isobit.kernels import Ops, Stacked, StoredWeight
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.config import ModelConfig
-from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
+from isobit.model.weights.layout import (
+    Attention,
+    Delta,
+    Layer,
+    Mixture,
+    Mlp,
+    Outside,
+    Working,
+    map_parts,
+    with_biases,
+)
 from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, Format, PackedFP4, Precision, QTensor, QuantSpec, packed_fp4
 
@@ -23,9 +34,10 @@ Made = dict[tuple[int | None, Flow], Layer | Outside]
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What working weights are made of. `masters` are the leaves: where these hold no numbers, what is made is
-    storage that `remake` fills. With an `adapter`, `masters` are values that nothing trains, which are read one at a
-    time and not kept, and `leaves` those of the adapter's masters."""
+    """What working weights are made of. `masters` are the leaves: where these hold no numbers, what
+    is made is storage that `remake` fills. With an `adapter`, `masters` are values that nothing
+    trains, which are read one at a time and not kept, and `leaves` those of the adapter's
+    masters."""
 
     masters: Mapping[str, Tensor]
     adapter: Adapter | None = None
@@ -36,7 +48,8 @@ class Sources:
         return master if self.adapter is None else FROZEN
 
     def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> StoredWeight:
-        """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
+        """A quantized weight as it is stored: what nothing writes again in nibbles, where these
+        hold it."""
         frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
         return packed_fp4.packed(quantized, master.detach()) if frozen else quantized
 
@@ -50,7 +63,9 @@ class Sources:
         if self.adapter is None:
             return ()
         return tuple(
-            LowRank(factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale)
+            LowRank(
+                factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale
+            )
             for one in self.adapter.of(name)
         )
 
@@ -67,8 +82,8 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
 
 
 def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
-    """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad quantizes the transposed
-    weight again, so it needs the whole."""
+    """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad
+    quantizes the transposed weight again, so it needs the whole."""
     return dgrad != "fp8" and packed_fp4.holds(spec, shape)
 
 
@@ -81,8 +96,8 @@ def make_working(
     made: Made,
     multiplying: Ops,
 ) -> Working:
-    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
-    multiplies with `multiplying`, which prepare the weights."""
+    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops`
+    quantize; the use multiplies with `multiplying`, which prepare the weights."""
     parts: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -103,7 +118,9 @@ def _prepared(part: Layer | Outside, ops: Ops) -> Any:
     """The same with every linear layer's weight prepared for `ops`."""
 
     def change(part: Weight | Vector) -> Weight | Vector:
-        if not isinstance(part, Weight) or isinstance(part.working, PackedFP4):  # of nibbles there are no packs
+        if not isinstance(part, Weight) or isinstance(
+            part.working, PackedFP4
+        ):  # of nibbles there are no packs
             return part
         return replace(part, prepared=ops.prepare(part.working))
 
@@ -138,17 +155,31 @@ class _LayerMaker:
             attention=self.delta() if config.is_linear(self.index) else self.attention(),
             attention_out_norm=norms.get("attention_out_norm"),
             post_norm=norms.get("post_norm"),
-            mlp=self.mixture() if mixture else Mlp(self.made("gate_up"), self.made("down"), config.activation),
+            mlp=self.mixture()
+            if mixture
+            else Mlp(self.made("gate_up"), self.made("down"), config.activation),
             mlp_out_norm=norms.get("mlp_out_norm"),
         )
 
     def attention(self) -> Attention:
         norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
-        return Attention(self.made("qkv"), norms, self.single("sinks") if self.config.sinks else None, self.made("o"))
+        return Attention(
+            self.made("qkv"),
+            norms,
+            self.single("sinks") if self.config.sinks else None,
+            self.made("o"),
+        )
 
     def delta(self) -> Delta:
-        vectors = self.single("conv"), self.single("decay"), self.single("step_bias"), self.norm("state_norm")
-        return Delta(self.made("qkv"), _single(self.named("gates"), self.sources), *vectors, self.made("o"))
+        vectors = (
+            self.single("conv"),
+            self.single("decay"),
+            self.single("step_bias"),
+            self.norm("state_norm"),
+        )
+        return Delta(
+            self.made("qkv"), _single(self.named("gates"), self.sources), *vectors, self.made("o")
+        )
 
     def mixture(self) -> Mixture:
         config = self.config
@@ -156,7 +187,9 @@ class _LayerMaker:
         (gate_up, ups), (down, downs) = self.stacked("gate_up"), self.stacked("down")
         experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
         router = _single(self.named("router"), self.sources)
-        return Mixture(router, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
+        return Mixture(
+            router, experts, gate_up, down, config.experts.per_token, config.experts.normalize
+        )
 
     def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
         """A matrix of all experts in one storage, and each expert's."""
@@ -171,7 +204,9 @@ class _LayerMaker:
                 yield self.made_of(name, master)
 
         stack = Stacked.of(matrices(), count)
-        return with_biases(stack, [self.weight(*each) for each in zip(names, leaves, stack.experts)])
+        return with_biases(
+            stack, [self.weight(*each) for each in zip(names, leaves, stack.experts)]
+        )
 
     def named(self, name: str) -> str:
         return f"layers.{self.index}.{name}"
@@ -191,7 +226,9 @@ class _LayerMaker:
         if spec is None:
             return master.detach().to(self.flow.compute.dtype, copy=True)
         dgrad, _ = self.precision.backward(self.index, self.config.num_layers)
-        return self.sources.kept(self.ops.quantize(master.detach(), spec, self.named(name)), master, dgrad)
+        return self.sources.kept(
+            self.ops.quantize(master.detach(), spec, self.named(name)), master, dgrad
+        )
 
     def weight(self, name: str, master: Tensor, working: StoredWeight | None = None) -> Weight:
         """A linear layer, of a `working` matrix that is made already, or makes it."""
@@ -201,13 +238,18 @@ class _LayerMaker:
         operand = self.made_of(name, master) if working is None else working
         kept = None if bias is None else sources.leaf(bias)
         adapters = sources.low_rank(self.named(name), self.flow)
-        found = Weight(self.named(name), sources.leaf(master), operand, kept, rounded, adapters=adapters)
+        found = Weight(
+            self.named(name), sources.leaf(master), operand, kept, rounded, adapters=adapters
+        )
         activation = precision.linear_flow(self.flow, name.rpartition(".")[2]).activation
         if activation is None:
             return found
         dgrad, wgrad = precision.backward(self.index, self.config.num_layers)
-        own, gradient = precision.wgrad_activation == "own-copy" and sources.adapter is None, precision.gradient
-        return replace(found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own)
+        own = precision.wgrad_activation == "own-copy" and sources.adapter is None
+        gradient = precision.gradient
+        return replace(
+            found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own
+        )
 
 
 def _single(name: str, sources: Sources) -> Weight:
@@ -216,10 +258,23 @@ def _single(name: str, sources: Sources) -> Weight:
     values = master.detach().to(torch.float32, copy=True)
     if bias is None:
         return Weight(name, sources.leaf(master), values, None, None)
-    return Weight(name, sources.leaf(master), values, sources.leaf(bias), bias.detach().to(torch.float32, copy=True))
+    return Weight(
+        name,
+        sources.leaf(master),
+        values,
+        sources.leaf(bias),
+        bias.detach().to(torch.float32, copy=True),
+    )
 
 
-def _vector(name: str, flow: Flow, sources: Sources, offset: float = 0.0, dtype: torch.dtype | None = None) -> Vector:
+def _vector(
+    name: str, flow: Flow, sources: Sources, offset: float = 0.0, dtype: torch.dtype | None = None
+) -> Vector:
     """`dtype`: of the working copy, by default the compute format."""
     master = sources.masters[name]
-    return Vector(name, sources.leaf(master), working_vector(master, dtype or flow.compute.dtype, offset), offset)
+    return Vector(
+        name,
+        sources.leaf(master),
+        working_vector(master, dtype or flow.compute.dtype, offset),
+        offset,
+    )

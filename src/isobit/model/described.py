@@ -18,9 +18,12 @@ class Described:
     tokenizer: Tokenizer
 
 
-def described(path: str | Path, adapter: str | None = None, rules: TextRules = DEFAULT_RULES) -> Described:
-    """Of a Hugging Face directory, or of the model that a PEFT folder names; the tokenizer is that of the `adapter`
-    folder, where it brings one. Raises IsobitError for whatever is wrong with the files."""
+def described(
+    path: str | Path, adapter: str | None = None, rules: TextRules = DEFAULT_RULES
+) -> Described:
+    """Of a Hugging Face directory, or of the model that a PEFT folder names; the tokenizer is that
+    of the `adapter` folder, where it brings one. Raises IsobitError for whatever is wrong with the
+    files."""
     own = model_folder(path)
     folder = base_of(own) if is_adapter(own) else own
     config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -35,8 +38,12 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise IsobitError where the tokenizer has ids that the model has not."""
     if tokenizer.vocab_size > config.vocab_size:
         raise IsobitError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's "
+            "vocabulary ends at "
             f"{config.vocab_size - 1}"
         )
     if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
-        raise IsobitError(f"end-of-sequence id {outside[0]} is not in the model's vocabulary of {config.vocab_size}")
+        raise IsobitError(
+            f"end-of-sequence id {outside[0]} is not in the model's vocabulary of "
+            f"{config.vocab_size}"
+        )

@@ -1,10 +1,12 @@
-"""FP8 block checkpoints (DeepSeek-V3, arXiv 2412.19437, section 3.3), as vLLM, SGLang and transformers read them.
+"""FP8 block checkpoints (DeepSeek-V3, arXiv 2412.19437, section 3.3), as vLLM, SGLang and
+transformers read them.
 
-A linear layer is stored as E4M3 codes `<module>.weight` [N, K] and FP32 scales `<module>.weight_scale_inv`
-[N / 128, K / 128]; a value is code times scale. `config.json` says so under `quantization_config`. What is written are
-the codes and scales that the rollout multiplies, so that a reader serves the weights that were trained with
-(tests/model/test_fp8_blocks.py); norms whose weight is added to 1 are in FP32, as isobit multiplies them; a reader that
-keeps norms in BF16 rounds them. Left out: static activation scales, and scales of a KV cache.
+A linear layer is stored as E4M3 codes `<module>.weight` [N, K] and FP32 scales
+`<module>.weight_scale_inv` [N / 128, K / 128]; a value is code times scale. `config.json` says so
+under `quantization_config`. What is written are the codes and scales that the rollout multiplies,
+so that a reader serves the weights that were trained with (tests/model/test_fp8_blocks.py); norms
+whose weight is added to 1 are in FP32, as isobit multiplies them; a reader that keeps norms in BF16
+rounds them. Left out: static activation scales, and scales of a KV cache.
 """
 
 from collections.abc import Mapping
@@ -24,14 +26,16 @@ from isobit.precision.quantize import BLOCK
 
 @dataclass(frozen=True, eq=False)
 class BlockCheckpoint:
-    """Tensors by their Hugging Face names; `kept`: linear layers that stay in BF16, with the reason."""
+    """Tensors by their Hugging Face names; `kept`: linear layers that stay in BF16, with the
+    reason."""
 
     tensors: Mapping[str, Tensor]
     kept: Mapping[str, str]
 
     @property
     def quantization_config(self) -> dict[str, Any]:
-        """The entry of config.json: vLLM's `ignored_layers` is read from `modules_to_not_convert` too."""
+        """The entry of config.json: vLLM's `ignored_layers` is read from `modules_to_not_convert`
+        too."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -42,23 +46,26 @@ class BlockCheckpoint:
 
 
 def block_checkpoint(model: Model) -> BlockCheckpoint:
-    """The rollout's weights. A layer whose parts are not multiples of 128 in both dimensions stays in BF16: readers
-    merge query, key and value, and gate and up, along whole blocks, and transformers takes a block for a fraction of
-    the matrix.
+    """The rollout's weights. A layer whose parts are not multiples of 128 in both dimensions stays
+    in BF16: readers merge query, key and value, and gate and up, along whole blocks, and
+    transformers takes a block for a fraction of the matrix.
 
-    Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has such a shape.
+    Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has
+    such a shape.
     """
     mixtures = FAMILIES[model.config.family].mixtures
     if mixtures is not None and mixtures.together:
         raise IsobitError(
-            f"FP8 blocks are of single matrices; a {model.config.family} stores experts together; give --format bf16"
+            f"FP8 blocks are of single matrices; a {model.config.family} stores experts "
+            "together; give --format bf16"
         )
     working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
     spec = model.precision.rollout.weight
     if spec is None or spec.format is not E4M3 or spec.granularity != f"{BLOCK}x{BLOCK}":
         found = "not quantized" if spec is None else str(spec)
         raise IsobitError(
-            f"FP8 blocks need weights in e4m3 {BLOCK}x{BLOCK}, and those of {model.precision.name} are {found}; "
+            f"FP8 blocks need weights in e4m3 {BLOCK}x{BLOCK}, and those of "
+            f"{model.precision.name} are {found}; "
             "give --precision fp8 or fp8-unified"
         )
     tensors: dict[str, Tensor] = {}
@@ -73,19 +80,24 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
         # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not
         added = master.endswith("norm") and model.config.offset_of(master)
         dtype = torch.float32 if added else torch.bfloat16
-        tensors |= {name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)}
+        tensors |= {
+            name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)
+        }
         if weight is not None:
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"
             kept |= {name.removesuffix(".weight"): reason for name, _ in parts}
     if not any(tensor.dtype == E4M3.dtype for tensor in tensors.values()):
-        raise IsobitError(f"no layer can be stored in FP8 blocks: {next(iter(kept.values()))}; give --format bf16")
+        raise IsobitError(
+            f"no layer can be stored in FP8 blocks: {next(iter(kept.values()))}; give --format bf16"
+        )
     return BlockCheckpoint(tensors, kept)
 
 
 def _blocks(weight: QTensor, parts: list[tuple[str, int]]) -> dict[str, Tensor]:
     heights = [height for _, height in parts]
-    codes, scales = weight.data.split(heights), weight.scale.split([height // BLOCK for height in heights])
+    codes = weight.data.split(heights)
+    scales = weight.scale.split([height // BLOCK for height in heights])
     found: dict[str, Tensor] = {}
     for (name, _), code, scale in zip(parts, codes, scales):
         found |= {name: code, f"{name}_scale_inv": scale}

@@ -17,7 +17,8 @@ class KeptWeights:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Overwrite what moved. The masters are those of now: the next sync makes working weights of them again."""
+        """Overwrite what moved. The masters are those of now: the next sync makes working weights
+        of them again."""
         for into, kept in zip(self._transformer.learner_storage(), self._copies, strict=True):
             into.copy_(kept)
         self._transformer.repacked()

@@ -1,9 +1,11 @@
-"""An adapter added to its model's weights, for systems that take no adapters, and how much of it survives.
+"""An adapter added to its model's weights, for systems that take no adapters, and how much of it
+survives.
 
-W + s · B·A is computed in float64 and rounded to the FP32 master. A run trains the model Q(W) with the update Δ =
-s · B·A beside it, unrounded; a merged model is Q(W + Δ). Where an update is smaller than the weights' rounding, it
-arrives with an error larger than itself. So the gap is measured: |Q(W + Δ) - Q(W) - Δ| / |Δ|, of Frobenius norms over
-all matrices that have an adapter (`tests/commands/test_merge.py`).
+W + s · B·A is computed in float64 and rounded to the FP32 master. A run trains the model Q(W) with
+the update Δ = s · B·A beside it, unrounded; a merged model is Q(W + Δ). Where an update is smaller
+than the weights' rounding, it arrives with an error larger than itself. So the gap is measured:
+|Q(W + Δ) - Q(W) - Δ| / |Δ|, of Frobenius norms over all matrices that have an adapter
+(`tests/commands/test_merge.py`).
 """
 
 import math
@@ -35,15 +37,16 @@ class Gap:
         if not self.update:
             return "merged: the adapter changes nothing"
         return (
-            f"merged: the update has {self.update:.2e} of the weights' norm; in the weights as {precision} multiplies "
+            f"merged: the update has {self.update:.2e} of the weights' norm; in the weights as "
+            f"{precision} multiplies "
             f"them it has an error of {self.error:.2g} times its own norm"
         )
 
 
 @torch.no_grad()
 def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tuple[Model, Gap]:
-    """The model of an adapter's folder with the adapter in its masters, and the gap under a flow. Raises IsobitError as
-    `Model.load`."""
+    """The model of an adapter's folder with the adapter in its masters, and the gap under a flow.
+    Raises IsobitError as `Model.load`."""
     model = Model.load(base_of(folder), precision)
     adapter = read_peft(folder, model.config)
     if brings_tokenizer(folder):
@@ -52,7 +55,8 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
     working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
     sums = torch.zeros(3, dtype=torch.float64)  # squares of W, of the update, of its error
     for name in dict.fromkeys(one.weight for one in adapter.projections):
-        before, update = masters[name].double(), torch.zeros_like(masters[name], dtype=torch.float64)
+        before = masters[name].double()
+        update = torch.zeros_like(masters[name], dtype=torch.float64)
         for one in adapter.of(name):
             a, b = (adapter.tensors[factor].to(update.device).double() for factor in one.masters)
             update[one.lo : one.hi] = adapter.scale * (b @ a)

@@ -1,7 +1,8 @@
-"""`Model`: weights, tokenizer and precision together; what the engine rolls out and the learner trains.
+"""`Model`: weights, tokenizer and precision together; what the engine rolls out and the learner
+trains.
 
-Loads and saves Hugging Face directories, starts one from random weights, and computes log-probabilities of given
-tokens.
+Loads and saves Hugging Face directories, starts one from random weights, and computes
+log-probabilities of given tokens.
 """
 
 import math
@@ -21,7 +22,14 @@ from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
-from isobit.model.adapters.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
+from isobit.model.adapters.peft import (
+    base_of,
+    brings_tokenizer,
+    check_served,
+    is_adapter,
+    read_peft,
+    write_peft,
+)
 from isobit.model.adapters.targets import NewAdapter, new_adapter
 from isobit.model.described import check_vocabulary
 from isobit.model.hub import names
@@ -50,7 +58,8 @@ class Model:
     def __init__(self, transformer: Transformer, tokenizer: Tokenizer) -> None:
         if not isinstance(transformer, Transformer) or not isinstance(tokenizer, Tokenizer):
             raise IsobitError(
-                f"Model: expected a Transformer and a Tokenizer, got {transformer!r:.80}; a model directory is opened "
+                f"Model: expected a Transformer and a Tokenizer, got {transformer!r:.80}; a "
+                "model directory is opened "
                 "with Model.load(path)"
             )
         config = transformer.config
@@ -58,7 +67,9 @@ class Model:
         self.transformer = transformer
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
-        self.directory: Path | None = None  # where its weights were read; of an adapter, its model's
+        self.directory: Path | None = (
+            None  # where its weights were read; of an adapter, its model's
+        )
         self.config = config
         self.precision = transformer.precision
         self.ops = transformer.ops["learner"]
@@ -68,7 +79,10 @@ class Model:
         more = "" if adapter is None else f", {adapter}: {self.transformer.masters.count:,}"
         ops = f"{self.ops.backend}, {self.ops.consistency}"
         count = sum(map(math.prod, shapes))
-        return f"Model({self.config.family}, {count:,} parameters{more}, precision {self.precision.name}, {ops})"
+        return (
+            f"Model({self.config.family}, {count:,} parameters{more}, precision "
+            f"{self.precision.name}, {ops})"
+        )
 
     @staticmethod
     def load(
@@ -81,12 +95,12 @@ class Model:
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
     ) -> "Model":
-        """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's name, a
-        mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
+        """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's
+        name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
-        With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the only masters. A
-        PEFT folder may be the `path`; its config names the model. `masters`: fp32, or bf16, to which what is read is
-        rounded. `rules`: for texts of prompts.
+        With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the
+        only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
+        or bf16, to which what is read is rounded. `rules`: for texts of prompts.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -95,10 +109,16 @@ class Model:
 
             def read() -> tuple[Precision, Ops, _Read]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
-                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files, dtype, rules)
+                return (
+                    flow,
+                    ops,
+                    _read(model_folder(path), adapter, ranks, ops.device, files, dtype, rules),
+                )
 
             flow, ops, given = ranks.run_on_all(read)
-            transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter, dtype)
+            transformer = Transformer(
+                given.config, flow, ops, given.masters, ranks, given.adapter, dtype
+            )
         model = Model(transformer, given.tokenizer)
         model.generation, model.directory = given.generation, given.directory
         return model
@@ -114,9 +134,9 @@ class Model:
         ranks: Ranks = ALONE,
         masters: str = "fp32",
     ) -> "Model":
-        """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
-        sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as in `initial`. The same seed
-        gives the same weights. `masters` as in `load`."""
+        """Random weights: normal with deviation 0.02, projections back into the residual stream
+        smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
+        in `initial`. The same seed gives the same weights. `masters` as in `load`."""
         generator = torch.Generator().manual_seed(seed)
         given: dict[str, Tensor] = {}
         for name, shape in parameter_shapes(config).items():
@@ -124,24 +144,35 @@ class Model:
                 given[name] = drawn
                 continue
             if len(shape) == 1:
-                given[name] = torch.full(shape, 1.0 - config.offset_of(name) if name.endswith("norm") else 0.0)
+                given[name] = torch.full(
+                    shape, 1.0 - config.offset_of(name) if name.endswith("norm") else 0.0
+                )
                 continue
-            deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
+            deviation = (
+                0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
+            )
             given[name] = torch.randn(shape, generator=generator) * deviation
-        flow, ops, rows = precision_from(precision), get_ops(backend, consistency), own_rows(given, ranks)
-        return Model(Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer)
+        flow = precision_from(precision)
+        ops = get_ops(backend, consistency)
+        rows = own_rows(given, ranks)
+        return Model(
+            Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
+        )
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
-        """The same masters, in the same storage, under another precision flow; its working weights are its own. Raises
-        IsobitError with an adapter, whose model has no masters."""
+        """The same masters, in the same storage, under another precision flow; its working weights
+        are its own. Raises IsobitError with an adapter, whose model has no masters."""
         if self.transformer.adapter is not None:
             raise IsobitError(
-                "a model with an adapter has no masters to make weights of under another precision; write the merged "
+                "a model with an adapter has no masters to make weights of under another "
+                "precision; write the merged "
                 "model with isobit export --merge"
             )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
         dtype = self.transformer.masters.dtype
-        transformer = Transformer(self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype)
+        transformer = Transformer(
+            self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype
+        )
         model = Model(transformer, self.tokenizer)
         model.generation = self.generation
         return model
@@ -153,27 +184,37 @@ class Model:
         return model
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
-        """The frozen model over the same storage, for an engine whose requests each name one of several `adapters`, or
-        none: PEFT folders by name, to which `add_adapter` adds. An adapter that this model has itself is not among
-        them. Raises IsobitError for one that is not an adapter, is another model's or comes with another tokenizer, and
-        for a precision with a calibrated KV cache, or with scales that the rows of a batch share."""
+        """The frozen model over the same storage, for an engine whose requests each name one of
+        several `adapters`, or none: PEFT folders by name, to which `add_adapter` adds. An adapter
+        that this model has itself is not among them. Raises IsobitError for one that is not an
+        adapter, is another model's or comes with another tokenizer, and for a precision with a
+        calibrated KV cache, or with scales that the rows of a batch share."""
         if not isinstance(adapters, Mapping):
-            raise IsobitError(f"serving: expected folders of adapters by name, got {adapters!r:.80}")
-        found = {name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()}
+            raise IsobitError(
+                f"serving: expected folders of adapters by name, got {adapters!r:.80}"
+            )
+        found = {
+            name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()
+        }
         model = Model(self.transformer.serving(found), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
 
     def add_adapter(self, name: str, adapter: str | Path | Adapter) -> None:
-        """Serve one more adapter, a PEFT folder or its factors, also while an engine has requests open. Raises
-        IsobitError as `serving`, for a name that another adapter had before, and in a model that serves none."""
+        """Serve one more adapter, a PEFT folder or its factors, also while an engine has requests
+        open. Raises IsobitError as `serving`, for a name that another adapter had before, and in a
+        model that serves none."""
         self._multi_lora()
-        found = adapter if isinstance(adapter, Adapter) else self._served(model_folder(adapter, "adapter"))
+        found = (
+            adapter
+            if isinstance(adapter, Adapter)
+            else self._served(model_folder(adapter, "adapter"))
+        )
         self.transformer.add_adapter(name, found)
 
     def remove_adapter(self, name: str) -> None:
-        """Serve an adapter no longer; open requests by it can only be cancelled then. Raises IsobitError for one that
-        is not served."""
+        """Serve an adapter no longer; open requests by it can only be cancelled then. Raises
+        IsobitError for one that is not served."""
         self._multi_lora().leave(name)
 
     def _multi_lora(self) -> MultiLora:
@@ -183,8 +224,14 @@ class Model:
 
     def _served(self, folder: Path) -> Adapter:
         check_served(folder, self.directory)
-        if brings_tokenizer(folder) and (what := self.tokenizer.differs(Tokenizer.load(folder))) is not None:
-            raise IsobitError(f"adapter {folder}: its {what} is not the model's; serve it alone, or give both the same")
+        if (
+            brings_tokenizer(folder)
+            and (what := self.tokenizer.differs(Tokenizer.load(folder))) is not None
+        ):
+            raise IsobitError(
+                f"adapter {folder}: its {what} is not the model's; serve it alone, or give both "
+                "the same"
+            )
         return read_peft(folder, self.config)
 
     @property
@@ -198,7 +245,8 @@ class Model:
         return self.transformer.weights_version
 
     def sync(self, rollout: bool = True) -> None:
-        """Make the working weights again from the masters; with `rollout` False, not those of a separate engine."""
+        """Make the working weights again from the masters; with `rollout` False, not those of a
+        separate engine."""
         self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -217,23 +265,37 @@ class Model:
         use: str = "learner",
         adapter: str | None = None,
     ) -> list[Tensor]:
-        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t). By
-        an `adapter` that this model serves they are the rollout's.
+        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 |
+        tokens up to t). By an `adapter` that this model serves they are the rollout's.
 
-        The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary,
-        for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
+        The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside
+        the vocabulary, for a sequence longer than the model's context, for a temperature that is
+        not above 0 and for another `use`.
         """
         if use not in USES:
             raise IsobitError(f"use: expected one of {', '.join(USES)}, got {use!r}")
-        if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
-            raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature!r}")
+        if not (
+            isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)
+        ):
+            raise IsobitError(
+                f"temperature: log-probabilities need one above 0, got {temperature!r}"
+            )
         sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
         use = use if adapter is None else "rollout"
-        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use, adapter)]
+        return [
+            row
+            for batch in passes(sequences)
+            for row in self._packed_logprobs(batch, temperature, use, adapter)
+        ]
 
-    def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
-        Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
+    def save(
+        self,
+        directory: str | Path,
+        dtype: torch.dtype = torch.float32,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the
+        directory as it is. Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
 
         Weights above `shard_bytes` are written in several files. Raises IsobitError if `directory`
         is a file or `dtype` is not a floating-point dtype.
@@ -241,7 +303,10 @@ class Model:
         if not isinstance(directory, (str, Path)) or Path(directory).is_file():
             raise IsobitError(f"save: expected the path of a directory, got {str(directory)!r}")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise IsobitError(f"save: dtype: expected a floating-point dtype, such as torch.bfloat16, got {dtype!r}")
+            raise IsobitError(
+                "save: dtype: expected a floating-point dtype, such as torch.bfloat16, got "
+                f"{dtype!r}"
+            )
         if (adapter := self.transformer.adapter) is not None:
             self.ranks.on_first(lambda: self._write_rest(Path(directory)))
             write_peft(Path(directory), adapter, self.named_parameters(), self.ranks)
@@ -256,8 +321,8 @@ class Model:
         keys: Mapping[str, Any],
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a directory with these tensors, and these keys in config.json beside those of the architecture. All
-        ranks call this; the first one writes what is not weights."""
+        """Write a directory with these tensors, and these keys in config.json beside those of the
+        architecture. All ranks call this; the first one writes what is not weights."""
         self.ranks.on_first(lambda: self._write_rest(directory, keys))
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
@@ -276,14 +341,18 @@ class Model:
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the masters, of the rollout's working weights, and of the learner's that are not shared with it;
-        packs are counted by `Transformer.packed_bytes`."""
+        """Bytes of the masters, of the rollout's working weights, and of the learner's that are not
+        shared with it; packs are counted by `Transformer.packed_bytes`."""
         masters = sum(p.numel() * p.element_size() for p in self.named_parameters().values())
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
 
     def _packed_logprobs(
-        self, batch: Sequence[Sequence[int]], temperature: float, use: str, adapter: str | None = None
+        self,
+        batch: Sequence[Sequence[int]],
+        temperature: float,
+        use: str,
+        adapter: str | None = None,
     ) -> list[Tensor]:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
@@ -291,8 +360,14 @@ class Model:
         targets = [token for sequence in batch for token in sequence[1:]]
         if not filled:
             return [torch.empty(0) for _ in batch]
-        numbers = None if adapter is None else torch.full(tokens.shape, self._multi_lora().number(adapter))
-        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use, adapters=numbers)
+        numbers = (
+            None
+            if adapter is None
+            else torch.full(tokens.shape, self._multi_lora().number(adapter))
+        )
+        hidden = self.transformer.hidden(
+            tokens, Layout.packed([len(row) for row in filled]), use=use, adapters=numbers
+        )
         ops = self.transformer.ops[use]
         wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
@@ -302,7 +377,8 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """What a directory holds: of the masters, the rows that a rank keeps; with an adapter all, one at a time."""
+    """What a directory holds: of the masters, the rows that a rank keeps; with an adapter all, one
+    at a time."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -324,9 +400,13 @@ def _read(
     """`files`: of a model whose adapter is trained, they stay open in it."""
     if is_adapter(directory):
         if adapter is not None:
-            raise IsobitError(f"{directory} is an adapter itself; give the model that another one is for")
+            raise IsobitError(
+                f"{directory} is an adapter itself; give the model that another one is for"
+            )
         directory, adapter = base_of(directory), directory
-    config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+    config = ModelConfig.from_hf(
+        read_json(directory / "config.json"), str(directory / "config.json")
+    )
     where, own = str(directory), directory
     given = None
     if isinstance(adapter, NewAdapter):
@@ -336,13 +416,17 @@ def _read(
         given = read_peft(folder, config, str(directory.resolve()))
         own = folder if brings_tokenizer(folder) else own
     tokenizer = Tokenizer.load(own, rules)
-    weights = files.enter_context(open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where)))
+    weights = files.enter_context(
+        open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
+    )
     names.check_tied(weights.rows, weights.shapes, config, where, ranks)
     masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device)
     if given is None:
         masters = names.fuse(weights.rows, config, ranks, dtype)
     more = own / "generation_config.json"
-    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {}, given, directory)
+    return _Read(
+        config, tokenizer, masters, read_json(more) if exists(more) else {}, given, directory
+    )
 
 
 def _dtype_of(masters: str) -> torch.dtype:
@@ -352,7 +436,8 @@ def _dtype_of(masters: str) -> torch.dtype:
 
 
 def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The sequences in order, as many in each forward as stay within `_PASS_TOKENS` rows, but at least one."""
+    """The sequences in order, as many in each forward as stay within `_PASS_TOKENS` rows, but at
+    least one."""
     batch: list[Sequence[int]] = []
     for sequence in sequences:
         if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
@@ -363,9 +448,11 @@ def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         yield batch
 
 
-def token_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, longest: int) -> list[Sequence[int]]:
-    """The sequences, with tensors and arrays turned into lists. Raises IsobitError unless they are a list of sequences
-    of token ids below `vocab_size`, each at most `longest` long."""
+def token_sequences(
+    sequences: Sequence[Sequence[int]], vocab_size: int, longest: int
+) -> list[Sequence[int]]:
+    """The sequences, with tensors and arrays turned into lists. Raises IsobitError unless they are
+    a list of sequences of token ids below `vocab_size`, each at most `longest` long."""
     wanted = "sequences: expected a list of sequences of token ids, such as [[1, 5]]"
     if hasattr(sequences, "tolist"):
         sequences = sequences.tolist()
@@ -380,14 +467,18 @@ def token_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, longest
             raise IsobitError(f"{wanted}, and sequence {index} is {given!r:.80}")
         if len(sequence) > longest:
             raise IsobitError(
-                f"sequence {index} has {len(sequence)} tokens, more than the model's context of {longest}"
+                f"sequence {index} has {len(sequence)} tokens, more than the model's context of "
+                f"{longest}"
             )
         for token in sequence:
             if not isinstance(token, int) or isinstance(token, bool):
-                raise IsobitError(f"sequence {index}: expected token ids, found {token!r:.80} in it")
+                raise IsobitError(
+                    f"sequence {index}: expected token ids, found {token!r:.80} in it"
+                )
             if not 0 <= token < vocab_size:
                 raise IsobitError(
-                    f"sequence {index}: token id {token} is not in the model's vocabulary of {vocab_size}"
+                    f"sequence {index}: token id {token} is not in the model's vocabulary of "
+                    f"{vocab_size}"
                 )
         checked.append(sequence)
     return checked

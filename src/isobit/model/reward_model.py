@@ -1,8 +1,10 @@
-"""A reward model: a frozen sequence-classification checkpoint with one label and its own precision flow.
+"""A reward model: a frozen sequence-classification checkpoint with one label and its own precision
+flow.
 
-The score of prompt and completion is the one label's logit at their last token (`LlamaForSequenceClassification` and
-its like in transformers); the linear layers run in the flow's formats, the score itself in float32. Only the working
-weights are kept. Left out: training one, process rewards, several labels.
+The score of prompt and completion is the one label's logit at their last token
+(`LlamaForSequenceClassification` and its like in transformers); the linear layers run in the flow's
+formats, the score itself in float32. Only the working weights are kept. Left out: training one,
+process rewards, several labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,28 +46,41 @@ class RewardModel:
         ranks: Ranks = ALONE,
         rules: TextRules = DEFAULT_RULES,
     ) -> "RewardModel":
-        """Load a Hugging Face directory; several `ranks`, which all must load, read it together. Raises IsobitError
-        unless it is a reward model with a single label."""
+        """Load a Hugging Face directory; several `ranks`, which all must load, read it together.
+        Raises IsobitError unless it is a reward model with a single label."""
 
         def read() -> tuple[ModelConfig, Precision, Ops, Mapping[str, Tensor], Tensor, Tokenizer]:
             directory, flow = model_folder(path, "reward model"), precision_from(precision)
             values = read_json(directory / "config.json")
             # a reward model has no output head, and a tied head needs no tensor
-            config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
+            config = ModelConfig.from_hf(
+                values | {"tie_word_embeddings": True}, str(directory / "config.json")
+            )
             if flow.learner.calibrated or flow.learner.calibrated_queries:
                 raise IsobitError(
-                    f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3"
+                    f"reward model {directory}: precision {flow.name} has a calibrated KV "
+                    "cache; use e4m3"
                 )
-            with open_weights(directory, lambda shapes: _check(shapes, config, values, directory)) as weights:
+            with open_weights(
+                directory, lambda shapes: _check(shapes, config, values, directory)
+            ) as weights:
                 score = weights.rows("score.weight")
                 masters = names.fuse(weights.rows, config, ranks)
-            return config, flow, get_ops(backend, consistency), masters, score, Tokenizer.load(directory, rules)
+            return (
+                config,
+                flow,
+                get_ops(backend, consistency),
+                masters,
+                score,
+                Tokenizer.load(directory, rules),
+            )
 
         config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:
-        """Token ids of prompt and completion: a chat through the chat template, or the two texts joined."""
+        """Token ids of prompt and completion: a chat through the chat template, or the two texts
+        joined."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_text(prompt + completion)
         chat = list(prompt)
@@ -78,19 +93,23 @@ class RewardModel:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The score of each sequence of token ids, float32.
 
-        Raises IsobitError for an empty sequence and for one that is longer than the model's context.
+        Raises IsobitError for an empty sequence and for one that is longer than the model's
+        context.
         """
         config = self.transformer.config
         for index, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= config.max_positions:
                 raise IsobitError(
-                    f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to {config.max_positions}"
+                    f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to "
+                    f"{config.max_positions}"
                 )
         return [score for batch in passes(sequences) for score in self._score(batch)]
 
     def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         lengths = [len(sequence) for sequence in batch]
-        tokens = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
+        tokens = torch.tensor(
+            [token for sequence in batch for token in sequence], dtype=torch.int64
+        )
         hidden = self.transformer.hidden(tokens, Layout.packed(lengths), use="learner")
         ops = self.transformer.ops["learner"]
         last = hidden[(torch.tensor(lengths).cumsum(0) - 1).to(ops.device)].float()
@@ -104,17 +123,20 @@ class RewardModel:
 
 
 def _check(shapes: Shapes, config: ModelConfig, values: Mapping[str, Any], directory: Path) -> None:
-    """Raise IsobitError unless these tensors are a model of this config with a score for a single label."""
+    """Raise IsobitError unless these tensors are a model of this config with a score for a single
+    label."""
     body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
     score = shapes.get("score.weight")
     if score is None:
         raise IsobitError(
-            f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification with a "
+            f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence "
+            "classification with a "
             "linear score"
         )
     if score != (1, config.hidden_size):
         raise IsobitError(
-            f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): the reward is the logit "
+            f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): "
+            "the reward is the logit "
             "of a single label"
         )
     names.check_shapes(body, config, str(directory))

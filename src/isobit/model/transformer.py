@@ -1,11 +1,13 @@
 """One transformer for rollout, learner and reference: all families in the same forward.
 
-The parameters are masters, FP32 or BF16. `sync` makes *working* weights of them, once per flow: quantized, or in the
-compute format. A rollout and a learner with one flow share one storage of working weights, so neither can be stale; a
-rollout on a separate engine receives a copy and has its own operators. The forward takes rows and a layout, so
-decoding, chunked prefill and the learner's packed sequences are the same code.
+The parameters are masters, FP32 or BF16. `sync` makes *working* weights of them, once per flow:
+quantized, or in the compute format. A rollout and a learner with one flow share one storage of
+working weights, so neither can be stale; a rollout on a separate engine receives a copy and has its
+own operators. The forward takes rows and a layout, so decoding, chunked prefill and the learner's
+packed sequences are the same code.
 
-Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
+Query, key and value projections are one matrix, and so are gate and up. Left out: where weights
+come from (`model.py`).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +20,15 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import Layout, Ops, Prepared, Store, StoredWeight, inference_engine_ops, tensors_of
+from isobit.kernels import (
+    Layout,
+    Ops,
+    Prepared,
+    Store,
+    StoredWeight,
+    inference_engine_ops,
+    tensors_of,
+)
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
@@ -40,20 +50,26 @@ from isobit.model.weights.sync import Receiver
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = 1 << 22  # logits that head_logprobs holds at a time on a CPU, few enough for its caches,
-_HEAD_ROWS = 256  # but of so many rows: each chunk of the backward adds to a gradient as large as the head
+_HEAD_ELEMENTS = (
+    1 << 22
+)  # logits that head_logprobs holds at a time on a CPU, few enough for its caches,
+_HEAD_ROWS = (
+    256  # but of so many rows: each chunk of the backward adds to a gradient as large as the head
+)
 _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
 class Transformer:
     """Masters, working weights and the forward.
 
-    `masters` are those of `parameter_shapes`, which defines their names and order: all their rows, or those that this
-    one of several `ranks` keeps. After changing them call `sync`, with their names if not all of them changed. None:
-    another process has them, and sends the rollout's working weights (`fleet/weight_bytes.py`); there are no others.
+    `masters` are those of `parameter_shapes`, which defines their names and order: all their rows,
+    or those that this one of several `ranks` keeps. After changing them call `sync`, with their
+    names if not all of them changed. None: another process has them, and sends the rollout's
+    working weights (`fleet/weight_bytes.py`); there are no others.
 
-    With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a working weight and not
-    kept, and the masters here are the adapter's. `dtype` is that of the masters here.
+    With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a
+    working weight and not kept, and the masters here are the adapter's. `dtype` is that of the
+    masters here.
     """
 
     def __init__(
@@ -74,7 +90,10 @@ class Transformer:
             self.masters = Masters(given, shapes, ops.device, ranks, dtype)
         self.adapter = None if adapter is None else replace(adapter, tensors={})
         self.config, self.precision = config, precision
-        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else inference_engine_ops(ops), "learner": ops}
+        self.ops: dict[str, Ops] = {
+            "rollout": ops if precision.shared else inference_engine_ops(ops),
+            "learner": ops,
+        }
         ops.check_precision(precision)
         self._version = 0
         self.served: MultiLora | None = None
@@ -95,10 +114,11 @@ class Transformer:
 
     @torch.no_grad()
     def sync(self, rollout: bool = True, names: Collection[str] | None = None) -> None:
-        """Overwrite the working weights of these masters, by default of all, for both uses, and count up the version.
+        """Overwrite the working weights of these masters, by default of all, for both uses, and
+        count up the version.
 
-        A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the tensor, if
-        one arrives broken.
+        A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed,
+        naming the tensor, if one arrives broken.
         """
         known = self.masters.leaves
         assert known, "a frozen model has no masters to sync from"
@@ -128,25 +148,34 @@ class Transformer:
     @property
     def _synced(self) -> list[Working]:
         """What a sync makes of the masters; a separate rollout receives its copy afterwards."""
-        return list(self._working.values()) if self._receiver is None else [self._working["learner"]]
+        return (
+            list(self._working.values()) if self._receiver is None else [self._working["learner"]]
+        )
 
     @torch.no_grad()
     def _make(self, sources: Sources, uses: Sequence[str]) -> dict[str, Working]:
         made: Made = {}  # so that what has one flow and one engine has one storage
         given = self.config, self.precision, self.ops["learner"], sources
         shared = self.precision.shared
-        found = {use: make_working(*given, use, made if shared else {}, self.ops[use]) for use in uses}
+        found = {
+            use: make_working(*given, use, made if shared else {}, self.ops[use]) for use in uses
+        }
         return {use: found.get(use, found["rollout"]) for use in USES}
 
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
         if self._receiver is not None and names:  # a frozen model without an adapter has none
             self._receiver.receive(
-                self._working["rollout"], self.ops["learner"], self.ops["rollout"], self.masters, names
+                self._working["rollout"],
+                self.ops["learner"],
+                self.ops["rollout"],
+                self.masters,
+                names,
             )
 
     def freeze(self) -> None:
-        """Keep only the learner's working weights; after this there is no gradient, no rollout weights and no sync."""
+        """Keep only the learner's working weights; after this there is no gradient, no rollout
+        weights and no sync."""
         nothing = torch.empty(0)
 
         def without_master(part: Weight | Vector) -> Weight | Vector:
@@ -159,7 +188,8 @@ class Transformer:
         self.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
 
     def without_adapter(self) -> "Transformer":
-        """A frozen model over the same storage, its adapter switched off; scales of a KV cache are its own."""
+        """A frozen model over the same storage, its adapter switched off; scales of a KV cache are
+        its own."""
         assert self.adapter is not None
 
         def bare(part: Weight | Vector) -> Weight | Vector:
@@ -178,12 +208,14 @@ class Transformer:
         calibrated, or in which rows of one batch share scales."""
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
-                f"precision {self.precision.name}: {reason}, so also by those of several adapters; serve them one at a "
+                f"precision {self.precision.name}: {reason}, so also by those of several "
+                "adapters; serve them one at a "
                 "time, or take activation_granularity: 1x128 or row"
             )
         if self.precision.calibrated:
             raise IsobitError(
-                f"precision {self.precision.name} calibrates its KV cache, and each of several adapters would need "
+                f"precision {self.precision.name} calibrates its KV cache, and each of several "
+                "adapters would need "
                 "scales of its own; serve them one at a time, or take fp8"
             )
         found, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
@@ -204,7 +236,8 @@ class Transformer:
 
     @torch.no_grad()
     def add_adapter(self, name: str, adapter: Adapter) -> None:
-        """Serve one more adapter from the next forward on. Raises IsobitError for a name that was used before."""
+        """Serve one more adapter from the next forward on. Raises IsobitError for a name that was
+        used before."""
         assert self.served is not None
         compute, ops = self.precision.rollout.compute, self.ops["rollout"]
         self.served.enter(name, lambda weight: factors(weight, adapter, compute, ops))
@@ -228,9 +261,10 @@ class Transformer:
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
-        `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one per layer; without
-        them the rows are whole packed sequences, stored for this forward only. `adapters` [T] int64, on the CPU, are
-        the numbers of those that are `served`. The other arguments are described in `Pass`.
+        `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
+        per layer; without them the rows are whole packed sequences, stored for this forward only.
+        `adapters` [T] int64, on the CPU, are the numbers of those that are `served`. The other
+        arguments are described in `Pass`.
         """
         ops = self.ops[use]
         if self.served is not None and use == "rollout":
@@ -253,8 +287,8 @@ class Transformer:
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
-        """Inside, forwards of a use compute with the operators that `watch` returns for each layer; an earlier watch is
-        suspended."""
+        """Inside, forwards of a use compute with the operators that `watch` returns for each layer;
+        an earlier watch is suspended."""
         before = self._watches
         self._watches = before | {use: watch}
         try:
@@ -272,17 +306,21 @@ class Transformer:
         filtering: Filtering | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
+        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T,
+        vocabulary] at once."""
         rows = chunk if chunk is not None else self.head_rows
         head = self._working[use].outside.head
-        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], filtering, context)
+        return head_logprobs(
+            hidden, head, targets, temperature, rows, self.ops[use], filtering, context
+        )
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
 
     def rollout_tensors(self) -> list[tuple[str, StoredWeight]]:
-        """(name, working tensor) of each that the rollout stores, in an order that depends on the model alone."""
+        """(name, working tensor) of each that the rollout stores, in an order that depends on the
+        model alone."""
         return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
 
     def received(self, version: int) -> None:
@@ -298,8 +336,13 @@ class Transformer:
         self.checksums.renew()
 
     def learner_storage(self) -> list[Tensor]:
-        """The tensors of the learner's working weights, in an order that depends on the model alone."""
-        return [tensor for _, operand, _ in self._working["learner"].tensors() for tensor in tensors_of(operand)]
+        """The tensors of the learner's working weights, in an order that depends on the model
+        alone."""
+        return [
+            tensor
+            for _, operand, _ in self._working["learner"].tensors()
+            for tensor in tensors_of(operand)
+        ]
 
     def rollout_storage(self) -> tuple[int, ...]:
         """The addresses of the rollout's working weights, from which a captured graph reads."""
@@ -328,33 +371,53 @@ class Transformer:
         return names | {key: names[id(weight)] for key, weight in packs.items()}
 
     def working_bytes(self) -> tuple[int, int]:
-        """Bytes of the rollout's working weights, and of those of the learner that are not the rollout's."""
-        rollout, learner = ({id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES)
-        return sum(rollout.values()), sum(size for key, size in learner.items() if key not in rollout)
+        """Bytes of the rollout's working weights, and of those of the learner that are not the
+        rollout's."""
+        rollout, learner = (
+            {id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES
+        )
+        return sum(rollout.values()), sum(
+            size for key, size in learner.items() if key not in rollout
+        )
 
     def packed_bytes(self) -> int:
         """Bytes of the backend's packs, which come on top of the working weights."""
-        packs = {key: packed for working in self._working.values() for key, packed in working.packs().items()}
+        packs = {
+            key: packed
+            for working in self._working.values()
+            for key, packed in working.packs().items()
+        }
         return sum(packed.nbytes for packed in packs.values())
 
     def _written_by_sync(self) -> dict[str, Tensor]:
-        """The working weights of both uses, and what the backend packed of them, unless oneDNN hides the bytes."""
-        found: dict[int, tuple[str, Tensor]] = {}  # by address: uses that share a storage are summed once
+        """The working weights of both uses, and what the backend packed of them, unless oneDNN
+        hides the bytes."""
+        found: dict[
+            int, tuple[str, Tensor]
+        ] = {}  # by address: uses that share a storage are summed once
         for use, working in self._working.items():
             names = self.working_names(use)
             stored = {id(operand): tensors_of(operand) for _, operand, _ in working.tensors()}
-            packed = {key: (packed.panels, packed.values) for key, packed in working.packs().items()}
+            packed = {
+                key: (packed.panels, packed.values) for key, packed in working.packs().items()
+            }
             whose = "" if self._receiver is None else f"the {use}'s "
-            for kind, second, tensors in (("working weight", "scales", stored), ("packed weight", "values", packed)):
+            for kind, second, tensors in (
+                ("working weight", "scales", stored),
+                ("packed weight", "values", packed),
+            ):
                 for key, parts in tensors.items():
                     for what, part in zip(("", f" ({second})", " (their common factor)"), parts):
                         if part is not None and not part.is_mkldnn:
-                            found.setdefault(part.data_ptr(), (f"{whose}{kind} {names[key]}{what}", part))
+                            found.setdefault(
+                                part.data_ptr(), (f"{whose}{kind} {names[key]}{what}", part)
+                            )
         return dict(found.values())
 
     @property
     def kv_scales(self) -> KVScales | None:
-        """The calibrated scales of the KV cache, and of queries if the flow has them; None before calibration."""
+        """The calibrated scales of the KV cache, and of queries if the flow has them; None before
+        calibration."""
         return self._kv_scales
 
     def calibrate(self, scales: KVScales | None) -> None:
@@ -366,14 +429,20 @@ class Transformer:
         return scales_of(self._kv_scales)[layer, :2]
 
     def check_scales(self) -> None:
-        """Raise IsobitError unless the calibrated scales, where a rollout has them, are of the present weights."""
+        """Raise IsobitError unless the calibrated scales, where a rollout has them, are of the
+        present weights."""
         if not (self.precision.rollout.calibrated or self.precision.rollout.calibrated_queries):
             return
         version = -1 if self._kv_scales is None else self._kv_scales.version
         if version != self.weights_version:
-            found = "not calibrated" if self._kv_scales is None else f"those of version {version} of the weights"
+            found = (
+                "not calibrated"
+                if self._kv_scales is None
+                else f"those of version {version} of the weights"
+            )
             raise IsobitError(
-                f"the scales of the KV cache are {found}, and the weights are at version {self.weights_version}: "
+                f"the scales of the KV cache are {found}, and the weights are at version "
+                f"{self.weights_version}: "
                 "call Engine.calibrate(prompts) after every sync"
             )
 
@@ -381,7 +450,9 @@ class Transformer:
         needed, (cos, _) = layout.max_keys, next(iter(self._tables.values()))
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
-            self._tables = make_tables(self._ropes, size, self.config.head_dim, layout.positions.device)
+            self._tables = make_tables(
+                self._ropes, size, self.config.head_dim, layout.positions.device
+            )
         return self._tables
 
 

@@ -1,1 +1,2 @@
-"""Looking at runs: the live screen, the report, and copies of metrics in trackers. None of it imports torch."""
+"""Looking at runs: the live screen, the report, and copies of metrics in trackers. None of it
+imports torch."""

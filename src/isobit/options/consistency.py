@@ -1,8 +1,9 @@
 """The levels of `consistency`, and the two orders in which `bitwise` adds products on a CPU.
 
-`exact`, `bitwise` and `fast` are levels. `bitwise` has two orders of sums, each the arithmetic of an instruction that
-multiplies BF16 numbers (`kernels/product/ordered.py`), and every processor computes either; by default it is the one
-for which this processor has the instruction. `bitwise-tdp32` and `bitwise-vdp32` name one. Left out: the sums.
+`exact`, `bitwise` and `fast` are levels. `bitwise` has two orders of sums, each the arithmetic of
+an instruction that multiplies BF16 numbers (`kernels/product/ordered.py`), and every processor
+computes either; by default it is the one for which this processor has the instruction.
+`bitwise-tdp32` and `bitwise-vdp32` name one. Left out: the sums.
 """
 
 from functools import cache
@@ -33,7 +34,8 @@ def order(consistency: str) -> str | None:
 
 @cache
 def default_order() -> str:
-    """`vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else `tdp32`."""
+    """`vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else
+    `tdp32`."""
     features = processor_features()
     return VDP32 if features >= _FOR_VDP32 and "amx_bf16" not in features else TDP32
 

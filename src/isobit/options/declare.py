@@ -1,4 +1,5 @@
-"""How an option is declared, and what its declaration says: marks in `Annotated`, and `options_of` a dataclass."""
+"""How an option is declared, and what its declaration says: marks in `Annotated`, and `options_of`
+a dataclass."""
 
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,7 +31,10 @@ class Limit:
     @property
     def words(self) -> str:
         """As a message says it."""
-        return f"{ {'≥': 'at least', '>': 'above', '≤': 'at most', '<': 'below'}[self.sign] } {self.bound:,}"
+        return (
+            f"{ {'≥': 'at least', '>': 'above', '≤': 'at most', '<': 'below'}[self.sign] } "
+            f"{self.bound:,}"
+        )
 
     def __str__(self) -> str:
         return f"{self.sign} {self.bound:,}"
@@ -79,8 +83,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text of one form, which messages call `wanted`. `fits` says whether a text has it, and raises IsobitError for one
-    that nearly has."""
+    """Text of one form, which messages call `wanted`. `fits` says whether a text has it, and raises
+    IsobitError for one that nearly has."""
 
     wanted: str
     fits: Callable[[str], bool]
@@ -88,14 +92,15 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Changes what is given for the option before it is read, such as a short form into the section that it stands
-    for."""
+    """Changes what is given for the option before it is read, such as a short form into the section
+    that it stands for."""
 
     change: Callable[[Any], Any]
 
 
 def text_as(key: str | Callable[[str], str]) -> Preprocess:
-    """For a section: a text or a list in the place of the whole is meant for this key, or for the one found by it."""
+    """For a section: a text or a list in the place of the whole is meant for this key, or for the
+    one found by it."""
 
     def expand(value: Any) -> Any:
         if not isinstance(value, (str, list, tuple)):
@@ -132,7 +137,9 @@ def options_of(schema: Any) -> Mapping[str, Option]:
     for each in fields(schema):
         if _NOT_AN_OPTION not in unwrapped(hints[each.name])[1]:
             made = each.default_factory() if each.default_factory is not MISSING else each.default
-            found[each.name] = Option(each.name, hints[each.name], REQUIRED if made is MISSING else made)
+            found[each.name] = Option(
+                each.name, hints[each.name], REQUIRED if made is MISSING else made
+            )
     return found
 
 
@@ -160,13 +167,19 @@ def sections(kind: Any) -> Iterator[type]:
 def members(kind: Any) -> tuple[Any, ...]:
     """The types that a value may have: the members of a union, without their marks."""
     kind = unwrapped(kind)[0]
-    return tuple(inner for part in get_args(kind) for inner in members(part)) if is_union(kind) else (kind,)
+    return (
+        tuple(inner for part in get_args(kind) for inner in members(part))
+        if is_union(kind)
+        else (kind,)
+    )
 
 
 def choices(kind: Any) -> tuple[str, ...]:
     """The values that can be named."""
     kind, marks = unwrapped(kind)
-    if names := [name for mark in marks if isinstance(mark, (OneOf, Suggested)) for name in mark.names]:
+    if names := [
+        name for mark in marks if isinstance(mark, (OneOf, Suggested)) for name in mark.names
+    ]:
         return tuple(names)
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
@@ -194,7 +207,8 @@ def type_text(kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML or JSON would have it: a dataclass as the mapping of its options, a tuple as a list."""
+    """A value as YAML or JSON would have it: a dataclass as the mapping of its options, a tuple as
+    a list."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in options_of(type(value))}
     if isinstance(value, Mapping):

@@ -12,7 +12,8 @@ from isobit.options.declare import OneOf, above, at_least, at_most
 from isobit.options.reading import OptionError
 
 PRECISIONS = (
-    "float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8", "mxfp8-rollout",
+    "float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8",
+    "mxfp8-rollout",
     "nvfp4-rollout", "mxfp8", "nvfp4",
 )  # fmt: skip
 """In the order of `PRESETS` (tests/test_completion.py)."""
@@ -29,18 +30,23 @@ class FlowChanges:
 
     kv_cache: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated", "int8"] | None,
-        "format of keys and values in the cache. e4m3 and int8 have a scale for each token and head; "
+        "format of keys and values in the cache. e4m3 and int8 have a scale for each token and "
+        "head; "
         "e4m3-calibrated has two scales for each layer, one for K and one for V",
     ] = None
-    kv_scale: Annotated[Scale | None, "scales of the cache: any float32, or powers of two (ue8m0)"] = None
+    kv_scale: Annotated[
+        Scale | None, "scales of the cache: any float32, or powers of two (ue8m0)"
+    ] = None
     query: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated"] | None,
-        "format of queries when they are multiplied with keys. e4m3 has a scale for each token and head, "
+        "format of queries when they are multiplied with keys. e4m3 has a scale for each token "
+        "and head, "
         "e4m3-calibrated one for each layer",
     ] = None
     probabilities: Annotated[
         Literal["bf16", "e4m3"] | None,
-        "format of attention's probabilities when they are multiplied with values; bf16 leaves them "
+        "format of attention's probabilities when they are multiplied with values; bf16 leaves "
+        "them "
         "as they are computed",
     ] = None
     weight_scale: Annotated[Scale | None, "scales of the weights of linear layers"] = None
@@ -52,10 +58,12 @@ class FlowChanges:
         Scale | None, "scales of activations, which linear layers multiply with their weights"
     ] = None
     activation_granularity: Annotated[
-        Literal["1x128", "1x32", "row", "tensor", "128x128"] | None, "the part of an activation that has one scale"
+        Literal["1x128", "1x32", "row", "tensor", "128x128"] | None,
+        "the part of an activation that has one scale",
     ] = None
     activation: Annotated[
-        Literal["bf16"] | None, "bf16 leaves activations unquantized; only if the backward is not quantized either"
+        Literal["bf16"] | None,
+        "bf16 leaves activations unquantized; only if the backward is not quantized either",
     ] = None
 
 
@@ -66,29 +74,38 @@ class PrecisionChanges(FlowChanges):
     refused with the reason."""
 
     preset: Annotated[str, "the preset that is changed"] = "fp8"
-    rollout: Annotated[FlowChanges, "the options from `kv_cache` to `activation`, for the rollout alone"] = (
-        FlowChanges()
-    )
+    rollout: Annotated[
+        FlowChanges, "the options from `kv_cache` to `activation`, for the rollout alone"
+    ] = FlowChanges()
     learner: Annotated[FlowChanges, "the same options, for the learner alone"] = FlowChanges()
-    dgrad: Annotated[Product | None, "format of the product that gives the gradient of an activation"] = None
-    wgrad: Annotated[Product | None, "format of the product that gives the gradient of a weight"] = None
+    dgrad: Annotated[
+        Product | None, "format of the product that gives the gradient of an activation"
+    ] = None
+    wgrad: Annotated[
+        Product | None, "format of the product that gives the gradient of a weight"
+    ] = None
     wgrad_activation: Annotated[
         Literal["requantized", "own-copy"] | None,
-        "what WGrad in FP8 reads. requantized: the codes of the forward, requantized along the tokens. own-copy: a "
+        "what WGrad in FP8 reads. requantized: the codes of the forward, requantized along the "
+        "tokens. own-copy: a "
         "second copy of the activation, which the forward quantizes along the tokens",
     ] = None
     gradient_scale: Annotated[Scale | None, "scales of output gradients"] = None
     gradient_granularity: Annotated[
-        Literal["1x128", "1x32", "row", "tensor"] | None, "the part of an output gradient that has one scale"
+        Literal["1x128", "1x32", "row", "tensor"] | None,
+        "the part of an output gradient that has one scale",
     ] = None
     gradient_format: Annotated[Literal["e4m3", "e5m2"] | None, "format of output gradients"] = None
     engines: Annotated[
         Literal["shared", "separate"] | None,
-        "shared: one storage and one set of operators for rollout and learner. separate: the rollout "
+        "shared: one storage and one set of operators for rollout and learner. separate: the "
+        "rollout "
         "has another engine",
     ] = None
     bf16_first_layers: Annotated[
-        int | None, at_least(0), "how many layers stay in BF16 on both sides, counted from the first"
+        int | None,
+        at_least(0),
+        "how many layers stay in BF16 on both sides, counted from the first",
     ] = None
     bf16_last_layers: Annotated[
         int | None, at_least(0), "how many layers stay in BF16 on both sides, counted from the last"
@@ -106,11 +123,15 @@ class PrecisionChanges(FlowChanges):
         at_most(100),
         "which of the largest magnitudes of several forwards gives a calibrated scale",
     ] = None
-    kv_margin: Annotated[float | None, above(0), "how much larger a calibrated scale is than it needs to be"] = None
+    kv_margin: Annotated[
+        float | None, above(0), "how much larger a calibrated scale is than it needs to be"
+    ] = None
     kv_calibration_prompts: Annotated[
         int | None, at_least(1), "prompts of a step that the rollout's calibration reads"
     ] = None
 
     def __post_init__(self) -> None:
         if self.bf16_layers == ():
-            raise OptionError(("bf16_layers",), f"expected some of {', '.join(LINEAR_LAYERS)}, such as [o, down]")
+            raise OptionError(
+                ("bf16_layers",), f"expected some of {', '.join(LINEAR_LAYERS)}, such as [o, down]"
+            )

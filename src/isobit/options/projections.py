@@ -1,4 +1,5 @@
-"""The matrices that adapters are of, by Hugging Face's names, without torch, which the model would need."""
+"""The matrices that adapters are of, by Hugging Face's names, without torch, which the model would
+need."""
 
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (

@@ -1,7 +1,9 @@
-"""Plain values, as YAML or JSON has them, to the frozen dataclass that declares them, or the first mistake in them.
+"""Plain values, as YAML or JSON has them, to the frozen dataclass that declares them, or the first
+mistake in them.
 
-What is given must fit its declaration: an unknown key, a wrong type or a value outside its range is refused. One value
-is taken for a list of one, and text that reads as a number for the number, since PyYAML reads `1e-6` as text.
+What is given must fit its declaration: an unknown key, a wrong type or a value outside its range is
+refused. One value is taken for a list of one, and text that reads as a number for the number, since
+PyYAML reads `1e-6` as text.
 """
 
 import math
@@ -50,12 +52,16 @@ class UnknownOption(OptionError):
     """A key that is no option of its section, which has those that are `known`."""
 
     def __init__(self, path: KeyPath, value: object, known: Sequence[str]) -> None:
-        super().__init__(path, f"unknown, {did_you_mean(str(path[-1]), known) if known else 'there are no options'}")
+        super().__init__(
+            path,
+            f"unknown, {did_you_mean(str(path[-1]), known) if known else 'there are no options'}",
+        )
         self.value, self.known = value, known
 
 
 def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
-    """The dataclass `schema` with these options. Raises OptionError for the first mistake; `path` is where it is."""
+    """The dataclass `schema` with these options. Raises OptionError for the first mistake; `path`
+    is where it is."""
     if not isinstance(values, Mapping):
         raise Expected(path, f"a section of keys{_example(schema)}", values)
     options: Mapping[str, Option] = options_of(schema)  # type: ignore[arg-type]
@@ -77,8 +83,8 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
 
 
 def read_own_fields(value: Any, schema: type) -> None:
-    """For `__post_init__` of a frozen dataclass that code makes too: its fields that are options of `schema` become
-    what is read of them. Raises OptionError for the first mistake."""
+    """For `__post_init__` of a frozen dataclass that code makes too: its fields that are options of
+    `schema` become what is read of them. Raises OptionError for the first mistake."""
     for name, option in options_of(schema).items():
         object.__setattr__(value, name, _value(option.kind, getattr(value, name), (name,)))
 
@@ -107,7 +113,11 @@ def _value(kind: Any, value: Any, path: KeyPath) -> Any:
             raise Expected(path, mark.words, value)
         if isinstance(mark, OneOf) and found is not None and found not in mark.names:
             raise Expected(path, _wanted(mark), value)
-        if isinstance(mark, Pattern) and isinstance(found, str) and not _asked(mark.fits, found, path):
+        if (
+            isinstance(mark, Pattern)
+            and isinstance(found, str)
+            and not _asked(mark.fits, found, path)
+        ):
             raise Expected(path, _wanted(mark), value)
     return found
 
@@ -139,14 +149,17 @@ def _typed(kind: Any, value: Any, path: KeyPath, example: str) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise Expected(path, f"a mapping, such as {example}", value)
-        return {str(name): _value(parts[1], inner, (*path, str(name))) for name, inner in value.items()}
+        return {
+            str(name): _value(parts[1], inner, (*path, str(name))) for name, inner in value.items()
+        }
     if is_dataclass(kind) and isinstance(kind, type):
         return read(kind, value, path)
     return _SCALARS[kind](value, path)
 
 
 def _of_union(parts: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
-    """The first type that the value fits. Else the mistake that is deepest in it, or all that could be there."""
+    """The first type that the value fits. Else the mistake that is deepest in it, or all that could
+    be there."""
     if value is None and type(None) in parts:
         return None
     mistakes: list[OptionError] = []
@@ -156,8 +169,14 @@ def _of_union(parts: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
                 return _value(part, value, path)
             except OptionError as error:
                 mistakes.append(error)
-    deepest = max(mistakes, key=lambda mistake: (len(mistake.path), not isinstance(mistake, Expected)))
-    wanted = [mistake.wanted for mistake in mistakes if isinstance(mistake, Expected) and mistake.path == path]
+    deepest = max(
+        mistakes, key=lambda mistake: (len(mistake.path), not isinstance(mistake, Expected))
+    )
+    wanted = [
+        mistake.wanted
+        for mistake in mistakes
+        if isinstance(mistake, Expected) and mistake.path == path
+    ]
     if len(wanted) < len(mistakes):
         raise deepest
     raise Expected(path, " or ".join(wanted), value)
@@ -186,7 +205,11 @@ def _whole(value: Any, path: KeyPath) -> int:
 
 def _number(value: Any, path: KeyPath) -> float:
     try:
-        found = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
+        found = (
+            float(value)
+            if isinstance(value, (int, float, str)) and not isinstance(value, bool)
+            else None
+        )
     except (ValueError, OverflowError):
         found = None
     if found is None or not math.isfinite(found):
@@ -207,7 +230,12 @@ def _text(value: Any, path: KeyPath) -> str:
     return value
 
 
-_SCALARS: Mapping[type, Callable[[Any, KeyPath], Any]] = {int: _whole, float: _number, bool: _switch, str: _text}
+_SCALARS: Mapping[type, Callable[[Any, KeyPath], Any]] = {
+    int: _whole,
+    float: _number,
+    bool: _switch,
+    str: _text,
+}
 
 
 def _or(names: Sequence[str]) -> str:

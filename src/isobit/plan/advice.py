@@ -38,7 +38,11 @@ def verdict(job: Job, found: MemoryPlan) -> str:
     limit = job.machine.memory
     free = limit - found.total
     of = f"{gib(found.total)} of {gib(limit)} ({job.machine.name})"
-    return f"fits: {of}, {gib(free)} free" if free >= 0 else f"does not fit: {of}, {gib(-free)} too much"
+    return (
+        f"fits: {of}, {gib(free)} free"
+        if free >= 0
+        else f"does not fit: {of}, {gib(-free)} too much"
+    )
 
 
 def fits_well(job: Job, found: MemoryPlan) -> bool:
@@ -113,7 +117,11 @@ def _keys(job: Job) -> Iterator[str]:
         yield "optimizer.activation_checkpointing=true"
     if job.precision.rollout.kv is None:
         name = job.precision.name
-        yield f"precision={name[:-1]}, kv_cache=e4m3]" if name.endswith("]") else f"precision={name}[kv_cache=e4m3]"
+        yield (
+            f"precision={name[:-1]}, kv_cache=e4m3]"
+            if name.endswith("]")
+            else f"precision={name}[kv_cache=e4m3]"
+        )
     if optimizer.state == "fp32" and optimizer.name == "adamw":
         yield "optimizer.state=8bit"
     if optimizer.masters == "fp32":
@@ -122,7 +130,11 @@ def _keys(job: Job) -> Iterator[str]:
         yield f"ranks={max(fewest_ranks(job) or 0, 2 * job.ranks)}"
     if config.adapter is None:
         targets = ALL_LINEAR if job.model.experts is None else _ATTENTION
-        yield "adapter.rank=32" if targets == ALL_LINEAR else f"adapter={{rank: 32, targets: {targets}}}"
+        yield (
+            "adapter.rank=32"
+            if targets == ALL_LINEAR
+            else f"adapter={{rank: 32, targets: {targets}}}"
+        )
     if job.completion > 1:
         yield f"sampling.max_new_tokens={job.completion // 2}"
 
@@ -141,7 +153,9 @@ def does_not_fit(job: Job, found: MemoryPlan) -> str:
         on_many = plan(job.on(_MOST_RANKS))
         label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
         more = f"not on {_MOST_RANKS} either: {label}: {gib(size)} on each"
-    return f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, found)}; {more}"
+    return (
+        f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, found)}; {more}"
+    )
 
 
 def cannot_fit(job: Job) -> str | None:
@@ -149,8 +163,10 @@ def cannot_fit(job: Job) -> str | None:
     if (needed := least(job)) <= job.machine.memory:
         return None
     return (
-        f"warning: weights, gradients and moments alone are {gib(needed)}, of {gib(job.machine.memory)} "
-        f"({job.machine.name}): this run will not fit; isobit train --dry-run names the keys that lower it"
+        f"warning: weights, gradients and moments alone are {gib(needed)}, of "
+        f"{gib(job.machine.memory)} "
+        f"({job.machine.name}): this run will not fit; isobit train --dry-run names the keys "
+        "that lower it"
     )
 
 
@@ -159,7 +175,8 @@ def not_loaded(job: Job) -> str | None:
     if (needed := weights_alone(job)) <= job.machine.memory:
         return None
     return (
-        f"the weights, as masters and as they are multiplied, are {gib(needed)}, of {gib(job.machine.memory)} "
+        f"the weights, as masters and as they are multiplied, are {gib(needed)}, of "
+        f"{gib(job.machine.memory)} "
         f"({job.machine.name})"
     )
 
@@ -167,23 +184,29 @@ def not_loaded(job: Job) -> str | None:
 def warnings(job: Job, found: MemoryPlan) -> list[str]:
     """Of one plan, a line each, with what would be right."""
     config, lines = job.config, list[str]()
-    micro_batches = -(-job.completions * job.longest // (config.algorithm.updates_per_batch * found.micro_batch))
+    micro_batches = -(
+        -job.completions * job.longest // (config.algorithm.updates_per_batch * found.micro_batch)
+    )
     if micro_batches < job.ranks:
         some = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
         lines.append(
-            f"{some} in an optimizer step for {job.ranks} ranks: {job.ranks - micro_batches} wait while the others "
+            f"{some} in an optimizer step for {job.ranks} ranks: {job.ranks - micro_batches} "
+            "wait while the others "
             "learn; raise prompts_per_step, or lower optimizer.micro_batch_tokens"
         )
     if config.prompts_per_step < job.ranks:
         lines.append(
-            f"{config.prompts_per_step} prompts in a step for {job.ranks} ranks: a group is sampled on one, so "
-            f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise prompts_per_step"
+            f"{config.prompts_per_step} prompts in a step for {job.ranks} ranks: a group is "
+            "sampled on one, so "
+            f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise "
+            "prompts_per_step"
         )
     flows = (job.precision.rollout, job.precision.learner)
     low = [flow for flow in flows if flow.weight is not None and flow.weight.format is E2M1]
     if not job.machine.host and any(flow.activation is not None for flow in low):
         lines.append(
-            "no kernel for a GPU multiplies FP4 activations yet: leave them in BF16 (precision=nvfp4[activation=bf16])"
+            "no kernel for a GPU multiplies FP4 activations yet: leave them in BF16 "
+            "(precision=nvfp4[activation=bf16])"
         )
     given = config.adapter
     line = None if given is None else beyond_use(job.model, given.rank, given.targets)
@@ -195,17 +218,21 @@ def _cache_warnings(job: Job, found: MemoryPlan) -> Iterator[str]:
     longest = job.pages_of_a_sequence * job.page_size
     if job.completion < limit:
         yield (
-            f"prompts of {job.prompt:,} tokens leave {job.completion:,} of the model's context, fewer than "
+            f"prompts of {job.prompt:,} tokens leave {job.completion:,} of the model's context, "
+            "fewer than "
             f"sampling.max_new_tokens, {limit:,}"
         )
     if found.cache_tokens < longest:
         yield (
-            f"the KV cache holds {found.cache_tokens:,} tokens, and the longest sequence has {longest:,}: raise "
+            f"the KV cache holds {found.cache_tokens:,} tokens, and the longest sequence has "
+            f"{longest:,}: raise "
             "engine.kv_pages, or lower sampling.max_new_tokens"
         )
     elif found.cache_tokens < group * longest:
         yield (
-            f"the KV cache holds {found.cache_tokens / longest:,.1f} of the longest sequences, and a group has "
-            f"{group}: they are preempted and computed again; take more ranks, an FP8 cache, a shorter context or a "
+            f"the KV cache holds {found.cache_tokens / longest:,.1f} of the longest sequences, "
+            "and a group has "
+            f"{group}: they are preempted and computed again; take more ranks, an FP8 cache, a "
+            "shorter context or a "
             "smaller group"
         )

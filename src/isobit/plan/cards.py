@@ -57,7 +57,9 @@ def card_of(memory: str) -> Machine:
     found = _SIZE.fullmatch(memory.strip())
     size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
     if not MIB <= size <= 1 << 50:
-        raise IsobitError(f"--memory {memory!r}: expected a size with its unit, such as 24GiB or 80GB")
+        raise IsobitError(
+            f"--memory {memory!r}: expected a size with its unit, such as 24GiB or 80GB"
+        )
     return Machine(f"{memory.strip()} card", size)
 
 

@@ -18,7 +18,9 @@ from isobit.precision import Precision, precision_from
 from isobit.rl.algorithm.objective import shares_prompts
 
 _PROMPT_TOKENS = 512
-_MOST_EXPERTS = 1 << 16  # in all layers, in a stranger's config.json: no weights are there to contradict it
+_MOST_EXPERTS = (
+    1 << 16
+)  # in all layers, in a stranger's config.json: no weights are there to contradict it
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Job:
         IsobitError for what cannot be set."""
         config = load_config(self.config, keys)
         ranks = config.ranks if config.ranks != self.config.ranks else self.ranks
-        return job_with(config, self.model, self.prompt, self.machine, ranks=ranks, rewards=self.rewards)
+        return job_with(
+            config, self.model, self.prompt, self.machine, ranks=ranks, rewards=self.rewards
+        )
 
     @property
     def completion(self) -> int:
@@ -84,7 +88,9 @@ class Job:
         return shares_prompts(wanted, self.config.algorithm, mixture=mixture, recurrent=recurrent)
 
 
-def job_of(config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None) -> Job:
+def job_of(
+    config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None
+) -> Job:
     """The job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where the
     context has room for that many; `ranks`: by default the config's.
 
@@ -93,7 +99,8 @@ def job_of(config: Config, machine: Machine, prompt_tokens: int | None = None, r
     """
     if config.model.path is None:
         raise IsobitError(
-            "model.sft: its model is not trained yet and has no config.json; plan with model.path=DIR, model.sft=null"
+            "model.sft: its model is not trained yet and has no config.json; plan with "
+            "model.path=DIR, model.sft=null"
         )
     model = architecture(config.model.path)
     if prompt_tokens is None:
@@ -122,7 +129,10 @@ def job_with(
     if config.algorithm.kl_coefficient > 0:
         reference = (model, precision_from(config.reference.precision or config.precision))
     if rewards is None:  # a reward model has no output head
-        rewards = tuple((architecture(m.path, tied=True), precision_from(m.precision)) for m in config.rewards.models)
+        rewards = tuple(
+            (architecture(m.path, tied=True), precision_from(m.precision))
+            for m in config.rewards.models
+        )
     precision = precision_from(config.precision)
     return Job(config, model, precision, prompt, machine, ranks or config.ranks, reference, rewards)
 
@@ -132,8 +142,12 @@ def architecture(path: str, tied: bool = False) -> ModelConfig:
     not supported."""
     file = model_folder(Path(path)) / "config.json"
     values = read_json(file)
-    config = ModelConfig.from_hf(values | ({"tie_word_embeddings": True} if tied else {}), str(file))
+    config = ModelConfig.from_hf(
+        values | ({"tie_word_embeddings": True} if tied else {}), str(file)
+    )
     experts = config.num_mixtures * (0 if config.experts is None else config.experts.count)
     if experts > _MOST_EXPERTS:
-        raise IsobitError(f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}")
+        raise IsobitError(
+            f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}"
+        )
     return config

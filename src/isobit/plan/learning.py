@@ -55,9 +55,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class LearningMemory:
-    """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the output head,
-    and the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows`
-    are there at a time."""
+    """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the
+    output head, and the layers' backward; `head_row`: bytes of a row of logits, of which at most
+    `head_rows` are there at a time."""
 
     phases: tuple[Phase, ...]
     head_row: float
@@ -72,17 +72,17 @@ class LearningMemory:
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes at the moments of the phases of two passes, over few tokens and more; `row`: of a row of
-    logits, where there are more of them at a time."""
+    """Bytes at the moments of the phases of two passes, over few tokens and more; `row`: of a row
+    of logits, where there are more of them at a time."""
 
     few: tuple[list[int], ...]
     more: tuple[list[int], ...]
     row: float
 
     def of_layers(self, others: "Passes", times: float) -> "Passes":
-        """Of a model with more layers of one kind than this one's: `others` are of one with some more
-        than this one, and it has `times` as many beyond these. What the layers between the first and
-        the last take is less than what one of these takes."""
+        """Of a model with more layers of one kind than this one's: `others` are of one with some
+        more than this one, and it has `times` as many beyond these. What the layers between the
+        first and the last take is less than what one of these takes."""
         few, more = (
             tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
             for mine, theirs in ((self.few, others.few), (self.more, others.more))
@@ -106,13 +106,16 @@ def passes(transformer: Transformer, recompute: Recompute, kept: bool = False) -
     """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
     come."""
     short, long = _lengths(transformer.config)
-    _forward(transformer, long)  # what is made at first use, such as rotary tables, is no part of a pass
+    _forward(
+        transformer, long
+    )  # what is made at first use, such as rotary tables, is no part of a pass
     few, more = (_pass(transformer, tokens, recompute, kept) for tokens in (short, long))
     return Passes(tuple(few), tuple(more), _row_of_logits(transformer, long))
 
 
 def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
-    """Carried on to any number of tokens; logits in as many rows as on a CPU (`host`), or on a GPU."""
+    """Carried on to any number of tokens; logits in as many rows as on a CPU (`host`), or on a
+    GPU."""
     short, long = _lengths(config)
     phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(found.few, found.more))
     return LearningMemory(phases, found.row, head_rows(config.vocab_size, host))
@@ -167,9 +170,14 @@ def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
 
 
 def _pass(
-    transformer: Transformer, tokens: int, recompute: Recompute, kept: bool = False, chunk: int = _FEW
+    transformer: Transformer,
+    tokens: int,
+    recompute: Recompute,
+    kept: bool = False,
+    chunk: int = _FEW,
 ) -> list[list[int]]:
-    """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a time."""
+    """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
+    time."""
     config, device = transformer.config, transformer.ops["learner"].device
     found: list[list[int]] = []
     ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
@@ -194,7 +202,8 @@ def _pass(
 def _row_of_logits(transformer: Transformer, tokens: int) -> float:
     """Bytes of one more row of logits at a time, in forward and backward of the output head."""
     peaks, device = [], transformer.ops["learner"].device
-    shape, dtype = (tokens, transformer.config.hidden_size), transformer.precision.learner.compute.dtype
+    shape = (tokens, transformer.config.hidden_size)
+    dtype = transformer.precision.learner.compute.dtype
     for chunk in (_FEW, _MORE):
         hidden = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -206,7 +215,8 @@ def _row_of_logits(transformer: Transformer, tokens: int) -> float:
 
 @contextmanager
 def _gradients_dropped(transformer: Transformer, kept: bool = False) -> Iterator[None]:
-    """Inside, gradients of masters are dropped as they come, or where they are `kept`, at the end."""
+    """Inside, gradients of masters are dropped as they come, or where they are `kept`, at the
+    end."""
     leaves = list(transformer.masters.leaves.values())
     hooks = [] if kept else [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
     try:

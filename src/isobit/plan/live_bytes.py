@@ -35,7 +35,11 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_key(tensor) for tensor in _tensors((args, kwargs))}

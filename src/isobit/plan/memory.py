@@ -96,9 +96,12 @@ def fitting_tokens(job: Job) -> int:
         raise IsobitError(
             f"optimizer.micro_batch_tokens: auto: one sequence of {job.longest} tokens needs "
             f"{gib(_planned(job, job.longest).total)}, more than 90 % of {gib(job.machine.memory)} "
-            f"({job.machine.name}); isobit train --dry-run with a number names the keys that lower it"
+            f"({job.machine.name}); isobit train --dry-run with a number names the keys that "
+            "lower it"
         )
-    return _largest(fits, -(-job.longest // _STEP), -(-job.completions * job.longest // _STEP), job.longest)
+    return _largest(
+        fits, -(-job.longest // _STEP), -(-job.completions * job.longest // _STEP), job.longest
+    )
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> int:
@@ -141,9 +144,13 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
         held.append((PYTHON, _PYTHON_BYTES))
         if job.config.keeps_weights:
             sizes = weight_bytes(model)
-            held.append(("working weights that sampled, kept to compare", sizes.learner or sizes.rollout))
+            held.append(
+                ("working weights that sampled, kept to compare", sizes.learner or sizes.rollout)
+            )
     parts = [_learning(job, model, tokens, gradients), _updating(job), (label, rolling_out)]
-    return MemoryPlan(tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size)
+    return MemoryPlan(
+        tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size
+    )
 
 
 def _weights(job: Job) -> list[Item]:
@@ -168,17 +175,31 @@ def _updating(job: Job) -> Item:
     return "updating: gradients, their norm, the moments' values", 4 * rows + more
 
 
-def _described(job: Job, model: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None) -> Described:
-    given = None if adapter is None else replace(adapter, init=None, alpha=1.0)  # which decide no size
+def _described(
+    job: Job, model: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None
+) -> Described:
+    given = (
+        None if adapter is None else replace(adapter, init=None, alpha=1.0)
+    )  # which decide no size
     return Described(model, precision, given, job.machine.host, job.machine.packs)
 
 
 def _frozen(job: Job) -> Iterator[Item]:
     """Models that nothing trains, whole on every rank."""
-    models = [("reference", job.reference)] if job.reference is not None and not job.config.shares_reference else []
-    models += [(given.name, each) for given, each in zip(job.config.rewards.models, job.rewards, strict=True)]
+    models = (
+        [("reference", job.reference)]
+        if job.reference is not None and not job.config.shares_reference
+        else []
+    )
+    models += [
+        (given.name, each)
+        for given, each in zip(job.config.rewards.models, job.rewards, strict=True)
+    ]
     for name, each in models:
-        yield f"{name}, working weights only", weight_bytes(_described(job, *each), frozen=True).total
+        yield (
+            f"{name}, working weights only",
+            weight_bytes(_described(job, *each), frozen=True).total,
+        )
 
 
 def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
@@ -190,9 +211,12 @@ def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
     if evaluation.every:
         wanted.append(-(-evaluation.samples * max(1, evaluation.num_samples) // job.ranks))
     for sequences in wanted:
-        limit = CACHE_BYTES if job.machine.host else max(free - sum(found) * page, 0) // GPU_FRACTION
+        limit = (
+            CACHE_BYTES if job.machine.host else max(free - sum(found) * page, 0) // GPU_FRACTION
+        )
         found.append(
-            engine.kv_pages or cache_pages(job.pages_of_a_sequence, sequences, engine.max_sequences, limit // page)
+            engine.kv_pages
+            or cache_pages(job.pages_of_a_sequence, sequences, engine.max_sequences, limit // page)
         )
     return found[0], sum(found[1:])
 
@@ -218,7 +242,9 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     taken = learning_bytes(model, level, kept=not several).at(rows, exchanged)
     if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
-    if job.shares_prompts and config.sampling.group_size > 1:  # keys, values and gradients, for each that sees them
+    if (
+        job.shares_prompts and config.sampling.group_size > 1
+    ):  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
         width = job.model.num_kv_heads * job.model.head_dim
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
@@ -264,11 +290,17 @@ def update_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
     of a parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and
     as they are rounded; whole matrices that Muon orthogonalizes."""
     each = 0 if settings.masters == "fp32" else 6
-    low = [shape for name, shape in shapes.items() if settings.state == "8bit" and quantizable(name, shape)]
+    low = [
+        shape
+        for name, shape in shapes.items()
+        if settings.state == "8bit" and quantizable(name, shape)
+    ]
     if low:
         return max((32 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
     masters = each * min(sum(map(math.prod, shapes.values())), AT_ONCE)
-    whole = muon.working_bytes([math.prod(s) for name, s in shapes.items() if muon.Muon.takes(name, s, settings)])
+    whole = muon.working_bytes(
+        [math.prod(s) for name, s in shapes.items() if muon.Muon.takes(name, s, settings)]
+    )
     return max(masters + whole, sum(8 * shape[0] for shape in shapes.values()))
 
 

@@ -68,9 +68,13 @@ class WeightBytes:
 class _Meta(Transformer):
     """What a second engine receives is not compared: there are no numbers."""
 
-    def __init__(self, given: Described, masters: Mapping[str, Tensor], adapter: Adapter | None) -> None:
+    def __init__(
+        self, given: Described, masters: Mapping[str, Tensor], adapter: Adapter | None
+    ) -> None:
         self.packs = given.packs
-        super().__init__(given.config, given.precision, ShapeOps(given.packs), masters, adapter=adapter)
+        super().__init__(
+            given.config, given.precision, ShapeOps(given.packs), masters, adapter=adapter
+        )
 
     def _make(self, sources: Sources, uses: Sequence[str]) -> dict[str, Working]:
         if not self.precision.shared:
@@ -127,7 +131,9 @@ def _of_all_layers(given: Described, recompute: Recompute, kept: bool) -> Passes
     if (others := _fewer_layers(given)) is None:
         return passes(transformer(given), recompute, kept)
     few, more = (passes(transformer(each), recompute, kept) for each in others)
-    return few.of_layers(more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS))
+    return few.of_layers(
+        more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+    )
 
 
 def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
@@ -148,7 +154,9 @@ def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
     }
     if len(kinds) > 1 or config.windows or config.linear is not None or count <= 2 * _MORE_LAYERS:
         return None
-    few, more = (replace(given, config=replace(config, num_layers=n)) for n in (_FEW_LAYERS, _MORE_LAYERS))
+    few, more = (
+        replace(given, config=replace(config, num_layers=n)) for n in (_FEW_LAYERS, _MORE_LAYERS)
+    )
     return few, more
 
 

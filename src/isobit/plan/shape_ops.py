@@ -59,21 +59,34 @@ class ShapeOps(Composed):
         if isinstance(weight, QTensor) and not _in_order(weight):
             return weight
         if self._separate and isinstance(weight, Tensor):  # oneDNN's, of BF16 alone
-            return Packed(weight, torch.empty_like(weight)) if weight.dtype == torch.bfloat16 else weight
+            return (
+                Packed(weight, torch.empty_like(weight))
+                if weight.dtype == torch.bfloat16
+                else weight
+            )
         return Packed(weight, _panels(weight))
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(
+        self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ) -> Tensor:
         result = empty(a.shape[0], b.shape[0], dtype=out)
         if self._packs and not isinstance(b, Packed | PackedFP4):
             _panels(b)
         return result
 
     def grouped_product(
-        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+        self,
+        a: Operand,
+        weights: Stacked,
+        offsets: Tensor,
+        out: torch.dtype,
+        rows: Tensor | None = None,
     ) -> Tensor:
         a = a if rows is None else picked(a, rows)
         shape = a.shape[0], weights.shape[1]
-        apart = isinstance(a, Tensor) and a.dtype == torch.float32  # expert by expert, and then put together
+        apart = (
+            isinstance(a, Tensor) and a.dtype == torch.float32
+        )  # expert by expert, and then put together
         packed = weights.data[0] if apart else weights.data
         parts = empty(*shape, dtype=out) if apart else None
         result = empty(*shape, dtype=out)
@@ -114,7 +127,9 @@ class ShapeOps(Composed):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         if isinstance(x, QTensor) and along_rows(spec).granularity != "128x1":
             x = x.dequantize()
-        return self.quantize(x if isinstance(x, Tensor) else x.data, along_rows(spec), name).transpose()
+        return self.quantize(
+            x if isinstance(x, Tensor) else x.data, along_rows(spec), name
+        ).transpose()
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -123,17 +138,27 @@ class ShapeOps(Composed):
         return torch.empty_like(x), summed, empty(x.shape[0])
 
     def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        spec: QuantSpec,
+        name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
         if not _row_by_row(spec, x):
             return super().rms_norm_quantized(x, weight, eps, residual, spec, name)
         summed = x if residual is None else torch.empty_like(x)
         return self.quantize(x, spec, name), summed, empty(x.shape[0])
 
-    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def rms_norm_backward(
+        self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(summed), empty(summed.shape[1])
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+    def rotary(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
+    ) -> Tensor:
         return empty(*x.shape, dtype=x.dtype)
 
     def attention_inputs(
@@ -173,7 +198,9 @@ class ShapeOps(Composed):
         shape = keys, store.k.shape[1], q.shape[2]
         return torch.empty_like(q), empty(*shape, dtype=q.dtype), empty(*shape, dtype=q.dtype)
 
-    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+    ) -> Tensor:
         return torch.empty_like(x)
 
     def short_convolution_backward(
@@ -182,7 +209,12 @@ class ShapeOps(Composed):
         return torch.empty_like(x), torch.empty_like(weight)
 
     def delta_rule(
-        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        heads: DeltaHeads,
+        store: StateStore | None,
+        layout: Layout,
     ) -> Tensor:
         return empty(len(qkv), heads.value_heads, heads.value_dim, dtype=qkv.dtype)
 
@@ -200,9 +232,13 @@ class ShapeOps(Composed):
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         return empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
         gated = gate_up[:, : gate_up.shape[1] // 2]
-        return self.quantize(gated if _row_by_row(spec, gated) else self.gate_mul(activation, gate_up), spec, name)
+        return self.quantize(
+            gated if _row_by_row(spec, gated) else self.gate_mul(activation, gate_up), spec, name
+        )
 
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         return torch.empty_like(gate_up)
@@ -213,7 +249,9 @@ class ShapeOps(Composed):
     def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
         return torch.empty_like(x, dtype=torch.bfloat16)
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+    def token_logprobs(
+        self, logits: Tensor, tokens: Tensor, temperature: Temperature
+    ) -> tuple[Tensor, Tensor]:
         return empty(logits.shape[0]), empty(logits.shape[0])
 
 
@@ -232,4 +270,8 @@ def _in_order(weight: QTensor) -> bool:
 
 def _row_by_row(spec: QuantSpec, x: Tensor) -> bool:
     """Whether a row is quantized as soon as it is there, so that it is never stored otherwise."""
-    return spec.format is E4M3 and spec.scale != "nvfp4" and spec.block((x.shape[0], x.shape[1]))[0] == 1
+    return (
+        spec.format is E4M3
+        and spec.scale != "nvfp4"
+        and spec.block((x.shape[0], x.shape[1]))[0] == 1
+    )

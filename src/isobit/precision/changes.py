@@ -20,7 +20,10 @@ from isobit.precision.quantize import QuantSpec
 
 _KV = {"e4m3": (E4M3, "row"), "e4m3-calibrated": (E4M3, "tensor"), "int8": (INT8, "row")}
 # of a query per row a power of two: the value of a code is then exact in BF16
-_QUERY = {"e4m3": QuantSpec(E4M3, "row", "ue8m0"), "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32")}
+_QUERY = {
+    "e4m3": QuantSpec(E4M3, "row", "ue8m0"),
+    "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32"),
+}
 
 
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
@@ -35,7 +38,8 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
         return value
     if not isinstance(value, (str, Mapping)):
         raise IsobitError(
-            f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r:.80}"
+            "precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got "
+            f"{value!r:.80}"
         )
     given = {key: option for key, option in _given(value).items() if option is not None}
     changes = read(PrecisionChanges, given, ("precision",))
@@ -48,7 +52,8 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 
 
 def _given(value: str | Mapping[str, object]) -> dict[str, object]:
-    """The options of a name, or of a mapping, whose preset may be one that is changed: `fp8[wgrad=bf16]`."""
+    """The options of a name, or of a mapping, whose preset may be one that is changed:
+    `fp8[wgrad=bf16]`."""
     if isinstance(value, str):
         return _parse_name(value)
     preset = value.get("preset")
@@ -63,19 +68,28 @@ def _parse_name(name: str) -> dict[str, object]:
     if not bracket:
         return {"preset": name}
     if not rest.endswith("]"):
-        raise IsobitError(f"precision {brief(name)!r}: no ] at its end; expected PRESET[option=value, option=value]")
+        raise IsobitError(
+            f"precision {brief(name)!r}: no ] at its end; expected PRESET[option=value, "
+            "option=value]"
+        )
     try:
         options = strict_yaml.load("{" + rest[:-1].replace("=", ": ") + "}")
     except strict_yaml.DuplicateKey as error:
-        raise IsobitError(f"precision {brief(name)!r}: option {brief(error.key)!r} comes twice; leave one") from None
+        raise IsobitError(
+            f"precision {brief(name)!r}: option {brief(error.key)!r} comes twice; leave one"
+        ) from None
     except yaml.YAMLError:
-        raise IsobitError(f"precision {brief(name)!r}: expected PRESET[option=value, option=value]") from None
+        raise IsobitError(
+            f"precision {brief(name)!r}: expected PRESET[option=value, option=value]"
+        ) from None
     return {"preset": preset, **options}
 
 
 def _text(option: object) -> str:
     if isinstance(option, Mapping):
-        return "{" + ", ".join(f"{key}={_text(value)}" for key, value in sorted(option.items())) + "}"
+        return (
+            "{" + ", ".join(f"{key}={_text(value)}" for key, value in sorted(option.items())) + "}"
+        )
     if isinstance(option, (list, tuple)):
         return f"[{', '.join(map(str, option))}]"
     return str(option)
@@ -85,7 +99,8 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
     linear = precision.rollout.weight is not None or precision.learner.weight is not None
     if changes.bf16_layers is not None and not linear:
         raise IsobitError(
-            f"precision.bf16_layers: preset {precision.name!r} quantizes no linear layer; start from an fp8 preset"
+            f"precision.bf16_layers: preset {precision.name!r} quantizes no linear layer; start "
+            "from an fp8 preset"
         )
     flows: dict[str, Any] = {}
     for use in ("rollout", "learner"):
@@ -93,20 +108,33 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
         if asked.activation is not None:
             _check_plain(precision, asked)
         flows[use] = _change_flow(getattr(precision, use), asked, precision.name, linear)
-    names = ("dgrad", "wgrad", "wgrad_activation", "engines", "bf16_first_layers", "bf16_last_layers")
-    plain: dict[str, Any] = {name: getattr(changes, name) for name in names if getattr(changes, name) is not None}
+    names = (
+        "dgrad",
+        "wgrad",
+        "wgrad_activation",
+        "engines",
+        "bf16_first_layers",
+        "bf16_last_layers",
+    )
+    plain: dict[str, Any] = {
+        name: getattr(changes, name) for name in names if getattr(changes, name) is not None
+    }
     layers = tuple(name for name in LINEAR_LAYERS if name in (changes.bf16_layers or ()))
     changed = replace(precision, **flows, **plain, bf16_layers=layers)
     changed = replace(changed, gradient=_gradient(changed, changes))
     if changes.wgrad_activation == "own-copy" and changed.wgrad != "fp8":
-        raise IsobitError("precision.wgrad_activation: own-copy is for a WGrad in FP8; set wgrad: fp8")
+        raise IsobitError(
+            "precision.wgrad_activation: own-copy is for a WGrad in FP8; set wgrad: fp8"
+        )
     return replace(changed, calibration=_calibration(changed, changes))
 
 
 def _over(both: FlowChanges, side: FlowChanges) -> FlowChanges:
     """What a side changes: what it says itself, else what is said of both."""
     found = {each.name: getattr(side, each.name) for each in fields(FlowChanges)}
-    return FlowChanges(**{name: getattr(both, name) if value is None else value for name, value in found.items()})
+    return FlowChanges(
+        **{name: getattr(both, name) if value is None else value for name, value in found.items()}
+    )
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
@@ -119,11 +147,15 @@ def _check_plain(precision: Precision, changes: FlowChanges) -> None:
     """Raise IsobitError where activations cannot stay in the compute format."""
     if precision.gradient is not None:
         raise IsobitError(
-            "precision.activation: bf16 is for flows whose backward is not quantized, such as nvfp4; "
+            "precision.activation: bf16 is for flows whose backward is not quantized, such as "
+            "nvfp4; "
             f"{precision.name} quantizes gradients"
         )
     if beside := _asked(changes, "activation_"):
-        raise IsobitError(f"precision.{beside[0]}: activations stay in bf16, by precision.activation; leave one out")
+        raise IsobitError(
+            f"precision.{beside[0]}: activations stay in bf16, by precision.activation; leave "
+            "one out"
+        )
 
 
 def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | None:
@@ -132,7 +164,8 @@ def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | No
         asked = _asked(changes, "dgrad", "wgrad", "gradient_")
         if refused := [name for name in asked if getattr(changes, name) != "bf16"]:
             raise IsobitError(
-                f"precision.{refused[0]}: preset {precision.name!r} has a {precision.learner.compute} learner, "
+                f"precision.{refused[0]}: preset {precision.name!r} has a "
+                f"{precision.learner.compute} learner, "
                 "whose backward is not quantized; start from fp8, fp8-unified or fp8-e2e"
             )
         return None
@@ -154,7 +187,8 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
     given = {field: value for field, value in given.items() if value is not None}
     if given and not precision.calibrated:
         raise IsobitError(
-            f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: e4m3-calibrated, or "
+            f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set "
+            "kv_cache: e4m3-calibrated, or "
             "start from fp8-rollout-kv"
         )
     return replace(precision.calibration, **given)
@@ -164,7 +198,8 @@ def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) ->
     """Quantized operands as the options say; a plain operand stays plain."""
     if (asked := _asked(changes, "weight_", "activation")) and not linear:
         raise IsobitError(
-            f"precision.{asked[0]}: preset {preset!r} quantizes no linear layer; start from an fp8 preset"
+            f"precision.{asked[0]}: preset {preset!r} quantizes no linear layer; start from an "
+            "fp8 preset"
         )
     weight, activation = _change_spec(flow.weight, changes, "weight"), None
     if changes.activation is None:
@@ -172,7 +207,9 @@ def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) ->
     kv = flow.kv if changes.kv_cache is None else _kv_spec(changes.kv_cache, flow.kv, activation)
     if changes.kv_scale is not None:
         if kv is None:
-            raise IsobitError(f"precision.kv_scale: preset {preset!r} caches keys and values in {flow.compute}")
+            raise IsobitError(
+                f"precision.kv_scale: preset {preset!r} caches keys and values in {flow.compute}"
+            )
         kv = replace(kv, scale=changes.kv_scale)
     query = flow.query if changes.query is None else _QUERY.get(changes.query)
     probabilities = flow.probabilities
@@ -182,14 +219,18 @@ def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) ->
 
 
 def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:
-    """Scales of E4M3 are those of an E4M3 cache before, else those of activations. INT8 has float32 ones: its numbers
-    have no exponent, so a power of two would leave up to half of them unused."""
+    """Scales of E4M3 are those of an E4M3 cache before, else those of activations. INT8 has float32
+    ones: its numbers have no exponent, so a power of two would leave up to half of them unused."""
     if name == "bf16":
         return None
     number, granularity = _KV[name]
     if number is INT8:
         return QuantSpec(number, granularity, "fp32")
-    scale = activation.scale if activation is not None and activation.scale in ("fp32", "ue8m0") else "ue8m0"
+    scale = (
+        activation.scale
+        if activation is not None and activation.scale in ("fp32", "ue8m0")
+        else "ue8m0"
+    )
     scale = before.scale if before is not None and before.format is E4M3 else scale
     return QuantSpec(number, granularity, scale)
 
@@ -199,7 +240,9 @@ def _change_spec(spec: QuantSpec | None, changes: FlowChanges, role: str) -> Qua
         return None
     scale, granularity = f"{role}_scale", f"{role}_granularity"
     if spec.format is E2M1 and (given := _asked(changes, scale, granularity)):
-        raise IsobitError(f"precision.{given[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset")
+        raise IsobitError(
+            f"precision.{given[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset"
+        )
     return replace(
         spec,
         scale=getattr(changes, scale) or spec.scale,

@@ -1,6 +1,7 @@
 """What quantization does to tensors: elements clamped and flushed, and the size of the error.
 
-`error_sums` is the definition of the figures of one matrix; a backend may compute them faster (`Ops.error_sums`).
+`error_sums` is the definition of the figures of one matrix; a backend may compute them faster
+(`Ops.error_sums`).
 """
 
 import math
@@ -16,7 +17,8 @@ from isobit.precision.quantize import BLOCK, QTensor, block_amax, expand_scale
 
 @dataclass(frozen=True)
 class QuantStats:
-    """The effect of a quantization: fractions of all elements, and the norm of the error relative to the input's."""
+    """The effect of a quantization: fractions of all elements, and the norm of the error relative
+    to the input's."""
 
     saturated: float
     flushed: float
@@ -25,8 +27,9 @@ class QuantStats:
 
 @dataclass(frozen=True, eq=False)
 class ErrorSums:
-    """Of `count` elements of a matrix: `counts` [2] float64, how many were clamped and how many flushed; `squares`
-    [2, blocks] float64, the sums of squares of values and of noise in every 128 rows."""
+    """Of `count` elements of a matrix: `counts` [2] float64, how many were clamped and how many
+    flushed; `squares` [2, blocks] float64, the sums of squares of values and of noise in every 128
+    rows."""
 
     count: int
     counts: Tensor
@@ -39,20 +42,25 @@ def error_sums(x: Tensor, quantized: QTensor) -> ErrorSums:
     # a zero always has the code of zero
     flushed = values.count_nonzero() - restored.count_nonzero()
     counts = torch.stack((_clamped(values, quantized).double(), flushed.double()))
-    return ErrorSums(x.numel(), counts, torch.stack([_block_squares(t) for t in (values, restored.sub_(values))]))
+    return ErrorSums(
+        x.numel(), counts, torch.stack([_block_squares(t) for t in (values, restored.sub_(values))])
+    )
 
 
 class QuantTotals:
     """The statistics of several tensors together, each element with the same weight.
 
-    Sums are of blocks of 128 rows, added with one rounding, so they are the same in whatever order and parts the blocks
-    come. Figures stay on each tensor's device until they are read, so that nothing waits for a GPU before.
+    Sums are of blocks of 128 rows, added with one rounding, so they are the same in whatever order
+    and parts the blocks come. Figures stay on each tensor's device until they are read, so that
+    nothing waits for a GPU before.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._counts: list[Tensor] = []  # per tensor [2]: elements clamped and flushed
-        self._squares: list[Tensor] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
+        self._squares: list[
+            Tensor
+        ] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
 
     def add(self, found: ErrorSums) -> None:
         """Take a matrix and its quantization into account."""
@@ -71,15 +79,22 @@ class QuantTotals:
         if not self._counts:
             return [self.count, [0.0, 0.0], [[], []]]
         squares = torch.cat(self._squares, 1)
-        found = torch.cat([torch.stack(self._counts).sum(0), squares.view(-1)]).tolist()  # one wait for all
-        return [self.count, found[:2], [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]]]
+        found = torch.cat(
+            [torch.stack(self._counts).sum(0), squares.view(-1)]
+        ).tolist()  # one wait for all
+        return [
+            self.count,
+            found[:2],
+            [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]],
+        ]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "QuantTotals":
         """The inverse of `to_json`."""
         found = QuantTotals()
         found.count, counts, squares = values
-        found._counts, found._squares = [torch.tensor(counts).double()], [torch.tensor(squares, dtype=torch.float64)]
+        found._counts = [torch.tensor(counts).double()]
+        found._squares = [torch.tensor(squares, dtype=torch.float64)]
         return found
 
     def stats(self) -> QuantStats:
@@ -98,10 +113,12 @@ def _block_squares(x: Tensor) -> Tensor:
 
 
 def _clamped(values: Tensor, quantized: QTensor) -> Tensor:
-    """How many elements exceed what their scale can represent. A block's own maximum may do so by the rounding of its
-    scale; that is not counted."""
+    """How many elements exceed what their scale can represent. A block's own maximum may do so by
+    the rounding of its scale; that is not counted."""
     limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
     # on a CPU this check costs no wait, and saves the expansion
-    if values.device.type == "cpu" and not bool((block_amax(values, quantized.block) > limit).any()):
+    if values.device.type == "cpu" and not bool(
+        (block_amax(values, quantized.block) > limit).any()
+    ):
         return torch.zeros(())
     return (values.abs() > expand_scale(limit, quantized.block, quantized.shape)).sum()

@@ -1,8 +1,9 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
-A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the backward's formats and
-the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `changes.py` composes any other flow.
-Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
+A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the
+backward's formats and the layers that stay unquantized. The presets are the rows of
+`docs/numerics.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
+(`isobit.kernels`) and the weights (`isobit.model`).
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ from isobit.precision.quantize import QuantSpec
 
 
 def _refuse_int8(role: str, spec: QuantSpec | None) -> None:
-    """Raise IsobitError where a tensor other than keys and values is to be INT8, which no product takes."""
+    """Raise IsobitError where a tensor other than keys and values is to be INT8, which no product
+    takes."""
     if spec is not None and spec.format is INT8:
         raise IsobitError(f"{role}: int8 is a format of the KV cache alone; use e4m3")
 
@@ -27,12 +29,13 @@ def _refuse_int8(role: str, spec: QuantSpec | None) -> None:
 class Flow:
     """Formats of one use of a model. `None` means: stays in `compute`.
 
-    `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
-    `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: one scale
-    per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries
-    (the same two). `probabilities`, E4M3 or None, is the format of attention's unnormalized probabilities, times 2^8;
-    None leaves them as the operators compute them. INT8 is for `kv` alone, by `row`. Raises IsobitError for another
-    use of it, and for other probabilities.
+    `compute` is the format of activations between operators, embedding, norms and output head.
+    `weight` and `activation` quantize the two operands of each linear layer, `kv` the keys and
+    values (granularity `row`: one scale per token and head; `tensor`: one calibrated scale per
+    layer for K and one for V), `query` the queries (the same two). `probabilities`, E4M3 or None,
+    is the format of attention's unnormalized probabilities, times 2^8; None leaves them as the
+    operators compute them. INT8 is for `kv` alone, by `row`. Raises IsobitError for another use of
+    it, and for other probabilities.
     """
 
     compute: Format = BF16
@@ -44,11 +47,16 @@ class Flow:
 
     def __post_init__(self) -> None:
         if self.probabilities not in (None, E4M3):
-            raise IsobitError(f"probabilities: expected E4M3, or None to leave them, got {self.probabilities}")
+            raise IsobitError(
+                f"probabilities: expected E4M3, or None to leave them, got {self.probabilities}"
+            )
         for role in ("weight", "activation", "query"):
             _refuse_int8(role, getattr(self, role))
         if self.kv is not None and self.kv.format is INT8 and self.kv.granularity != "row":
-            raise IsobitError(f"kv: int8 has one scale per token and head (granularity row), not {self.kv.granularity}")
+            raise IsobitError(
+                "kv: int8 has one scale per token and head (granularity row), not "
+                f"{self.kv.granularity}"
+            )
 
     @property
     def calibrated(self) -> bool:
@@ -63,11 +71,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How static scales of keys and values are found, in every step after the weights changed (NeMo RL's rule).
+    """How static scales of keys and values are found, in every step after the weights changed (NeMo
+    RL's rule).
 
-    scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude in each. `side`:
-    rollout (a forward over the first `prompts` of the step, by its flow) or learner (a forward over the whole batch
-    that was learned from last, by its flow; over those prompts before the first).
+    scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude
+    in each. `side`: rollout (a forward over the first `prompts` of the step, by its flow) or
+    learner (a forward over the whole batch that was learned from last, by its flow; over those
+    prompts before the first).
     """
 
     side: str = "rollout"
@@ -77,16 +87,19 @@ class Calibration:
 
 
 _NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
-_WORDS = {name: choices(options_of(PrecisionChanges)[name].kind) for name in ("dgrad", "wgrad", "engines")}
+_WORDS = {
+    name: choices(options_of(PrecisionChanges)[name].kind) for name in ("dgrad", "wgrad", "engines")
+}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or your own flows.
+    """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or your
+    own flows.
 
-    Every argument that takes a `Precision` also takes a preset's name, with options (`"fp8[wgrad=bf16]"`), or a mapping
-    (`{"preset": "fp8", "wgrad": "bf16"}`). Raises IsobitError for an unknown preset, if no flow is given, and for an
-    unknown word.
+    Every argument that takes a `Precision` also takes a preset's name, with options
+    (`"fp8[wgrad=bf16]"`), or a mapping (`{"preset": "fp8", "wgrad": "bf16"}`). Raises IsobitError
+    for an unknown preset, if no flow is given, and for an unknown word.
 
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has
     its own copy of the weights, sent at every sync, and rounds like an inference engine:
@@ -123,16 +136,21 @@ class Precision:
         for word, known in _WORDS.items():
             if getattr(self, word) not in known:
                 raise IsobitError(
-                    f"precision {self.name}: {word}: expected one of {', '.join(known)}, got {getattr(self, word)!r}"
+                    f"precision {self.name}: {word}: expected one of {', '.join(known)}, got "
+                    f"{getattr(self, word)!r}"
                 )
 
     def _take_preset(self) -> None:
         """Take all fields from the preset of this name; no other argument may be given."""
         preset = preset_named(self.name)
         for each in fields(self):
-            if each.name not in ("name", "rollout", "learner") and getattr(self, each.name) != each.default:
+            if (
+                each.name not in ("name", "rollout", "learner")
+                and getattr(self, each.name) != each.default
+            ):
                 raise IsobitError(
-                    f"Precision({self.name!r}, {each.name}=...): a preset is changed with a mapping, "
+                    f"Precision({self.name!r}, {each.name}=...): a preset is changed with a "
+                    "mapping, "
                     f"such as {{'preset': {self.name!r}, 'wgrad': 'bf16'}}, or give both flows"
                 )
         for each in fields(self):
@@ -164,7 +182,8 @@ class Precision:
         return "fp8" if self.learner.activation is not None else "bf16"
 
     def flow(self, use: str, layer: int | None = None, num_layers: int = 0) -> Flow:
-        """The formats of `use` ("rollout" or "learner") in one layer; `None` is everything outside the layers."""
+        """The formats of `use` ("rollout" or "learner") in one layer; `None` is everything outside
+        the layers."""
         flow = self.rollout if use == "rollout" else self.learner
         if layer is None or self._excepted(layer, num_layers):
             return Flow(flow.compute)
@@ -187,28 +206,48 @@ class Precision:
         """Why the bits of a row would depend on its batch, or None if they do not."""
         for use, flow in (("rollout", self.rollout), ("learner", self.learner)):
             spec = flow.activation
-            if spec is not None and spec.granularity in ("tensor", "column", "128x128", "128x1", "32x1", "16x1"):
-                return f"the {use}'s activation scale is shared by the rows of a batch (granularity {spec.granularity})"
+            if spec is not None and spec.granularity in (
+                "tensor",
+                "column",
+                "128x128",
+                "128x1",
+                "32x1",
+                "16x1",
+            ):
+                return (
+                    f"the {use}'s activation scale is shared by the rows of a batch "
+                    f"(granularity {spec.granularity})"
+                )
             if spec is not None and spec.scale == "nvfp4":
-                return f"the {use}'s activation scales share a number with the rows of a batch (scale nvfp4)"
+                return (
+                    f"the {use}'s activation scales share a number with the rows of a batch "
+                    "(scale nvfp4)"
+                )
         return None
 
     def formats(self) -> dict[str, str]:
-        """What the flow does to every tensor, by name: a run records it, since a preset's name does not say it."""
+        """What the flow does to every tensor, by name: a run records it, since a preset's name does
+        not say it."""
         uses = (("rollout", self.rollout), ("learner", self.learner))
-        found = {f"{use}.{role}": str(getattr(flow, role) or flow.compute) for use, flow in uses for role in _IN_A_FLOW}
+        found = {
+            f"{use}.{role}": str(getattr(flow, role) or flow.compute)
+            for use, flow in uses
+            for role in _IN_A_FLOW
+        }
         found |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
         found["calibration"] = str(self.calibration if self.calibrated else None)
         return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
     def table(self, num_layers: int | None = None, trained: str | None = None) -> str:
-        """A plain-text table of every tensor's format in the rollout and in the learner; `trained`: of masters and
-        moments, which the optimizer's settings say and no flow does."""
+        """A plain-text table of every tensor's format in the rollout and in the learner; `trained`:
+        of masters and moments, which the optimizer's settings say and no flow does."""
         rows = [("tensor", "rollout", "learner")]
         for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
         if self.rollout.probabilities or self.learner.probabilities:
-            rows.append(("probabilities", _probabilities(self.rollout), _probabilities(self.learner)))
+            rows.append(
+                ("probabilities", _probabilities(self.rollout), _probabilities(self.learner))
+            )
         compute = (str(self.rollout.compute), str(self.learner.compute))
         rows.append(("embedding, norms, head", *compute))
         rows.append(("residual stream", *compute))
@@ -224,16 +263,27 @@ class Precision:
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"
-            exception = f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: {self.learner.compute}"
+            exception = (
+                f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: "
+                f"{self.learner.compute}"
+            )
             rows.append(("excepted layers", exception, exception))
         if self.bf16_layers:
             rows.append((", ".join(self.bf16_layers), *compute))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in rows
+        ]
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-_ROLES = (("weights", "weight"), ("activations", "activation"), ("keys and values", "kv"), ("queries", "query"))
+_ROLES = (
+    ("weights", "weight"),
+    ("activations", "activation"),
+    ("keys and values", "kv"),
+    ("queries", "query"),
+)
 _IN_A_FLOW = tuple(each.name for each in fields(Flow))
 _OF_THE_WHOLE = tuple(
     each.name
@@ -255,7 +305,9 @@ def _cell(flow: Flow, role: str) -> str:
 
 
 def _probabilities(flow: Flow) -> str:
-    return "not rounded" if flow.probabilities is None else f"{flow.probabilities} of 2^8 times each"
+    return (
+        "not rounded" if flow.probabilities is None else f"{flow.probabilities} of 2^8 times each"
+    )
 
 
 def _fp8_flow(scale: str, kv: QuantSpec | None = None) -> Flow:
@@ -267,8 +319,9 @@ def _unified(name: str, scale: str, kv: QuantSpec | None = None) -> Precision:
     return Precision(name, flow, flow, QuantSpec(E4M3, "1x128", scale), "fp8", "fp8")
 
 
-# The cache of isobit's own presets. E4M3 at the same bytes has 5 to 20 times its error, since a scale for each token
-# and head leaves few numbers near zero, where E4M3 has most of its codes (docs/experiments/kv-cache.md).
+# The cache of isobit's own presets. E4M3 at the same bytes has 5 to 20 times its error, since a
+# scale for each token and head leaves few numbers near zero, where E4M3 has most of its codes
+# (docs/experiments/kv-cache.md).
 _CACHE = QuantSpec(INT8, "row", "fp32")
 _MXFP8 = Flow(BF16, QuantSpec(E4M3, "1x32", "ue8m0"), QuantSpec(E4M3, "1x32", "ue8m0"))
 _MXFP8_OWN = replace(_MXFP8, kv=_CACHE)
@@ -280,7 +333,9 @@ PRESETS: dict[str, Precision] = {
     for preset in (
         Precision("float32", Flow(FP32), Flow(FP32)),
         Precision("bf16", Flow(BF16), Flow(BF16)),
-        Precision("fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis", engines="separate"),
+        Precision(
+            "fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis", engines="separate"
+        ),
         Precision(
             "fp8-rollout-kv",
             _fp8_flow("fp32", QuantSpec(E4M3, "tensor", "fp32")),
@@ -288,11 +343,22 @@ PRESETS: dict[str, Precision] = {
             correction="token_tis",
             engines="separate",
         ),
-        replace(_unified("fp8-e2e", "fp32"), correction="token_tis", engines="separate", wgrad_activation="own-copy"),
+        replace(
+            _unified("fp8-e2e", "fp32"),
+            correction="token_tis",
+            engines="separate",
+            wgrad_activation="own-copy",
+        ),
         _unified("fp8-unified", "fp32"),
         _unified("fp8", "ue8m0", _CACHE),
         Precision("mxfp8-rollout", _MXFP8, Flow(BF16), correction="token_tis", engines="separate"),
-        Precision("nvfp4-rollout", Flow(BF16, _NVFP4_WEIGHT), Flow(BF16), correction="token_tis", engines="separate"),
+        Precision(
+            "nvfp4-rollout",
+            Flow(BF16, _NVFP4_WEIGHT),
+            Flow(BF16),
+            correction="token_tis",
+            engines="separate",
+        ),
         Precision("mxfp8", _MXFP8_OWN, _MXFP8_OWN, QuantSpec(E4M3, "1x32", "ue8m0"), "fp8", "fp8"),
         Precision("nvfp4", _NVFP4, _NVFP4),
     )
@@ -303,10 +369,14 @@ PRESETS: dict[str, Precision] = {
 def preset_named(name: object) -> Precision:
     """The preset. Raises IsobitError for another name."""
     if not isinstance(name, str):
-        raise IsobitError(f"precision: expected a preset's name, a mapping or a Precision, got {name!r:.80}")
+        raise IsobitError(
+            f"precision: expected a preset's name, a mapping or a Precision, got {name!r:.80}"
+        )
     if name not in PRESETS:
         hint = nearest(name.partition("[")[0], PRESETS)
-        raise IsobitError(f"unknown precision preset {brief(name)!r}{hint}: choose from {', '.join(PRESETS)}")
+        raise IsobitError(
+            f"unknown precision preset {brief(name)!r}{hint}: choose from {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 

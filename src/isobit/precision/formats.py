@@ -15,7 +15,8 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is stored here."""
+    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is
+    stored here."""
 
     name: str
     dtype: torch.dtype
@@ -29,7 +30,8 @@ class Format:
 
     @property
     def stored(self) -> torch.dtype:
-        """The type of codes that are indexed and copied: torch lacks most operations on FP8 tensors."""
+        """The type of codes that are indexed and copied: torch lacks most operations on FP8
+        tensors."""
         return torch.uint8 if self.dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""NVFP4 weights as they are stored when nothing writes them again: two codes to a byte, scales of a byte.
+"""NVFP4 weights as they are stored when nothing writes them again: two codes to a byte, scales of a
+byte.
 
 A quantizer gives codes that are E4M3 numbers, a byte each, and float32 scales: 10 bits a weight.
 Here it is 4.5 bits, and what is unpacked are the same codes and the same scales, bit for bit
@@ -24,9 +25,9 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, eq=False)
 class PackedFP4:
-    """A weight [R, C], C a multiple of 16: `codes` [R, C / 2] uint8, an even column in the low half of its byte; and
-    `scales` [R, C / 16] uint8, which are E4M3 numbers to be multiplied by `common` [1] float32. A scale of byte 0 is 1,
-    which a block of zeros has."""
+    """A weight [R, C], C a multiple of 16: `codes` [R, C / 2] uint8, an even column in the low half
+    of its byte; and `scales` [R, C / 16] uint8, which are E4M3 numbers to be multiplied by `common`
+    [1] float32. A scale of byte 0 is 1, which a block of zeros has."""
 
     codes: Tensor
     scales: Tensor
@@ -59,8 +60,8 @@ class PackedFP4:
 
 
 def holds(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether `PackedFP4` hold such a weight. One block of 16 columns is multiplied like a whole row of FP8, in another
-    order."""
+    """Whether `PackedFP4` hold such a weight. One block of 16 columns is multiplied like a whole
+    row of FP8, in another order."""
     return spec == NVFP4 and shape[1] % GROUP == 0 and shape[1] > GROUP
 
 
@@ -72,7 +73,9 @@ def nbytes(rows: int, columns: int) -> int:
 def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
     """The same numbers two to a byte; `x` [R, C] is what was quantized."""
     assert holds(quantized.spec, quantized.shape)
-    index = _nibble_of(quantized.data.device).index_select(0, quantized.data.view(torch.uint8).flatten().int())
+    index = _nibble_of(quantized.data.device).index_select(
+        0, quantized.data.view(torch.uint8).flatten().int()
+    )
     pairs = index.view(quantized.shape[0], -1, 2)
     common = common_scale(block_amax(x, (1, GROUP)).amax().reshape(1), NVFP4)
     found = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
@@ -87,12 +90,14 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def unpacked_scales(scales: Tensor, common: Tensor) -> Tensor:
-    """float32 scales of E4M3 numbers, and of the one number [1], or [..., 1], that they are multiplied by."""
+    """float32 scales of E4M3 numbers, and of the one number [1], or [..., 1], that they are
+    multiplied by."""
     return torch.where(scales == 0, 1.0, scales.view(E4M3.dtype).float() * common)
 
 
 def panels(count: int, other: int) -> list[slice]:
-    """`count` rows or columns, of `other` elements each, in parts of about a million elements, at multiples of 16."""
+    """`count` rows or columns, of `other` elements each, in parts of about a million elements, at
+    multiples of 16."""
     size = max(_PANEL // max(other, 1) // GROUP, 1) * GROUP
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -100,7 +105,9 @@ def panels(count: int, other: int) -> list[slice]:
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
     """The two E4M3 codes [256, 2] uint8 of a byte."""
-    codes = torch.tensor([*_VALUES, *(-value for value in _VALUES)]).to(E4M3.dtype).view(torch.uint8)
+    codes = (
+        torch.tensor([*_VALUES, *(-value for value in _VALUES)]).to(E4M3.dtype).view(torch.uint8)
+    )
     byte = torch.arange(256)
     return torch.stack([codes[byte & 15], codes[byte >> 4]], 1).to(device)
 

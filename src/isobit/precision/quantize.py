@@ -1,10 +1,12 @@
 """The one quantizer: FP8, FP4 or INT8 codes with a scale per block, and back.
 
-For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code = cast(clamp(x / scale,
--max, max))`, `value = code * scale`. There is no floor under amax; an all-zero block has scale 1. Every other
-implementation (native, GPU) must return these bits; `tests/kernels` compares them.
+For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code =
+cast(clamp(x / scale, -max, max))`, `value = code * scale`. There is no floor under amax; an
+all-zero block has scale 1. Every other implementation (native, GPU) must return these bits;
+`tests/kernels` compares them.
 
-Left out: the choice of formats per tensor (`flow.py`), and rounding modes other than round-to-nearest-even.
+Left out: the choice of formats per tensor (`flow.py`), and rounding modes other than
+round-to-nearest-even.
 """
 
 import math
@@ -19,9 +21,21 @@ from isobit.errors import IsobitError, NonFiniteError
 from isobit.precision.formats import E2M1, E4M3, INT8, Format
 
 BLOCK = 128
-"""Length of a scaling group, and of a step along the reduced dimension of a block-scaled product, at most."""
+"""Length of a scaling group, and of a step along the reduced dimension of a block-scaled product,
+at most."""
 
-GRANULARITIES = ("1x128", "128x128", "128x1", "1x32", "32x1", "1x16", "16x1", "row", "column", "tensor")
+GRANULARITIES = (
+    "1x128",
+    "128x128",
+    "128x1",
+    "1x32",
+    "32x1",
+    "1x16",
+    "16x1",
+    "row",
+    "column",
+    "tensor",
+)
 SCALE_FORMATS = ("fp32", "ue8m0", "nvfp4", "nvfp4-row")
 _TRANSPOSED = {
     **{f"1x{size}": f"{size}x1" for size in (128, 32, 16)},
@@ -35,11 +49,13 @@ _SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a matrix is quantized: element format, which elements share a scale, and the scale's own format.
+    """How a matrix is quantized: element format, which elements share a scale, and the scale's own
+    format.
 
-    `granularity` names the block as rows x columns; `row`, `column`, `tensor` are one block, whatever their size.
-    `scale` is `fp32`; or `ue8m0`: a power of two, rounded up, so that no element of the block overflows; or `nvfp4`: an
-    E4M3 number times one FP32 number for the whole tensor (`nvfp4-row`: for its row, so that rows stay independent).
+    `granularity` names the block as rows x columns; `row`, `column`, `tensor` are one block,
+    whatever their size. `scale` is `fp32`; or `ue8m0`: a power of two, rounded up, so that no
+    element of the block overflows; or `nvfp4`: an E4M3 number times one FP32 number for the whole
+    tensor (`nvfp4-row`: for its row, so that rows stay independent).
     """
 
     format: Format = E4M3
@@ -48,14 +64,21 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if not self.format.is_quantized:
-            raise IsobitError(f"cannot quantize to {self.format}: block scales need e4m3, e5m2, e2m1 or int8")
+            raise IsobitError(
+                f"cannot quantize to {self.format}: block scales need e4m3, e5m2, e2m1 or int8"
+            )
         if self.granularity not in GRANULARITIES:
-            raise IsobitError(f"unknown granularity {self.granularity!r}: choose from {', '.join(GRANULARITIES)}")
+            raise IsobitError(
+                f"unknown granularity {self.granularity!r}: choose from {', '.join(GRANULARITIES)}"
+            )
         if self.scale not in SCALE_FORMATS:
-            raise IsobitError(f"unknown scale format {self.scale!r}: choose from {', '.join(SCALE_FORMATS)}")
+            raise IsobitError(
+                f"unknown scale format {self.scale!r}: choose from {', '.join(SCALE_FORMATS)}"
+            )
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a full block of a matrix of this shape; a dimension below 128 is one block."""
+        """Rows and columns of a full block of a matrix of this shape; a dimension below 128 is one
+        block."""
         rows, columns = max(shape[0], 1), max(shape[1], 1)
         whole = {"row": (1, columns), "column": (rows, 1), "tensor": (rows, columns)}
         if self.granularity in whole:
@@ -65,9 +88,11 @@ class QuantSpec:
 
     @property
     def rows_independent(self) -> bool:
-        """Whether blocks of 128 rows are quantized alike alone and among others; if not, `quantize_part` needs to know
-        the largest magnitude of all."""
-        assert self.granularity not in ("column", "32x1", "16x1"), f"{self}: no such scales of weights"
+        """Whether blocks of 128 rows are quantized alike alone and among others; if not,
+        `quantize_part` needs to know the largest magnitude of all."""
+        assert self.granularity not in ("column", "32x1", "16x1"), (
+            f"{self}: no such scales of weights"
+        )
         return self.granularity != "tensor" and self.scale != "nvfp4"
 
     def transpose(self) -> "QuantSpec":
@@ -79,7 +104,8 @@ class QuantSpec:
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantized matrix: codes `data` [R, C] and FP32 `scale` [ceil(R / block rows), ceil(C / block columns)]."""
+    """A quantized matrix: codes `data` [R, C] and FP32 `scale` [ceil(R / block rows), ceil(C /
+    block columns)]."""
 
     data: Tensor
     scale: Tensor
@@ -102,12 +128,14 @@ class QTensor:
         return QTensor(self.data.t(), self.scale.t(), self.spec.transpose())
 
     def dequantize(self) -> Tensor:
-        """The values [R, C] in float32: code times scale, rounded once (exact where the scale is a power of two)."""
+        """The values [R, C] in float32: code times scale, rounded once (exact where the scale is a
+        power of two)."""
         return self.data.to(torch.float32) * expand_scale(self.scale, self.block, self.shape)
 
 
 def along_rows(spec: QuantSpec) -> QuantSpec:
-    """The spec of a matrix that is reduced along its rows, not its columns, as WGrad's operands are."""
+    """The spec of a matrix that is reduced along its rows, not its columns, as WGrad's operands
+    are."""
     return replace(spec, granularity=_ALONG_ROWS.get(spec.granularity, spec.granularity))
 
 
@@ -122,13 +150,16 @@ def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) 
 def scales(amax: Tensor, form: Format, scale_format: str) -> Tensor:
     """Scales for blocks of these largest magnitudes (float32, same shape).
 
-    FP32: amax / max. UE8M0: 2 ** ceil(log2(amax / max)), taken from the bits of the quotient, so that it is exact.
-    A quotient below the smallest normal float32 becomes that; a zero amax gives 1.
+    FP32: amax / max. UE8M0: 2 ** ceil(log2(amax / max)), taken from the bits of the quotient, so
+    that it is exact. A quotient below the smallest normal float32 becomes that; a zero amax gives
+    1.
     """
     quotient = (amax / form.max).clamp(min=_SMALLEST_SCALE)
     if scale_format == "ue8m0":
         mantissa, exponent = torch.frexp(quotient)
-        quotient = torch.ldexp(torch.ones_like(quotient), exponent - (mantissa == 0.5).to(exponent.dtype))
+        quotient = torch.ldexp(
+            torch.ones_like(quotient), exponent - (mantissa == 0.5).to(exponent.dtype)
+        )
     return torch.where(amax == 0, torch.ones_like(quotient), quotient)
 
 
@@ -156,16 +187,22 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(nonfinite_message(name, spec))
-    found = two_level_scales(amax, spec) if spec.scale.startswith("nvfp4") else scales(amax, spec.format, spec.scale)
+    found = (
+        two_level_scales(amax, spec)
+        if spec.scale.startswith("nvfp4")
+        else scales(amax, spec.format, spec.scale)
+    )
     return quantize_with_scale(x, found, spec)
 
 
 def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
-    """NVFP4's scales for blocks of these largest magnitudes [R, blocks]: E4M3(amax / max / g) · g in float32.
+    """NVFP4's scales for blocks of these largest magnitudes [R, blocks]: E4M3(amax / max / g) · g
+    in float32.
 
-    g = largest magnitude / (max · 448), of the whole tensor or of the row (NVIDIA 2025, arXiv 2509.25149, appendix B).
-    A zero block has scale 1; a scale that E4M3 would flush takes its smallest number. E4M3 rounds to nearest, so a
-    block's largest element may exceed the format's maximum by a little, and is clamped.
+    g = largest magnitude / (max · 448), of the whole tensor or of the row (NVIDIA 2025, arXiv
+    2509.25149, appendix B). A zero block has scale 1; a scale that E4M3 would flush takes its
+    smallest number. E4M3 rounds to nearest, so a block's largest element may exceed the format's
+    maximum by a little, and is clamped.
     """
     largest = amax.amax(1, keepdim=True) if spec.scale == "nvfp4-row" else amax.amax().reshape(1, 1)
     common = common_scale(largest, spec)
@@ -175,12 +212,14 @@ def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
 
 def common_scale(largest: Tensor, spec: QuantSpec) -> Tensor:
     """The g of NVFP4's scales, of the largest magnitudes of tensors or rows."""
-    return torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(min=_SMALLEST_SCALE)
+    return torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(
+        min=_SMALLEST_SCALE
+    )
 
 
 def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tensor") -> QTensor:
-    """Quantize some rows of a matrix whose largest magnitude is `largest`: their codes and scales in `quantize` of the
-    whole matrix. Raises NonFiniteError as it does."""
+    """Quantize some rows of a matrix whose largest magnitude is `largest`: their codes and scales
+    in `quantize` of the whole matrix. Raises NonFiniteError as it does."""
     if not math.isfinite(largest):
         raise NonFiniteError(nonfinite_message(name, spec))
     everything = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
@@ -209,13 +248,14 @@ def _cast(scaled: Tensor, form: Format) -> Tensor:
 
 
 _E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# halfway between two values; where the upper one is even, just below, since a value on the border belongs to the lower
+# halfway between two values; where the upper one is even, just below, since a value on the border
+# belongs to the lower
 _E2M1_BORDERS = torch.tensor([0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0])
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
-    """Quantize a finite matrix [R, C] with block scales [ceil(R / block rows), ceil(C / block columns)] that are given:
-    what exceeds them saturates."""
+    """Quantize a finite matrix [R, C] with block scales [ceil(R / block rows), ceil(C / block
+    columns)] that are given: what exceeds them saturates."""
     shape = (x.shape[0], x.shape[1])
     scaled = x.float() / expand_scale(scale, spec.block(shape), shape)
     # torch <= 2.11 casts overflow to NaN, later versions saturate: the clamp makes both the same.

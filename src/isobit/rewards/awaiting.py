@@ -1,10 +1,11 @@
 """One event loop for a process's whole life, on which `async` reward functions run.
 
-A semaphore, a lock, a queue or a connection that a module keeps belongs to the loop on which it was first used, so all
-calls share one loop, as they do under TRL. What a function leaves running there goes on in the next call: the reader of
-a kept connection, a queue's consumer. Where a call raises, though, its tasks that run the same coroutines as the one
-that raised are cancelled (the siblings in a `gather`), so that the call can be repeated without them. Left out: a
-deadline, which the worker's parent keeps.
+A semaphore, a lock, a queue or a connection that a module keeps belongs to the loop on which it was
+first used, so all calls share one loop, as they do under TRL. What a function leaves running there
+goes on in the next call: the reader of a kept connection, a queue's consumer. Where a call raises,
+though, its tasks that run the same coroutines as the one that raised are cancelled (the siblings in
+a `gather`), so that the call can be repeated without them. Left out: a deadline, which the worker's
+parent keeps.
 """
 
 import asyncio
@@ -29,11 +30,13 @@ class Loop:
         return self._opened
 
     def make_current(self) -> None:
-        """Let code of this thread, such as a module's that is imported, get this loop by `asyncio.get_event_loop`."""
+        """Let code of this thread, such as a module's that is imported, get this loop by
+        `asyncio.get_event_loop`."""
         asyncio.set_event_loop(self._loop)
 
     def wait_for(self, result: Awaitable[Any]) -> Any:
-        """What comes of it; from a thread of its own where another loop runs in this one, as in a notebook."""
+        """What comes of it; from a thread of its own where another loop runs in this one, as in a
+        notebook."""
         with self._one_at_a_time:
             try:
                 asyncio.get_running_loop()

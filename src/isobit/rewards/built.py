@@ -1,4 +1,5 @@
-"""The rewards by name among a run's functions: made from their options, and asked whether they can score the data.
+"""The rewards by name among a run's functions: made from their options, and asked whether they can
+score the data.
 
 Left out: scoring (`pool.py`), and the rewards themselves (`named/`).
 """
@@ -16,7 +17,8 @@ from isobit.rewards.spec import RewardSpec
 
 
 def built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
-    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or has another's name."""
+    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or
+    has another's name."""
     rewards: list[NamedReward | None] = []
     for spec in functions:
         try:
@@ -26,11 +28,15 @@ def built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedRewar
         if not spec.by_name and not spec.is_object:
             check_reference(spec.function)
         if not math.isfinite(spec.weight):
-            raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
+            raise IsobitError(
+                f"reward function {spec.function}: its weight must be finite, got {spec.weight}"
+            )
     labels = [spec.label for spec in functions]
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
-        raise IsobitError(f"two reward functions are called {twice[0]!r}; rename one by rewards.functions.name")
+        raise IsobitError(
+            f"two reward functions are called {twice[0]!r}; rename one by rewards.functions.name"
+        )
     return rewards
 
 
@@ -39,8 +45,9 @@ def check_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     stop: bool,
 ) -> None:
-    """Find the rows, of (place, columns), that a reward by name cannot score, whatever the completion. Raises
-    IsobitError for the first; without `stop` says on stderr how many there are."""
+    """Find the rows, of (place, columns), that a reward by name cannot score, whatever the
+    completion. Raises IsobitError for the first; without `stop` says on stderr how many there
+    are."""
     by_name = [(spec, reward) for spec, reward in rewards if reward is not None]
     found: list[str] = []
     for place, row in rows if by_name else ():

@@ -1,8 +1,9 @@
-"""The environment of reward functions' processes: small, and named where a function fails for want of a variable.
+"""The environment of reward functions' processes: small, and named where a function fails for want
+of a variable.
 
-It holds what finds programs, libraries and the network (PATH, proxies, certificates), what `rewards.environment` names,
-and no hash randomization: a key of a judge is passed on where that is asked, and to nothing else. Left out: the
-environment of programs that a model wrote (`sandbox/`).
+It holds what finds programs, libraries and the network (PATH, proxies, certificates), what
+`rewards.environment` names, and no hash randomization: a key of a judge is passed on where that is
+asked, and to nothing else. Left out: the environment of programs that a model wrote (`sandbox/`).
 """
 
 import os
@@ -20,13 +21,19 @@ PASSED_ON = (
     *(*_PROXIES, *(name.lower() for name in _PROXIES)),
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MISSING = re.compile(r"KeyError: '([A-Z][A-Z0-9_]*)'|([A-Z][A-Z0-9_]{2,}) environment variable|\$([A-Z][A-Z0-9_]{2,})")
-_REFUSED = re.compile(r"\b(?:401|403)\b|unauthori[sz]ed|forbidden|api[ _-]?key|authenticat|credential", re.IGNORECASE)
+_MISSING = re.compile(
+    r"KeyError: '([A-Z][A-Z0-9_]*)'|([A-Z][A-Z0-9_]{2,}) environment "
+    r"variable|\$([A-Z][A-Z0-9_]{2,})"
+)
+_REFUSED = re.compile(
+    r"\b(?:401|403)\b|unauthori[sz]ed|forbidden|api[ _-]?key|authenticat|credential", re.IGNORECASE
+)
 _KEY = re.compile(r"(?:_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that a reward function's process gets; `names`: those besides the usual ones."""
+    """The variables that a reward function's process gets; `names`: those besides the usual
+    ones."""
     kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
     kept.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
     source = str(Path(isobit.__file__).resolve().parent.parent)
@@ -35,7 +42,8 @@ def environment(names: Sequence[str]) -> dict[str, str]:
 
 
 def hint(error: str, names: Sequence[str], here: Mapping[str, str] = os.environ) -> str:
-    """The end of a message about a function that failed, where it seems to lack a variable; else empty."""
+    """The end of a message about a function that failed, where it seems to lack a variable; else
+    empty."""
     passed = {*PASSED_ON, *names}
     held_back = sorted(name for name in here if name not in passed and not name.startswith("LC_"))
     words = set(_NAME.findall(error))
@@ -43,10 +51,15 @@ def hint(error: str, names: Sequence[str], here: Mapping[str, str] = os.environ)
     if not spelled and _REFUSED.search(error):
         spelled = [name for name in held_back if _KEY.search(name)]
         if spelled:
-            return f"; it gets a small environment, without {_listed(spelled)}: name what it needs in {_OPTION}"
+            return (
+                f"; it gets a small environment, without {_listed(spelled)}: name what it "
+                f"needs in {_OPTION}"
+            )
     if spelled:
         return f"; {_listed(spelled)} is set here, and passed on where it is named in {_OPTION}"
-    missing = [name for found in _MISSING.findall(error) for name in found if name and name not in here]
+    missing = [
+        name for found in _MISSING.findall(error) for name in found if name and name not in here
+    ]
     if missing:
         also = "" if missing[0] in passed else f", and name it in {_OPTION}"
         return f"; {missing[0]} is not set: set it{also}"

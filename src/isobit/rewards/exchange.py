@@ -1,6 +1,7 @@
 """Requests to worker processes and their replies, in a thread, while more requests are still made.
 
-Which request goes to which worker, and when, depends on time; the replies do not. Left out: what a request means.
+Which request goes to which worker, and when, depends on time; the replies do not. Left out: what a
+request means.
 """
 
 import contextlib
@@ -17,9 +18,11 @@ from isobit.rewards.worker_process import Reply, WorkerProcess, collect
 
 
 class Exchange:
-    """Requests and their replies, in a thread that runs from the first request to `finish` or `cancel`.
+    """Requests and their replies, in a thread that runs from the first request to `finish` or
+    `cancel`.
 
-    The thread mostly waits: the work is the processes'. `submit`, `finish` and `cancel` are for one other thread.
+    The thread mostly waits: the work is the processes'. `submit`, `finish` and `cancel` are for one
+    other thread.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess]) -> None:
@@ -37,12 +40,14 @@ class Exchange:
         self._thread.start()
 
     def submit(self, request: bytes, deadline_s: float) -> None:
-        """Queue a request, to be answered within so many seconds from when a worker begins it. Returns at once."""
+        """Queue a request, to be answered within so many seconds from when a worker begins it.
+        Returns at once."""
         self._queue.put((request, deadline_s))
         os.write(self._wake, b"+")
 
     def finish(self) -> tuple[list[Reply], float]:
-        """Wait for all replies: (replies in the order of the requests, seconds of work before this call).
+        """Wait for all replies: (replies in the order of the requests, seconds of work before this
+        call).
 
         Raises IsobitError if a worker that died could not be replaced.
         """
@@ -56,7 +61,8 @@ class Exchange:
         return replies, sum(max(0.0, min(end, began) - start) for start, end in self._periods)
 
     def cancel(self) -> None:
-        """Stop the thread, killing the workers that are at work. May be called again, and after `finish`."""
+        """Stop the thread, killing the workers that are at work. May be called again, and after
+        `finish`."""
         if self._wake < 0:
             return
         self._cancelled = True
@@ -72,7 +78,9 @@ class Exchange:
         try:
             while True:
                 last = self._take() or last
-                if self._cancelled:  # looked at after what woke this thread was read, before it waits again
+                if (
+                    self._cancelled
+                ):  # looked at after what woke this thread was read, before it waits again
                     break
                 if self._waiting or self._busy:
                     began = time.monotonic() if began is None else began
@@ -91,9 +99,11 @@ class Exchange:
                 worker.kill()
 
     def _turn(self) -> None:
-        """Give idle workers requests, and wait until one replies, is late or dies, or this thread is woken.
+        """Give idle workers requests, and wait until one replies, is late or dies, or this thread
+        is woken.
 
-        A worker that dies on the way is replaced. Raises IsobitError if the replacement cannot load its functions.
+        A worker that dies on the way is replaced. Raises IsobitError if the replacement cannot load
+        its functions.
         """
         for worker in self.workers:
             if self._waiting and worker not in self._busy:

@@ -1,4 +1,5 @@
-"""A call of a reward function that gave no rewards: why, in words. Left out: what is done about it (`pool.py`)."""
+"""A call of a reward function that gave no rewards: why, in words. Left out: what is done about it
+(`pool.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class Failure:
 
 
 def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:
-    """The failure that a reply is, if it is one; `variables`: of the environment that a worker has besides the usual
-    ones, or None for a function of this process, which has all."""
+    """The failure that a reply is, if it is one; `variables`: of the environment that a worker has
+    besides the usual ones, or None for a function of this process, which has all."""
     if isinstance(reply, Death):
         return Failure(reply.text, deadly=True)
     text = reply.get("malformed") or reply.get("raised")

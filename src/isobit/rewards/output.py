@@ -1,8 +1,9 @@
 """What reward functions print: into a file of the run, or to stderr where there is no run.
 
-Workers write into files of their own, which have no name and never make them wait; their parent passes on what is new
-when a batch is through. So printing costs a run next to nothing, and cannot stop it. Bounded: of one batch the last
-MAX_AT_ONCE bytes, of a run the last two files of MAX_FILE_BYTES.
+Workers write into files of their own, which have no name and never make them wait; their parent
+passes on what is new when a batch is through. So printing costs a run next to nothing, and cannot
+stop it. Bounded: of one batch the last MAX_AT_ONCE bytes, of a run the last two files of
+MAX_FILE_BYTES.
 """
 
 import os
@@ -19,7 +20,8 @@ OLDER = ".1"
 
 
 class Output:
-    """Where output goes: `path`, once there is one. `written`: whether the file got anything from the newest batch."""
+    """Where output goes: `path`, once there is one. `written`: whether the file got anything from
+    the newest batch."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -37,7 +39,9 @@ class Output:
             lines = text.decode("utf-8", "replace").splitlines()
             sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
             return
-        with suppress(OSError):  # a full disk ends the run where its own files are written, not here
+        with suppress(
+            OSError
+        ):  # a full disk ends the run where its own files are written, not here
             if self.path.is_file() and self.path.stat().st_size + len(text) > MAX_FILE_BYTES:
                 os.replace(self.path, self.path.with_name(self.path.name + OLDER))
             with self.path.open("ab") as file:

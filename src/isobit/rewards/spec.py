@@ -18,15 +18,18 @@ class RewardSpec:
 
     function: Annotated[
         str,
-        "math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
+        "math, exact_match, fuzzy_match, format, length_penalty or code; or "
+        "path/to/file.py:function or "
         "package.module:function",
     ]
     weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str | None, "name in the metrics; default: the function's"] = None
-    options: Annotated[Mapping[str, Any], "options of a built-in reward; how-to/rewards.md has them"] = field(
-        default_factory=dict
-    )
-    deadline_s: Annotated[float | None, above(0), "seconds for one call; default: rewards.deadline_s"] = None
+    options: Annotated[
+        Mapping[str, Any], "options of a built-in reward; how-to/rewards.md has them"
+    ] = field(default_factory=dict)
+    deadline_s: Annotated[
+        float | None, above(0), "seconds for one call; default: rewards.deadline_s"
+    ] = None
 
     @property
     def label(self) -> str:
@@ -49,16 +52,20 @@ class RewardSpec:
         return named.reference(self.function, self.options) if self.by_name else self.function
 
     def build(self, deadline_s: float) -> named.NamedReward | None:
-        """The reward by name, or None for a function; `deadline_s` counts unless it has its own. Raises OptionError."""
+        """The reward by name, or None for a function; `deadline_s` counts unless it has its own.
+        Raises OptionError."""
         if self.by_name:
             return named.build(self.function, self.options, self.deadline_s or deadline_s)
         if self.options:
-            raise OptionError(("options",), "a function of your own takes none; only rewards by name do")
+            raise OptionError(
+                ("options",), "a function of your own takes none; only rewards by name do"
+            )
         return None
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """The reward of a command line: a function, a name, or a name with options, `name:{"option": value}`.
+    """The reward of a command line: a function, a name, or a name with options, `name:{"option":
+    value}`.
 
     Raises IsobitError if the options are no JSON.
     """

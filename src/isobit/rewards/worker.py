@@ -1,15 +1,18 @@
-"""The process that runs reward functions: `python -m isobit.rewards.worker REQUESTS REPLIES LIFELINE` (pipe numbers).
+"""The process that runs reward functions: `python -m isobit.rewards.worker REQUESTS REPLIES
+LIFELINE` (pipe numbers).
 
-One JSON object a line, each way, over two pipes of its own; stdin is empty and everything that a function prints goes
-to stderr, so that nothing it does to the standard streams can spoil the protocol.
+One JSON object a line, each way, over two pipes of its own; stdin is empty and everything that a
+function prints goes to stderr, so that nothing it does to the standard streams can spoil the
+protocol.
 
     {"load": [reference, ...]}                          -> {"loaded": [{"required": [...], "names": [...]}, ...]}
                                                          or {"error": line}
     {"function": i, "count": n, "arguments": {...}}     -> {"values": [...], "wrong": {index: what}, "unscored": {...}}
                                                          or {"raised": line} or {"malformed": line}
 
-The end of the request pipe ends the process and its whole process group. On Linux the kernel does that itself, also
-inside a function that never returns, when the lifeline pipe loses its other end, that is, when the parent dies.
+The end of the request pipe ends the process and its whole process group. On Linux the kernel does
+that itself, also inside a function that never returns, when the lifeline pipe loses its other end,
+that is, when the parent dies.
 """
 
 import contextlib
@@ -54,11 +57,14 @@ def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[st
             return {"error": str(error)}
         return {"loaded": [{"required": f.required, "names": sorted(f.names)} for f in functions]}
     function = functions[request["function"]]
-    return answer(function, request["arguments"], request["count"], BaseException)  # it may raise also SystemExit
+    return answer(
+        function, request["arguments"], request["count"], BaseException
+    )  # it may raise also SystemExit
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the kernel kill this process group when the other end of the lifeline is closed. Linux only."""
+    """Have the kernel kill this process group when the other end of the lifeline is closed. Linux
+    only."""
     if not hasattr(fcntl, "F_SETSIG"):
         return
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -67,7 +73,8 @@ def _die_with(lifeline: int) -> None:
 
 
 def _closer(*descriptors: int) -> Callable[[], None]:
-    """A function that closes the descriptors: a forked child must not hold the pipes open after its parent's death."""
+    """A function that closes the descriptors: a forked child must not hold the pipes open after its
+    parent's death."""
 
     def close() -> None:
         for descriptor in descriptors:

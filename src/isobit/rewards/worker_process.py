@@ -1,8 +1,9 @@
-"""Worker processes as their parent sees them: started, fed, held to a deadline, killed with everything they started.
+"""Worker processes as their parent sees them: started, fed, held to a deadline, killed with
+everything they started.
 
 A worker leads its own process group. Whatever it does (hang, fork, exit, be killed), the group is
-killed as a whole and reaped, and a new one takes its place before the next request. Left out: a descendant that leaves
-the group (setsid) is not followed, and nothing here confines malicious code.
+killed as a whole and reaped, and a new one takes its place before the next request. Left out: a
+descendant that leaves the group (setsid) is not followed, and nothing here confines malicious code.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ MAX_LOG_BYTES = 4 << 20  # of output between two `new_output`; then it is droppe
 
 @dataclass(frozen=True)
 class Death:
-    """A request that has no reply: the worker `hung` past the deadline and was killed, or it ended by itself."""
+    """A request that has no reply: the worker `hung` past the deadline and was killed, or it ended
+    by itself."""
 
     hung: bool
     text: str
@@ -39,7 +41,8 @@ Reply = dict[str, Any] | Death
 
 
 class WorkerProcess:
-    """One worker that has the given functions loaded; dead between a `kill` and the next `revive`."""
+    """One worker that has the given functions loaded; dead between a `kill` and the next
+    `revive`."""
 
     def __init__(self, references: Sequence[str], variables: Sequence[str] = ()) -> None:
         self._load = json.dumps({"load": list(references)}).encode() + b"\n"
@@ -47,7 +50,9 @@ class WorkerProcess:
         self._variables = variables
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
-        fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # or a truncation would leave a hole
+        fcntl.fcntl(
+            self._log, fcntl.F_SETFL, flags | os.O_APPEND
+        )  # or a truncation would leave a hole
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: list[int] = []
         self._unsent = memoryview(b"")
@@ -75,7 +80,9 @@ class WorkerProcess:
         except OSError as error:
             for descriptor in (to_worker, from_worker, held):
                 os.close(descriptor)
-            raise IsobitError(f"cannot start a worker for the reward functions: {error.strerror}") from None
+            raise IsobitError(
+                f"cannot start a worker for the reward functions: {error.strerror}"
+            ) from None
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -84,7 +91,8 @@ class WorkerProcess:
         self.begin(self._load, START_DEADLINE_S)
 
     def loaded(self) -> list[dict[str, Any]]:
-        """Wait for a spawned worker; what it says about each function. Raises IsobitError if it cannot load them."""
+        """Wait for a spawned worker; what it says about each function. Raises IsobitError if it
+        cannot load them."""
         reply = self._reply()
         if isinstance(reply, Death):
             names = " and ".join(repr(reference) for reference in self._references)
@@ -95,14 +103,16 @@ class WorkerProcess:
         return reply["loaded"]
 
     def revive(self) -> None:
-        """Make sure that it can take a request: replace it if it has died, or is not silent. Raises IsobitError."""
+        """Make sure that it can take a request: replace it if it has died, or is not silent. Raises
+        IsobitError."""
         if not self.ready:
             self.kill()
             self.spawn()
             self.loaded()
 
     def answer(self, request: bytes, deadline_s: float) -> Reply:
-        """The reply to one request. Raises IsobitError if the worker had died and its replacement cannot load."""
+        """The reply to one request. Raises IsobitError if the worker had died and its replacement
+        cannot load."""
         self.revive()
         self.begin(request, deadline_s)
         return self._reply()
@@ -119,7 +129,8 @@ class WorkerProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether it can take a request: it runs and its reply pipe is silent (neither ended nor written into)."""
+        """Whether it can take a request: it runs and its reply pipe is silent (neither ended nor
+        written into)."""
         return self._process is not None and not _poll({self.read_end: select.POLLIN}, 0.0)
 
     @property
@@ -130,7 +141,9 @@ class WorkerProcess:
     @property
     def interests(self) -> dict[int, int]:
         """The descriptors on which it waits, with poll's event masks."""
-        return {self.read_end: select.POLLIN} | ({self._pipes[0]: select.POLLOUT} if self._unsent else {})
+        return {self.read_end: select.POLLIN} | (
+            {self._pipes[0]: select.POLLOUT} if self._unsent else {}
+        )
 
     def begin(self, request: bytes, deadline_s: float) -> None:
         """Take up a request, a line of JSON, to be answered within so many seconds."""
@@ -146,12 +159,15 @@ class WorkerProcess:
 
     def push(self) -> None:
         """Write what the pipe takes of the request."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a broken pipe also ends the other one
+        with contextlib.suppress(
+            BlockingIOError, BrokenPipeError
+        ):  # a broken pipe also ends the other one
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._pipes[0], self._unsent) :]
 
     def pull(self) -> dict[str, Any] | None:
-        """Read what the pipe has; the reply once it is whole. Raises EOFError when the worker is gone."""
+        """Read what the pipe has; the reply once it is whole. Raises EOFError when the worker is
+        gone."""
         part = os.read(self.read_end, 1 << 20)
         if not part:
             raise EOFError
@@ -167,7 +183,9 @@ class WorkerProcess:
         """Kill the whole group and reap the worker; its exit status as subprocess gives it."""
         if self._process is None:
             return 0
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the leader is not reaped: the id is ours
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # the leader is not reaped: the id is ours
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
         self._process = None
@@ -179,20 +197,29 @@ class WorkerProcess:
     def bury(self) -> str:
         """After the worker ended by itself: clean up, and say how it ended."""
         status = self.kill()  # a process that has ended keeps the status that it ended with
-        ended = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
+        ended = (
+            f"was killed by {_signal_name(-status)}"
+            if status < 0
+            else f"ended with exit code {status}"
+        )
         return f"its process {ended}{self.last_output()}"
 
     def last_output(self) -> str:
-        """The last line that was printed since the request began, as the end of a message; empty if there is none."""
+        """The last line that was printed since the request began, as the end of a message; empty if
+        there is none."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._log_start, size - 2000)
         text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
-        lines = ["".join(c if c.isprintable() else " " for c in line).strip() for line in text.splitlines()]
+        lines = [
+            "".join(c if c.isprintable() else " " for c in line).strip()
+            for line in text.splitlines()
+        ]
         last = next((line[-200:] for line in reversed(lines) if line), "")
         return f" (last output: {last})" if last else ""
 
     def new_output(self, most: int) -> tuple[int, bytes]:
-        """What was printed since the last call: how many bytes are left out, and the last of them, at most `most`."""
+        """What was printed since the last call: how many bytes are left out, and the last of them,
+        at most `most`."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._passed_on, size - most)
         dropped = self._dropped + start - self._passed_on
@@ -205,9 +232,11 @@ class WorkerProcess:
         self._log.close()
 
 
-def collect(busy: Sequence[WorkerProcess], wake: int | None = None) -> list[tuple[WorkerProcess, Reply]]:
-    """Wait until something happens to the workers, or `wake` can be read; the workers that are through, each with its
-    reply. Kills those that are late."""
+def collect(
+    busy: Sequence[WorkerProcess], wake: int | None = None
+) -> list[tuple[WorkerProcess, Reply]]:
+    """Wait until something happens to the workers, or `wake` can be read; the workers that are
+    through, each with its reply. Kills those that are late."""
     wait = min(worker.expires for worker in busy) - time.monotonic()
     interests = {fd: mask for worker in busy for fd, mask in worker.interests.items()}
     happened = _poll(interests if wake is None else {**interests, wake: select.POLLIN}, wait)
@@ -221,7 +250,9 @@ def collect(busy: Sequence[WorkerProcess], wake: int | None = None) -> list[tupl
             reply = Death(False, worker.bury())
         if reply is None and not readable and time.monotonic() > worker.expires:
             worker.kill()
-            reply = Death(True, f"no answer within {worker.deadline_s:g} s, killed{worker.last_output()}")
+            reply = Death(
+                True, f"no answer within {worker.deadline_s:g} s, killed{worker.last_output()}"
+            )
         if reply is not None:
             through.append((worker, reply))
     return through

@@ -1,4 +1,5 @@
-"""The algorithm: advantages, losses, correction, mismatch, packing, optimizer, and the learner that joins them.
+"""The algorithm: advantages, losses, correction, mismatch, packing, optimizer, and the learner that
+joins them.
 
 Here are the names that need no torch: settings and samples.
 """

@@ -1,1 +1,2 @@
-"""A run's directory: its files, checkpoints and metrics, as they are written and read. Imports no torch."""
+"""A run's directory: its files, checkpoints and metrics, as they are written and read. Imports no
+torch."""

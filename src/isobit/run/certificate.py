@@ -1,11 +1,13 @@
-"""`certificate.jsonl`: a chain of hashes over what a run recorded, a row for each step, the first of step 0.
+"""`certificate.jsonl`: a chain of hashes over what a run recorded, a row for each step, the first
+of step 0.
 
-A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights` after it
-(`training/saving/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz, the `metrics` without times
-and without an evaluation's, the `config` without what a resume may change, and the `build` of isobit. `hash` is the
-SHA-256 of all of these. So a row that is changed, deleted, repeated or moved anywhere breaks the chain there, and a
-checkpoint, which has the hash of its step's row, shows rows that are missing at the end. Whoever rewrites a run can
-compute its chain anew: what was said then is known by who kept its last hash (tests/commands/test_forgeries.py).
+A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights`
+after it (`training/saving/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz,
+the `metrics` without times and without an evaluation's, the `config` without what a resume may
+change, and the `build` of isobit. `hash` is the SHA-256 of all of these. So a row that is changed,
+deleted, repeated or moved anywhere breaks the chain there, and a checkpoint, which has the hash of
+its step's row, shows rows that are missing at the end. Whoever rewrites a run can compute its chain
+anew: what was said then is known by who kept its last hash (tests/commands/test_forgeries.py).
 """
 
 import hashlib
@@ -55,10 +57,19 @@ def digest(value: Any) -> str:
 
 
 def of_metrics(values: Mapping[str, Any]) -> str:
-    """Of a step's metrics, as they were measured or as metrics.jsonl has them: without those of the machine, and those
-    of an evaluation, which a run that is extended may lose."""
-    lasting = {name: value for name, value in values.items() if not of_the_machine(name) and not _evaluated(name)}
-    return digest({name: None if value != value or value in _INFINITE else value for name, value in lasting.items()})
+    """Of a step's metrics, as they were measured or as metrics.jsonl has them: without those of the
+    machine, and those of an evaluation, which a run that is extended may lose."""
+    lasting = {
+        name: value
+        for name, value in values.items()
+        if not of_the_machine(name) and not _evaluated(name)
+    }
+    return digest(
+        {
+            name: None if value != value or value in _INFINITE else value
+            for name, value in lasting.items()
+        }
+    )
 
 
 def _evaluated(name: str) -> bool:
@@ -72,7 +83,8 @@ def build() -> str:
 
 @dataclass(frozen=True)
 class Chain:
-    """The rows of a certificate, by step, and what is wrong with them, in words; `head` is the last row's hash."""
+    """The rows of a certificate, by step, and what is wrong with them, in words; `head` is the last
+    row's hash."""
 
     rows: Mapping[int, Mapping[str, Any]]
     problems: tuple[str, ...] = ()
@@ -91,8 +103,8 @@ class Chain:
 
 
 def read_chain(path: Path) -> Chain | None:
-    """The chain in a file; None where there is no file. Every row must be whole, have the hash of what it says, and
-    follow the one before it."""
+    """The chain in a file; None where there is no file. Every row must be whole, have the hash of
+    what it says, and follow the one before it."""
     rows: dict[int, Mapping[str, Any]] = {}
     problems: list[str] = []
     try:
@@ -109,7 +121,10 @@ def read_chain(path: Path) -> Chain | None:
             continue
         step = row["step"]
         if row["previous"] != previous:
-            problems.append(f"{what}: step {step} does not follow the row before it: a row was changed or is missing")
+            problems.append(
+                f"{what}: step {step} does not follow the row before it: a row was changed or "
+                "is missing"
+            )
         elif expected is not None and step != expected:
             problems.append(f"{what}: step {step} stands where step {expected} belongs")
         if step in rows:

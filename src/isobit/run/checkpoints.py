@@ -1,10 +1,12 @@
-"""Checkpoints that are either complete or absent: written under a temporary name, hashed, renamed into place.
+"""Checkpoints that are either complete or absent: written under a temporary name, hashed, renamed
+into place.
 
-A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one whose files match; a
-damaged one is reported and skipped, and set aside by a run that goes on. A power cut between any two writes leaves the
-checkpoint or its predecessor (tests/faults/test_faults.py). Several processes write one checkpoint together: the first
-of them makes and renames the directory, and all share the hashing; what fails in one fails in all. Left out: what is in
-a checkpoint (the caller writes it).
+A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one
+whose files match; a damaged one is reported and skipped, and set aside by a run that goes on. A
+power cut between any two writes leaves the checkpoint or its predecessor
+(tests/faults/test_faults.py). Several processes write one checkpoint together: the first of them
+makes and renames the directory, and all share the hashing; what fails in one fails in all. Left
+out: what is in a checkpoint (the caller writes it).
 """
 
 import hashlib
@@ -28,8 +30,8 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes that write and read a checkpoint together: `isobit.distributed.Ranks`, of which this room, which
-    imports no torch, knows no more."""
+    """The processes that write and read a checkpoint together: `isobit.distributed.Ranks`, of which
+    this room, which imports no torch, knows no more."""
 
     rank: int
     size: int
@@ -59,17 +61,22 @@ class _One:
 ONE = _One()
 
 
-def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: int, ranks: Ranks = ONE) -> Path:
-    """Write the checkpoint of a step through `write(folder)`, atomically, and drop all but it and the newest
-    `keep_last` - 1 others.
+def save(
+    directory: Path, step: int, write: Callable[[Path], None], keep_last: int, ranks: Ranks = ONE
+) -> Path:
+    """Write the checkpoint of a step through `write(folder)`, atomically, and drop all but it and
+    the newest `keep_last` - 1 others.
 
-    Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as they are.
+    Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as
+    they are.
     """
     final = path_of(directory, step)
     replace(final, write, ranks=ranks)
     if ranks.rank == 0:
         others = [path for path in all_checkpoints(directory) if path != final]
-        for old in others[: max(len(others) - keep_last + 1, 0)]:  # a negative end would count from the newest
+        for old in others[
+            : max(len(others) - keep_last + 1, 0)
+        ]:  # a negative end would count from the newest
             with suppress(OSError):  # that it stays harms nobody, and the next one tries again
                 shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
     return final
@@ -85,19 +92,27 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
-def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None, ranks: Ranks = ONE) -> None:
-    """Write a directory through `write(folder)`, with a manifest, and put it in the place of `final`, whole or not at
-    all; what was there is removed, or renamed to `keep`. All ranks call this and `write`, which raises on all what it
-    raises on one. Raises RunFailed as `save`."""
+def replace(
+    final: Path, write: Callable[[Path], None], keep: Path | None = None, ranks: Ranks = ONE
+) -> None:
+    """Write a directory through `write(folder)`, with a manifest, and put it in the place of
+    `final`, whole or not at all; what was there is removed, or renamed to `keep`. All ranks call
+    this and `write`, which raises on all what it raises on one. Raises RunFailed as `save`."""
     temporary = final.parent / f"{_WRITING}{final.name}"
     replaced = keep or final.parent / f"{_REPLACED}{final.name}"
     try:
         ranks.on_first(lambda: _make_empty(temporary))
         write(temporary)
         sizes = ranks.broadcast_result(lambda: _sizes(temporary))
-        mine = ranks.run_on_all(lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)})
-        digests = {name: digest for each in ranks.all_gather_json(mine) for name, digest in each.items()}
-        ranks.on_first(lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
+        mine = ranks.run_on_all(
+            lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)}
+        )
+        digests = {
+            name: digest for each in ranks.all_gather_json(mine) for name, digest in each.items()
+        }
+        ranks.on_first(
+            lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced)
+        )
     except Exception as error:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,7 +120,9 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
                 replaced.rename(final)
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
-            raise RunFailed(f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact") from None
+            raise RunFailed(
+                f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact"
+            ) from None
         raise
     if keep is None and ranks.rank == 0:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -128,7 +145,11 @@ def _put(temporary: Path, manifest: Mapping[str, str], final: Path, replaced: Pa
 
 def _sizes(folder: Path) -> dict[str, int]:
     """The sizes of the files in a folder, by their paths in it."""
-    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.stat().st_size
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
@@ -143,15 +164,22 @@ def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
 
 def all_checkpoints(directory: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    found = [p for p in directory.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()]
+    found = [
+        p
+        for p in directory.glob(f"{_PREFIX}*")
+        if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()
+    ]
     return sorted(found, key=step_of)
 
 
-def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole, and of which `problem` has none to tell, and a line for every newer one.
-    All ranks look, `problem` says on all what it says on one.
+def newest(
+    directory: Path, problem: Problem | None = None, ranks: Ranks = ONE
+) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is whole, and of which `problem` has none to tell, and a line for
+    every newer one. All ranks look, `problem` says on all what it says on one.
 
-    Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no such checkpoint.
+    Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no
+    such checkpoint.
     """
     warnings: list[str] = []
     names = ranks.broadcast_result(lambda: [path.name for path in all_checkpoints(directory)])
@@ -165,8 +193,9 @@ def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) 
 
 
 def go_on_from(path: Path) -> None:
-    """For the run that goes on from a checkpoint: what interrupted writes left behind is removed, and newer
-    checkpoints, being damaged, are set aside, where no count of the newest ones finds them."""
+    """For the run that goes on from a checkpoint: what interrupted writes left behind is removed,
+    and newer checkpoints, being damaged, are set aside, where no count of the newest ones finds
+    them."""
     remove_leftovers(path.parent)
     checkpoints = all_checkpoints(path.parent)
     for newer in checkpoints[checkpoints.index(path) + 1 :]:
@@ -176,7 +205,8 @@ def go_on_from(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what interrupted writes into a directory left behind, and bring back what they would have replaced."""
+    """Remove what interrupted writes into a directory left behind, and bring back what they would
+    have replaced."""
     for leftover in directory.glob(f"{_WRITING}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in directory.glob(f"{_REPLACED}*"):
@@ -191,19 +221,31 @@ def damage(path: Path, ranks: Ranks = ONE) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share its files."""
     manifest, sizes, found = ranks.broadcast_result(lambda: _manifest(path))
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
-    problems = {name: problem for each in ranks.all_gather_json(mine) for name, problem in each.items()}
+    problems = {
+        name: problem for each in ranks.all_gather_json(mine) for name, problem in each.items()
+    }
     return found or next((problems[name] for name in manifest if problems[name] is not None), None)
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:
-    """The manifest of a checkpoint, the sizes of its files, 0 where there is none, and what is wrong with it."""
+    """The manifest of a checkpoint, the sizes of its files, 0 where there is none, and what is
+    wrong with it."""
     try:
         manifest = parse_json(read_bytes(path / _MANIFEST, _MOST_BYTES).decode("utf-8"))
-        if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+        if not isinstance(manifest, dict) or not all(
+            isinstance(digest, str) for digest in manifest.values()
+        ):
             return {}, {}, f"{_MANIFEST} cannot be read: it is no list of files and their SHA-256"
         if foreign := [name for name in manifest if not _inside(name)]:
-            return {}, {}, f"{_MANIFEST} names {brief(foreign[0])!r}, which is no file of a checkpoint"
-        sizes = {name: (path / name).stat().st_size if (path / name).is_file() else 0 for name in manifest}
+            return (
+                {},
+                {},
+                f"{_MANIFEST} names {brief(foreign[0])!r}, which is no file of a checkpoint",
+            )
+        sizes = {
+            name: (path / name).stat().st_size if (path / name).is_file() else 0
+            for name in manifest
+        }
     except FileNotFoundError:
         return {}, {}, f"{_MANIFEST} is missing"
     except (OSError, UnicodeDecodeError, BadJson) as error:

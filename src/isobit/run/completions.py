@@ -1,8 +1,9 @@
 """`completions.jsonl.gz`: the completions of a run, one member of gzip for each step.
 
-Members that follow one another are one file to `zcat`, pandas and Python's gzip (RFC 1952, 2.2): JSONL, a row for each
-completion. Each says its own length in an extra field of its header (2.3.1.1), so a step is found without unpacking
-those before it, appended, and cut off again, exactly. Left out: what is in a row (`training/recording/rows.py`).
+Members that follow one another are one file to `zcat`, pandas and Python's gzip (RFC 1952, 2.2):
+JSONL, a row for each completion. Each says its own length in an extra field of its header
+(2.3.1.1), so a step is found without unpacking those before it, appended, and cut off again,
+exactly. Left out: what is in a row (`training/recording/rows.py`).
 """
 
 import hashlib
@@ -24,7 +25,9 @@ SAME = "same"
 """What stands for `policy_logprobs` that are `rollout_logprobs`, bit for bit."""
 _LEVEL = 3
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_HEAD = struct.Struct("<4sIBBH2sHQ")  # magic with method and flags, time, level, system, extra: length, name, size
+_HEAD = struct.Struct(
+    "<4sIBBH2sHQ"
+)  # magic with method and flags, time, level, system, extra: length, name, size
 _MAGIC, _SYSTEM, _FIELD = b"\x1f\x8b\x08\x04", 255, b"IB"
 _PREFIX = _HEAD.pack(_MAGIC, 0, 0, _SYSTEM, 12, _FIELD, 8, 0)[:-8]
 """Begins every member."""
@@ -40,11 +43,14 @@ class Member(NamedTuple):
 
 
 def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = None) -> bytes:
-    """The member of a step, the same bytes for the same rows; nothing for no rows. `digest` is given its lines."""
+    """The member of a step, the same bytes for the same rows; nothing for no rows. `digest` is
+    given its lines."""
     squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     parts, checksum, length = list[bytes](), 0, 0
     for row in rows:
-        line = (_encode(row) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's escape
+        line = (_encode(row) + "\n").encode(
+            "utf-8", "backslashreplace"
+        )  # half a surrogate pair as JSON's escape
         checksum, length = zlib.crc32(line, checksum), length + len(line)
         parts.append(squeeze.compress(line))
         if digest is not None:
@@ -58,8 +64,9 @@ def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = Non
 
 
 def members(path: Path, start: int = 0) -> Iterator[Member]:
-    """The members from a place on; one that is not whole yet, or that a kill left half-written, ends them. Where bytes
-    are damaged, what lies between the members before and after them is one, which `lines` refuses.
+    """The members from a place on; one that is not whole yet, or that a kill left half-written,
+    ends them. Where bytes are damaged, what lies between the members before and after them is one,
+    which `lines` refuses.
 
     Raises IsobitError for a file that is not a run's, or that may not be read.
     """
@@ -89,7 +96,9 @@ def _end(file: IO[bytes], start: int, size: int) -> int | None:
         return said
     place, kept = start + 1, b""
     file.seek(place)
-    while part := file.read(1 << 20):  # what it says is wrong, or what comes after it: the next that begins, anywhere
+    while part := file.read(
+        1 << 20
+    ):  # what it says is wrong, or what comes after it: the next that begins, anywhere
         block = kept + part
         if (at := block.find(_PREFIX)) >= 0:
             return said if start + _HEAD.size < said < place + at else place + at
@@ -104,7 +113,11 @@ def _begins(file: IO[bytes], place: int, size: int) -> bool:
     """Whether a member begins at a place, or as much of one as there is."""
     file.seek(place)
     found = file.read(len(_PREFIX))
-    return bool(found) and _PREFIX.startswith(found) and (len(found) == len(_PREFIX) or place + len(found) == size)
+    return (
+        bool(found)
+        and _PREFIX.startswith(found)
+        and (len(found) == len(_PREFIX) or place + len(found) == size)
+    )
 
 
 def end(path: Path) -> int:
@@ -113,7 +126,8 @@ def end(path: Path) -> int:
 
 
 def lines(path: Path, member: Member) -> list[bytes]:
-    """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run would write."""
+    """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run
+    would write."""
     with path.open("rb") as file:
         file.seek(member.start)
         packed = file.read(member.length)
@@ -122,35 +136,53 @@ def lines(path: Path, member: Member) -> list[bytes]:
         found = unpack.decompress(packed, max(_MOST_RATIO * len(packed), 1 << 26))
     except zlib.error as error:
         raise IsobitError(f"{path}: damaged at byte {member.start}: {error}") from None
-    if not packed.startswith(_PREFIX) or int(_HEAD.unpack_from(packed)[7]) != len(packed) or unpack.unused_data:
-        raise IsobitError(f"{path}: damaged at byte {member.start}: its header is not the one that was written")
+    if (
+        not packed.startswith(_PREFIX)
+        or int(_HEAD.unpack_from(packed)[7]) != len(packed)
+        or unpack.unused_data
+    ):
+        raise IsobitError(
+            f"{path}: damaged at byte {member.start}: its header is not the one that was written"
+        )
     if not unpack.eof:
-        reason = f"it unpacks to more than {_MOST_RATIO} times its size" if unpack.unconsumed_tail else "it is cut off"
+        reason = (
+            f"it unpacks to more than {_MOST_RATIO} times its size"
+            if unpack.unconsumed_tail
+            else "it is cut off"
+        )
         raise IsobitError(f"{path}: damaged at byte {member.start}: {reason}")
     return found.split(b"\n")[:-1]
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """A row, its log-probabilities as they were: text of a float32 is short, and reads back as that float32. Raises
-    IsobitError for what is no row of completions."""
+    """A row, its log-probabilities as they were: text of a float32 is short, and reads back as that
+    float32. Raises IsobitError for what is no row of completions."""
     try:
-        row = json.loads(line)  # half a surrogate pair, which a tokenizer may give, is read as it was written
+        row = json.loads(
+            line
+        )  # half a surrogate pair, which a tokenizer may give, is read as it was written
         if type(row["step"]) is not int:
             raise TypeError
         if row.get("rollout_logprobs") is not None:
             row["rollout_logprobs"] = array("f", row["rollout_logprobs"]).tolist()
         policy = row.get("policy_logprobs")
         if policy is not None:
-            row["policy_logprobs"] = row["rollout_logprobs"] if policy == SAME else array("f", policy).tolist()
+            row["policy_logprobs"] = (
+                row["rollout_logprobs"] if policy == SAME else array("f", policy).tolist()
+            )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise IsobitError(f"not a row of completions: {brief(line[:200].decode('utf-8', 'replace'))}") from None
+        raise IsobitError(
+            f"not a row of completions: {brief(line[:200].decode('utf-8', 'replace'))}"
+        ) from None
     assert isinstance(row, dict)
     return row
 
 
 def is_reward(value: Any) -> bool:
     """Whether a row's reward is one: a number that is finite, or None."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+    number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+    )
     return value is None or number
 
 
@@ -161,8 +193,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class CompletionTail(Iterator[dict[str, Any]]):
-    """The rows of a file that grows; stops where there are no more, and goes on from there. What is damaged is left
-    out."""
+    """The rows of a file that grows; stops where there are no more, and goes on from there. What is
+    damaged is left out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0

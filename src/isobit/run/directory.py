@@ -31,19 +31,25 @@ from isobit.run import checkpoints, durable, metrics
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.format import FORMAT, FORMAT_NOW, check_format
-from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
-
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, RESOLVED, INPUTS, ROLLOUTS_FROM = (
-    "config.yaml",
-    "metrics.jsonl",
-    "quantization.jsonl",
-    "checkpoints",
-    "report.html",
-    "machine.json",
-    "resolved.json",
-    "inputs.json",
-    "rollouts_from.txt",
+from isobit.run.rows import (
+    MOST_STEPS,
+    Say,
+    kept_until,
+    metric_row,
+    quantization_row,
+    read_rows,
+    warn,
 )
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+QUANTIZATION = "quantization.jsonl"
+CHECKPOINTS = "checkpoints"
+REPORT = "report.html"
+MACHINE = "machine.json"
+RESOLVED = "resolved.json"
+INPUTS = "inputs.json"
+ROLLOUTS_FROM = "rollouts_from.txt"
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
@@ -53,14 +59,16 @@ REWARDS_LOG = "rewards.log"
 
 
 class Lock:
-    """A run directory that no second process works on. Raises IsobitError where one does, or where nothing can be
-    written."""
+    """A run directory that no second process works on. Raises IsobitError where one does, or where
+    nothing can be written."""
 
     def __init__(self, directory: Path) -> None:
         try:
             self._file = _own_file(directory / LOCK, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
-            raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
+            raise IsobitError(
+                f"cannot write into run directory {directory}: {error.strerror}"
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -85,8 +93,8 @@ def in_use(directory: Path) -> bool:
 
 
 def _own_file(path: Path, flags: int) -> IO[bytes]:
-    """A file of a run: a regular one, and no link to what is elsewhere, which a stranger's directory could have in its
-    place. Raises OSError."""
+    """A file of a run: a regular one, and no link to what is elsewhere, which a stranger's
+    directory could have in its place. Raises OSError."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -105,10 +113,14 @@ class RunDirectory:
     """An open run directory, locked against a second process. Use as a context manager."""
 
     def __init__(
-        self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None, lock: Lock | None = None
+        self,
+        directory: Path,
+        offsets: Mapping[str, int],
+        config_text: str | None = None,
+        lock: Lock | None = None,
     ) -> None:
-        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer one. `lock`, if it
-        was taken before, is given up with the rest."""
+        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer
+        one. `lock`, if it was taken before, is given up with the rest."""
         self.directory = directory
         self._lock = lock or Lock(directory)
         if config_text is not None:  # first: without its config nothing has begun
@@ -116,23 +128,31 @@ class RunDirectory:
                 durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
                 durable.write_text(directory / CONFIG, config_text)
             except OSError as error:
-                raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
+                raise IsobitError(
+                    f"cannot write into run directory {directory}: {error.strerror}"
+                ) from None
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
         self._rows = kept_until(directory / METRICS, MOST_STEPS)[1]
 
     @staticmethod
-    def create(directory: Path, config_text: str, rollouts_from: Path | None = None) -> "RunDirectory":
-        """A new run, which may learn from the rollouts of another; IsobitError if the directory exists and is not
-        empty."""
+    def create(
+        directory: Path, config_text: str, rollouts_from: Path | None = None
+    ) -> "RunDirectory":
+        """A new run, which may learn from the rollouts of another; IsobitError if the directory
+        exists and is not empty."""
         refuse_existing(directory)
         try:
             durable.make_directory(directory)
-            (directory / ROLLOUTS_FROM).unlink(missing_ok=True)  # of one that was killed before it had begun
+            (directory / ROLLOUTS_FROM).unlink(
+                missing_ok=True
+            )  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
-            raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
+            raise IsobitError(
+                f"cannot create run directory {directory}: {error.strerror}"
+            ) from None
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -144,18 +164,24 @@ class RunDirectory:
         self._lock.close()
 
     def record_machine(self, facts: Mapping[str, object]) -> list[str]:
-        """Keep what the run is computed by; returns a line where nobody knows what it began with. Raises IsobitError
-        where the run would go on by another `backend`, with other bits."""
+        """Keep what the run is computed by; returns a line where nobody knows what it began with.
+        Raises IsobitError where the run would go on by another `backend`, with other bits."""
         path = self.directory / MACHINE
         before = object_in(path)
         if before is None or "backend" not in before:
-            missing = [] if before is None else [f"warning: {path} cannot be read: what the run began on is not known"]
+            missing = (
+                []
+                if before is None
+                else [f"warning: {path} cannot be read: what the run began on is not known"]
+            )
             self.write_object(MACHINE, facts)
             return missing
         if before["backend"] != facts["backend"]:
             raise IsobitError(
-                f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
-                f"{facts['backend']}, which rounds in other places; resume it where the former works"
+                f"run {self.directory} was computed by the {before['backend']} backend, and "
+                "here it would go on by "
+                f"{facts['backend']}, which rounds in other places; resume it where the former "
+                "works"
             )
         if before.get("order") != facts.get("order"):
             raise IsobitError(
@@ -168,7 +194,8 @@ class RunDirectory:
         for name, was in began.items() if isinstance(began, dict) else ():
             if formats.get(name, was) != was:
                 raise IsobitError(
-                    f"run {self.directory} began with {name} {was}, and under the same precision this version of "
+                    f"run {self.directory} began with {name} {was}, and under the same "
+                    "precision this version of "
                     f"isobit has {formats[name]}; resume it with the version that began it"
                 )
         return []
@@ -182,8 +209,8 @@ class RunDirectory:
         return self.directory / CHECKPOINTS
 
     def written(self) -> dict[str, Any]:
-        """What the files that grow hold, part of a checkpoint's state: `rows` of metrics.jsonl, whose times have no
-        fixed length, and `offsets`, the bytes of the others."""
+        """What the files that grow hold, part of a checkpoint's state: `rows` of metrics.jsonl,
+        whose times have no fixed length, and `offsets`, the bytes of the others."""
         offsets = {name: file.tell() for name, file in self._files.items() if name != METRICS}
         return {"rows": self._rows, "offsets": offsets}
 
@@ -202,7 +229,8 @@ class RunDirectory:
         self._rows += 1
 
     def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
-        """The completions of one step; called once for each. Returns the SHA-256 of their lines, None for no rows."""
+        """The completions of one step; called once for each. Returns the SHA-256 of their lines,
+        None for no rows."""
         digest = hashlib.sha256()
         member = pack(rows, digest)
         self._append(COMPLETIONS, member)
@@ -217,7 +245,9 @@ class RunDirectory:
         self._write(QUANTIZATION, [{"step": step, "tensors": tensors}])
 
     def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._append(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        self._append(
+            name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        )
 
     def _append(self, name: str, content: bytes) -> None:
         file = self._files[name]
@@ -234,11 +264,15 @@ class RunDirectory:
             raise self._cannot_write(self.directory / name, error) from None
 
     def _cannot_write(self, path: Path, error: OSError) -> RunFailed:
-        return RunFailed(f"cannot write {path}: {error.strerror}; go on with: isobit train --resume {self.directory}")
+        return RunFailed(
+            f"cannot write {path}: {error.strerror}; go on with: isobit train --resume "
+            f"{self.directory}"
+        )
 
 
 class FollowedDirectory(RunDirectory):
-    """The directory of a run whose files another process writes: nothing is written, and nothing locked."""
+    """The directory of a run whose files another process writes: nothing is written, and nothing
+    locked."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -262,14 +296,21 @@ class FollowedDirectory(RunDirectory):
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on with."""
+    """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on
+    with."""
     if what := occupied(directory):
-        again = f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
-        raise IsobitError(f"run directory {directory} exists and {what}; choose another (--out, or run.dir=...){again}")
+        again = (
+            f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
+        )
+        raise IsobitError(
+            f"run directory {directory} exists and {what}; choose another (--out, or "
+            f"run.dir=...){again}"
+        )
 
 
 def occupied(directory: Path) -> str | None:
-    """What a directory, where something new is to be written, holds already; None if it is missing or empty."""
+    """What a directory, where something new is to be written, holds already; None if it is missing
+    or empty."""
     if not directory.exists():
         return None
     if not directory.is_dir():
@@ -279,7 +320,12 @@ def occupied(directory: Path) -> str | None:
     if (directory / "config.json").is_file():
         return "is a model"
     files = (CONFIG, ROLLOUTS_FROM, FORMAT)
-    begun = {LOCK, ROLLOUTS_FROM, FORMAT, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
+    begun = {
+        LOCK,
+        ROLLOUTS_FROM,
+        FORMAT,
+        *(f".{name}.partial" for name in files),
+    }  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
@@ -295,13 +341,14 @@ def rollouts_from(directory: Path) -> Path | None:
 
 
 def began_by(directory: Path) -> dict[str, Any]:
-    """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if that is not known."""
+    """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if
+    that is not known."""
     return object_in(directory / MACHINE) or {}
 
 
 def object_in(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file: empty if there is something else in it, or nothing that can be read; None without a
-    file."""
+    """The JSON object in a file: empty if there is something else in it, or nothing that can be
+    read; None without a file."""
     try:
         found = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
     except FileNotFoundError:
@@ -318,15 +365,18 @@ def _open_at(path: Path, offset: int) -> IO[bytes]:
         raise IsobitError(f"cannot write {path}: {error.strerror}") from None
     if file.seek(0, 2) < offset:
         file.close()
-        raise IsobitError(f"{path} is shorter than its checkpoint says ({offset} bytes): it was changed")
+        raise IsobitError(
+            f"{path} is shorter than its checkpoint says ({offset} bytes): it was changed"
+        )
     file.truncate(offset)
     file.seek(offset)
     return file
 
 
 def read_jsonl(path: Path, say: Say = warn) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, or of quantization.jsonl; what is none is left out, and `say` is told in a line at the
-    end. Raises IsobitError where there is no file, or none that may be read."""
+    """The rows of metrics.jsonl, or of quantization.jsonl; what is none is left out, and `say` is
+    told in a line at the end. Raises IsobitError where there is no file, or none that may be
+    read."""
     return read_rows(path, quantization_row if path.name == QUANTIZATION else metric_row, say)
 
 
@@ -339,10 +389,12 @@ def require_run(directory: Path) -> None:
 
 
 def newest_checkpoint(
-    directory: Path, problem: checkpoints.Problem | None = None, ranks: checkpoints.Ranks = checkpoints.ONE
+    directory: Path,
+    problem: checkpoints.Problem | None = None,
+    ranks: checkpoints.Ranks = checkpoints.ONE,
 ) -> Path:
-    """The newest checkpoint of a run that is whole, and of which `problem` has none to tell; newer ones are named on
-    stderr, by the first rank."""
+    """The newest checkpoint of a run that is whole, and of which `problem` has none to tell; newer
+    ones are named on stderr, by the first rank."""
     path, warnings = checkpoints.newest(directory / CHECKPOINTS, problem, ranks)
     for warning in warnings if ranks.rank == 0 else []:
         print(f"isobit: {warning}", file=sys.stderr)
@@ -350,8 +402,8 @@ def newest_checkpoint(
 
 
 def model_directory(path: Path, best: bool = False) -> Path:
-    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path itself, a Hugging Face
-    directory. Raises IsobitError for a run that has neither."""
+    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path
+    itself, a Hugging Face directory. Raises IsobitError for a run that has neither."""
     if not (path / CONFIG).is_file():
         return path
     require_run(path)
@@ -360,13 +412,15 @@ def model_directory(path: Path, best: bool = False) -> Path:
     if not (path / BEST).is_dir():
         raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
     if (problem := checkpoints.damage(path / BEST)) is not None:
-        raise IsobitError(f"{path / BEST} is damaged ({problem}); take the newest checkpoint: leave out --best")
+        raise IsobitError(
+            f"{path / BEST} is damaged ({problem}); take the newest checkpoint: leave out --best"
+        )
     return path / BEST
 
 
 class Interruption:
-    """SIGINT, SIGTERM and SIGHUP, unless it is ignored as under nohup, set a flag, which the training loop reads
-    between steps; a second signal ends the process."""
+    """SIGINT, SIGTERM and SIGHUP, unless it is ignored as under nohup, set a flag, which the
+    training loop reads between steps; a second signal ends the process."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -378,7 +432,9 @@ class Interruption:
                 continue
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not in the main thread: a program that embeds isobit keeps its own handlers
+            except (
+                ValueError
+            ):  # not in the main thread: a program that embeds isobit keeps its own handlers
                 break
         return self
 

@@ -1,7 +1,8 @@
-"""Writes that a power cut leaves undone or done: flushed to the disk before anything counts on them.
+"""Writes that a power cut leaves undone or done: flushed to the disk before anything counts on
+them.
 
-A file's bytes are on the disk after an fsync of the file, its name after one of the directory. Left out: what order of
-writes makes a run whole (`checkpoints.py`, `directory.py`).
+A file's bytes are on the disk after an fsync of the file, its name after one of the directory. Left
+out: what order of writes makes a run whole (`checkpoints.py`, `directory.py`).
 """
 
 import os
@@ -41,11 +42,13 @@ def put_in_place(folder: Path, to: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whole, at any moment; where it cannot be written, the
-    old one alone. Raises OSError."""
+    """Write a file so that there is the old one or the new one, whole, at any moment; where it
+    cannot be written, the old one alone. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.unlink(missing_ok=True)  # of a write that was cut off; or a link to what is elsewhere
+        partial.unlink(
+            missing_ok=True
+        )  # of a write that was cut off; or a link to what is elsewhere
         with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -1,6 +1,8 @@
-"""Where the files that grow are cut when a run goes on from a checkpoint, and what of them was lost or damaged.
+"""Where the files that grow are cut when a run goes on from a checkpoint, and what of them was lost
+or damaged.
 
-Weights are sound or not by their own checksums: what became of a log costs its rows, and is said in a line each.
+Weights are sound or not by their own checksums: what became of a log costs its rows, and is said in
+a line each.
 """
 
 from collections.abc import Mapping
@@ -18,8 +20,8 @@ from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_l
 
 def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
     """Where each file is to be cut for a run that goes on from a checkpoint of this `state` (what
-    `RunDirectory.written` says, the `step`, and whether its metrics are `unrecorded`), and what has been lost since, a
-    line for each file."""
+    `RunDirectory.written` says, the `step`, and whether its metrics are `unrecorded`), and what has
+    been lost since, a line for each file."""
     found, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
     last = state["step"] - (state.get("unrecorded") is not None)
     found[METRICS], rows = kept_until(directory / METRICS, last)
@@ -32,11 +34,14 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
             found[name] = completions.end(path) if name == COMPLETIONS else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
     lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
-    return found, [f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost]
+    return found, [
+        f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost
+    ]
 
 
 def damaged_steps(path: Path, until: int) -> list[str]:
-    """A line about the steps whose completions cannot be read any more, up to a byte; none where all can."""
+    """A line about the steps whose completions cannot be read any more, up to a byte; none where
+    all can."""
     before, found = 0, list[str]()
     for member in completions.members(path):
         if member.start >= until:
@@ -45,7 +50,11 @@ def damaged_steps(path: Path, until: int) -> list[str]:
             rows = [completions.parse(line) for line in completions.lines(path, member)]
             before = int(rows[0]["step"])
         except (IsobitError, IndexError):
-            found.append(f"step {before + 1}" if not found or found[-1] != f"step {before + 1}" else "the next")
+            found.append(
+                f"step {before + 1}"
+                if not found or found[-1] != f"step {before + 1}"
+                else "the next"
+            )
     if not found:
         return []
     more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
@@ -61,7 +70,11 @@ def last_step(directory: Path) -> int:
     steps += [] if chain is None else chain.rows
     for member in reversed(list(completions.members(directory / COMPLETIONS))):
         try:
-            steps.append(int(completions.parse(completions.lines(directory / COMPLETIONS, member)[0])["step"]))
+            steps.append(
+                int(
+                    completions.parse(completions.lines(directory / COMPLETIONS, member)[0])["step"]
+                )
+            )
             break
         except (IsobitError, IndexError):
             steps.append(1)  # it is one, though nobody can read which
@@ -69,7 +82,8 @@ def last_step(directory: Path) -> int:
 
 
 def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
-    """The row of metrics.jsonl that begins at a byte, and where it ends; None if no whole one does."""
+    """The row of metrics.jsonl that begins at a byte, and where it ends; None if no whole one
+    does."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,7 +1,8 @@
 """What each rank of a run is doing, in files that `isobit watch` reads: `logs/rank-00003.json`.
 
-One object: `rank`, `host`, `pid`, `step`, `phase`, `since` (of the phase, seconds since 1970), `memory_mib`. A run of
-one process has none. Left out: deciding from it that a rank is dead, which the ranks find out by themselves.
+One object: `rank`, `host`, `pid`, `step`, `phase`, `since` (of the phase, seconds since 1970),
+`memory_mib`. A run of one process has none. Left out: deciding from it that a rank is dead, which
+the ranks find out by themselves.
 """
 
 import json
@@ -37,8 +38,8 @@ class Heartbeat:
             self._path.parent.mkdir(exist_ok=True)
 
     def beat(self, phase: str) -> None:
-        """A phase has begun, which may be the one before once more: of such, few are written. A disk that does not take
-        it is no reason to end the run."""
+        """A phase has begun, which may be the one before once more: of such, few are written. A
+        disk that does not take it is no reason to end the run."""
         now = time.monotonic()
         if not self._active or (phase == self._phase and now - self._written < _EVERY_S):
             return
@@ -59,16 +60,23 @@ class Heartbeat:
 
 
 def beats(run: Path) -> list[dict[str, Any]]:
-    """The newest of every rank, by rank; none for a run of one process. A file that says something else is none."""
+    """The newest of every rank, by rank; none for a run of one process. A file that says something
+    else is none."""
     found = []
     for path in sorted((run / LOGS).glob("rank-*.json"))[:_MOST_RANKS]:
         with suppress(OSError, UnicodeDecodeError, BadJson):
             beat = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
-            if isinstance(beat, dict) and all(_is(beat.get(name), kind) for name, kind in _KINDS.items()):
+            if isinstance(beat, dict) and all(
+                _is(beat.get(name), kind) for name, kind in _KINDS.items()
+            ):
                 found.append(beat)
     return found
 
 
 def _is(value: Any, kind: type) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    number = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -_LARGEST < value < _LARGEST
+    )
     return isinstance(value, str) if kind is str else number

@@ -1,7 +1,9 @@
-"""Every metric that a run logs, in one place: its name, its meaning and the source of its definition.
+"""Every metric that a run logs, in one place: its name, its meaning and the source of its
+definition.
 
-`python -m isobit.run.metrics` prints docs/metrics.md. A name that is not here cannot be logged. Names that end in `*`
-stand for a family (one per reward function, per k, per value of a tag, or per sign of the advantage).
+`python -m isobit.run.metrics` prints docs/metrics.md. A name that is not here cannot be logged.
+Names that end in `*` stand for a family (one per reward function, per k, per value of a tag, or per
+sign of the advantage).
 """
 
 import math
@@ -13,83 +15,121 @@ METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the scored completions",
     "reward/std": "standard deviation of these rewards (over n - 1)",
     "reward/function/*": "mean of one reward function, unweighted",
-    "reward/reference_kl": "mean KL to the reference that the reward of a completion loses, by kl_estimator",
-    "accuracy/held_out": "greedy completions of the held-out split whose reward is at least 1, as a fraction",
+    "reward/reference_kl": "mean KL to the reference that the reward of a completion loses, by "
+    "kl_estimator",
+    "accuracy/held_out": "greedy completions of the held-out split whose reward is at least 1, "
+    "as a fraction",
     "reward/held_out": "mean reward of the greedy completions of the held-out split",
-    "accuracy/pass_at_*": "pass@k on the held-out split, from samples: the chance that one of k is correct (unbiased)",
-    "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most of k samples is correct",
+    "accuracy/pass_at_*": "pass@k on the held-out split, from samples: the chance that one of k "
+    "is correct (unbiased)",
+    "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most "
+    "of k samples is correct",
     "accuracy/tag/*": "accuracy/held_out of the prompts with one value of the tag",
-    "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's optimizer steps",
+    "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
+    "optimizer steps",
     "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
     "loss/*": "a metric of your own loss function: its mean over the trained tokens",
-    "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's optimizer steps",
-    "learn/skipped_share": "prompt and completion tokens without a backward: micro-batches whose advantages are all 0",
-    "learn/shared_share": "prompt and completion tokens whose rows were those of an earlier completion of the prompt",
+    "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's "
+    "optimizer steps",
+    "learn/skipped_share": "prompt and completion tokens without a backward: micro-batches "
+    "whose advantages are all 0",
+    "learn/shared_share": "prompt and completion tokens whose rows were those of an earlier "
+    "completion of the prompt",
     "learning_rate": "learning rate of this step",
-    "entropy": "mean entropy of the policy's distribution per completion token that the learner computes, in nats",
-    "clip_fraction": "completion tokens whose gradient the clip of the loss cuts off; none where the advantage is 0",
-    "groups/zero_spread_fraction": "groups whose scored rewards are all equal: nothing to learn from",
-    "advantage/nonzero_fraction": "samples learned from whose advantage is not 0; where it stays 0, nothing is learned",
+    "entropy": "mean entropy of the policy's distribution per completion token that the learner "
+    "computes, in nats",
+    "clip_fraction": "completion tokens whose gradient the clip of the loss cuts off; none "
+    "where the advantage is 0",
+    "groups/zero_spread_fraction": "groups whose scored rewards are all equal: nothing to learn "
+    "from",
+    "advantage/nonzero_fraction": "samples learned from whose advantage is not 0; where it "
+    "stays 0, nothing is learned",
     "groups/resampled": "groups dropped by dynamic sampling",
     "groups/unscored": "completions without a reward",
     "length/mean": "tokens per completion, the end-of-sequence token included",
     "length/truncated_fraction": "completions that ended at the length limit",
-    "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - log rollout (NeMo RL)",
-    "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) (gen_kl_error, k3_kl)",
-    "mismatch/kl_k3_reverse": "mean of exp(-lr) + lr - 1, estimating KL(learner ‖ rollout) (policy_kl_error)",
+    "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - "
+    "log rollout (NeMo RL)",
+    "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) "
+    "(gen_kl_error, k3_kl)",
+    "mismatch/kl_k3_reverse": "mean of exp(-lr) + lr - 1, estimating KL(learner ‖ rollout) "
+    "(policy_kl_error)",
     "mismatch/kl_k1": "mean of -lr: signed, so it shows a one-sided corruption (verl)",
-    "mismatch/importance_ratio": "mean of exp(lr); 1 in the mean if only noise differs (sampling_importance_ratio)",
+    "mismatch/importance_ratio": "mean of exp(lr); 1 in the mean if only noise differs "
+    "(sampling_importance_ratio)",
     "mismatch/chi2": "mean of exp(2 lr), minus 1 (verl's chi2_token)",
     "mismatch/js_divergence": "estimate of the Jensen-Shannon divergence (NeMo RL)",
     "mismatch/learner_ppl": "mean over sequences of exp(-mean log π_learner) (verl's training_ppl)",
     "mismatch/rollout_ppl": "mean over sequences of exp(-mean log π_rollout) (verl)",
-    "mismatch/log_ppl_diff": "mean over sequences of mean log π_rollout - mean log π_learner (verl)",
+    "mismatch/log_ppl_diff": "mean over sequences of mean log π_rollout - mean log π_learner "
+    "(verl)",
     "mismatch/ppl_ratio": "mean over sequences of exp of that difference (verl)",
     "mismatch/chi2_sequence": "mean over sequences of exp(2 Σ lr), minus 1 (verl's chi2_seq)",
     "mismatch/max_abs_logprob_diff": "largest |lr|",
-    "mismatch/kl_k3_from_*": "mismatch/kl_k3 of the tokens n to 2n - 1 of their completions, counted from 1, for each "
+    "mismatch/kl_k3_from_*": "mismatch/kl_k3 of the tokens n to 2n - 1 of their completions, "
+    "counted from 1, for each "
     "power of two n; only where tokens differ",
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
-    "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under on_mismatch: correct",
-    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on); of "
-    "samples that the learner leaves out, mismatch.samples_of_idle_groups; of batches sampled ahead of the learner, "
+    "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under "
+    "on_mismatch: correct",
+    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step "
+    "(the weights move on); of "
+    "samples that the learner leaves out, mismatch.samples_of_idle_groups; of batches sampled "
+    "ahead of the learner, "
     "mismatch.share_ahead in the step that samples them",
-    "mismatch/comparable_tokens": "tokens that could have been: of the weights of this step, learned from or sampled "
+    "mismatch/comparable_tokens": "tokens that could have been: of the weights of this step, "
+    "learned from or sampled "
     "ahead",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",
     "correction/rejected_fraction": "tokens that the correction left out",
     "correction/kept_fraction": "completions with a token that the correction kept",
-    "correction/effective_step": "share of the step that a correction leaves: Σ weight · |advantage| with it, "
+    "correction/effective_step": "share of the step that a correction leaves: Σ weight · "
+    "|advantage| with it, "
     "over the same sum without it",
     "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (verl)",
-    "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",
+    "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where "
+    "heavy tails show",
     "custom/*": "a number that one of the `measures` given to `train` returned",
     "steps/skipped": "optimizer steps skipped because a loss or a gradient was not finite",
-    "adapter/update_norm": "Frobenius norm of alpha / rank · B·A over all matrices that have an adapter",
-    "quant/weight_flushed_fraction": "non-zero weights of quantized layers that became 0 in the rollout's copy",
+    "adapter/update_norm": "Frobenius norm of alpha / rank · B·A over all matrices that have an "
+    "adapter",
+    "quant/weight_flushed_fraction": "non-zero weights of quantized layers that became 0 in the "
+    "rollout's copy",
     "quant/weight_saturated_fraction": "weights clamped by their scale",
-    "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative to the masters",
-    "quant/activation_flushed_fraction": "non-zero elements of the learner's activations that became 0 in FP8, "
+    "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative "
+    "to the masters",
+    "quant/activation_flushed_fraction": "non-zero elements of the learner's activations that "
+    "became 0 in FP8, "
     "every run.quantization_every steps",
     "quant/activation_saturated_fraction": "activations clamped by their scale; in the same steps",
-    "quant/activation_relative_error": "norm of the error of the quantized activations, relative; in the same steps",
-    "quant/gradient_flushed_fraction": "non-zero elements of output gradients that became 0 in FP8; in the same steps",
-    "quant/gradient_saturated_fraction": "elements of output gradients clamped by their scale; in the same steps",
-    "quant/gradient_relative_error": "norm of the error of the quantized gradients, relative; in the same steps",
+    "quant/activation_relative_error": "norm of the error of the quantized activations, "
+    "relative; in the same steps",
+    "quant/gradient_flushed_fraction": "non-zero elements of output gradients that became 0 in "
+    "FP8; in the same steps",
+    "quant/gradient_saturated_fraction": "elements of output gradients clamped by their scale; "
+    "in the same steps",
+    "quant/gradient_relative_error": "norm of the error of the quantized gradients, relative; "
+    "in the same steps",
     "quant/kv_scale_k_mean": "calibrated scale of the keys, mean over layers",
     "quant/kv_scale_v_mean": "calibrated scale of the values, mean over layers",
     "quant/query_scale_mean": "calibrated scale of the queries, mean over layers",
     "quant/kv_scale_drift": "largest relative change of a calibrated scale since the last step",
-    "quant/kv_saturated_fraction": "elements of keys and values that a calibrated scale clamped in the last rollout",
-    "router/load_max_over_mean": "tokens of the busiest expert over those of the average one, mean over layers",
+    "quant/kv_saturated_fraction": "elements of keys and values that a calibrated scale clamped "
+    "in the last rollout",
+    "router/load_max_over_mean": "tokens of the busiest expert over those of the average one, "
+    "mean over layers",
     "router/idle_fraction": "experts that served no token in the step's forwards",
-    "router/auxiliary_loss": "load-balancing loss (Switch) over the step's forwards and all layers; k where balanced",
-    "router/differing_choices": "(token, layer) pairs for which the learner would choose other experts",
-    "staleness/mean": "steps learned between the sampling of a completion and the learning from it, mean",
+    "router/auxiliary_loss": "load-balancing loss (Switch) over the step's forwards and all "
+    "layers; k where balanced",
+    "router/differing_choices": "(token, layer) pairs for which the learner would choose other "
+    "experts",
+    "staleness/mean": "steps learned between the sampling of a completion and the learning from "
+    "it, mean",
     "staleness/max": "the largest of them",
-    "staleness/kl_k3": "mismatch/kl_k3 of the samples of older weights, which the mismatch metrics leave out",
+    "staleness/kl_k3": "mismatch/kl_k3 of the samples of older weights, which the mismatch "
+    "metrics leave out",
     "staleness/token_mult_prob_error": "mismatch/token_mult_prob_error of the same samples",
     "replay/groups": "groups of the step that were learned from before",
     "replay/buffer_groups": "groups kept for replay",
@@ -101,11 +141,13 @@ METRICS: dict[str, str] = {
     "rollout/preemptions": "sequences that gave their pages back and were recomputed",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
     "weights_version": "syncs of the working weights since the model was loaded",
-    "time/sync": "seconds: requantizing the working weights, and sending and checking them with separate engines",
+    "time/sync": "seconds: requantizing the working weights, and sending and checking them with "
+    "separate engines",
     "time/send": "seconds: giving the weights to the engines of a fleet",
     "time/calibrate": "seconds: calibrating the KV cache",
     "time/rollout": "seconds: sampling",
-    "time/rollout_waited": "seconds after learning until a fleet had sampled and scored what it samples beside it",
+    "time/rollout_waited": "seconds after learning until a fleet had sampled and scored what it "
+    "samples beside it",
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/learn": "seconds: forward, backward, optimizer",
@@ -114,15 +156,18 @@ METRICS: dict[str, str] = {
     "throughput/rollout_tokens_per_s": "sampled tokens per second of sampling",
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
     "memory/peak_rss_mib": "largest resident memory of the process so far",
-    "memory/peak_rollout_mib": "peak GPU memory of tensors during the step's rollout; on a GPU only",
+    "memory/peak_rollout_mib": "peak GPU memory of tensors during the step's rollout; on a GPU "
+    "only",
     "memory/peak_learn_mib": "the same during forward, backward and optimizer",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
     "memory/optimizer_mib": "the optimizer's state (moments, momentum), in its storage format",
     "memory/reference_mib": "working weights of the frozen reference; it keeps no masters",
     "memory/reward_models_mib": "working weights of the reward models",
-    "memory/weights_mib": "masters and all working weights; copies that a backend repacks for itself are not counted",
+    "memory/weights_mib": "masters and all working weights; copies that a backend repacks for "
+    "itself are not counted",
 }
-"""Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats."""
+"""Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities
+in nats."""
 
 TIMINGS = ("time/*", "throughput/*", "memory/peak_*")
 """What differs between a run and its exact repetition."""
@@ -140,7 +185,8 @@ def is_timing(name: str) -> bool:
 
 
 def of_the_machine(name: str) -> bool:
-    """Whether a metric is a time or memory, which differ between machines, and between numbers of ranks."""
+    """Whether a metric is a time or memory, which differ between machines, and between numbers of
+    ranks."""
     return is_timing(name) or name.startswith("memory/")
 
 
@@ -151,10 +197,16 @@ def plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def markdown() -> str:
     """The text of docs/metrics.md."""
-    rows = [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in METRICS.items()]
-    head = "# Metrics\n\nGenerated by `python -m isobit.run.metrics`; one object per step in `metrics.jsonl`.\n"
+    rows = [
+        f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in METRICS.items()
+    ]
+    head = (
+        "# Metrics\n\nGenerated by `python -m isobit.run.metrics`; one object per step in "
+        "`metrics.jsonl`.\n"
+    )
     units = (
-        "Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats; null is not finite.\n"
+        "Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in "
+        "nats; null is not finite.\n"
     )
     return "\n".join([head, units, "| name | meaning |", "|---|---|", *rows, ""])
 

@@ -1,7 +1,8 @@
-"""A folder that nobody else may enter, in which the ranks of one machine meet, and say at their end what was wrong.
+"""A folder that nobody else may enter, in which the ranks of one machine meet, and say at their end
+what was wrong.
 
-Whoever starts them makes it (mode 0700), and they know it by their environment. Keys are files, written whole; counts
-are added up under a lock. Left out: who reads what (`isobit.distributed`).
+Whoever starts them makes it (mode 0700), and they know it by their environment. Keys are files,
+written whole; counts are added up under a lock. Left out: who reads what (`isobit.distributed`).
 """
 
 import fcntl
@@ -65,7 +66,8 @@ class PrivateFolder:
 
 @dataclass(frozen=True)
 class LastWords:
-    """The error that ended a rank: its text, its exit code, and whether another rank was the reason."""
+    """The error that ended a rank: its text, its exit code, and whether another rank was the
+    reason."""
 
     rank: int
     text: str

@@ -1,8 +1,10 @@
-"""Rows of a run's JSONL files, as they may have become: what cannot be read costs its row, and one line says so.
+"""Rows of a run's JSONL files, as they may have become: what cannot be read costs its row, and one
+line says so.
 
-A file may be a stranger's, cut by a full disk, or edited. A row of metrics is an object with a `step` and numbers;
-text, lists, garbage, bytes that are no UTF-8 and lines without end are none. Readers go on after them, so a log never
-stands in the way of weights that are sound. Half a line at the end is that of a run that was killed, and is not said.
+A file may be a stranger's, cut by a full disk, or edited. A row of metrics is an object with a
+`step` and numbers; text, lists, garbage, bytes that are no UTF-8 and lines without end are none.
+Readers go on after them, so a log never stands in the way of weights that are sound. Half a line at
+the end is that of a run that was killed, and is not said.
 """
 
 import math
@@ -39,7 +41,8 @@ def metric_row(line: bytes) -> dict[str, float | None]:
 
 
 def quantization_row(line: bytes) -> dict[str, Any]:
-    """A line of quantization.jsonl: figures by tensor, each a list over the layers. Raises BadRow."""
+    """A line of quantization.jsonl: figures by tensor, each a list over the layers. Raises
+    BadRow."""
     row = _object(line)
     check_step(row)
     tensors = row.get("tensors")
@@ -47,15 +50,21 @@ def quantization_row(line: bytes) -> dict[str, Any]:
         raise BadRow("tensors is no object")
     found = {}
     for tensor, figures in tensors.items():
-        if not isinstance(figures, dict) or not all(isinstance(values, list) for values in figures.values()):
+        if not isinstance(figures, dict) or not all(
+            isinstance(values, list) for values in figures.values()
+        ):
             raise BadRow(f"{brief(tensor)} has no figures")
-        found[tensor] = {name: [_number(name, value) for value in values] for name, values in figures.items()}
+        found[tensor] = {
+            name: [_number(name, value) for value in values] for name, values in figures.items()
+        }
     return {"step": row["step"], "tensors": found}
 
 
-def read_rows(path: Path, parse: Callable[[bytes], dict[str, Any]], say: Say = warn) -> Iterator[dict[str, Any]]:
-    """The rows of a file that are rows; `say` is given a line about the others, at the end. Raises IsobitError where
-    there is no file, or none that may be read."""
+def read_rows(
+    path: Path, parse: Callable[[bytes], dict[str, Any]], say: Say = warn
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file that are rows; `say` is given a line about the others, at the end. Raises
+    IsobitError where there is no file, or none that may be read."""
     lost, first = 0, ""
     for number, (line, _) in enumerate(_lines(path), 1):
         try:
@@ -69,7 +78,8 @@ def read_rows(path: Path, parse: Callable[[bytes], dict[str, Any]], say: Say = w
 
 
 def kept_until(path: Path, step: int) -> tuple[int, int]:
-    """(bytes, rows) of a metrics.jsonl up to its last row of a step that is not after `step`; (0, 0) without a file."""
+    """(bytes, rows) of a metrics.jsonl up to its last row of a step that is not after `step`; (0,
+    0) without a file."""
     end = rows = found = 0
     if not exists(path):
         return 0, 0
@@ -90,8 +100,8 @@ def end_of_lines(path: Path) -> int:
 
 
 def next_line(file: IO[bytes]) -> bytes | None:
-    """The next whole line of an open file; None at its end, or where it is not whole yet: the place stays. Of a line
-    that is longer than any row its newline alone is returned."""
+    """The next whole line of an open file; None at its end, or where it is not whole yet: the place
+    stays. Of a line that is longer than any row its newline alone is returned."""
     start = file.tell()
     line = part = file.readline(LONGEST)
     while len(part) == LONGEST and not part.endswith(b"\n"):
@@ -130,7 +140,12 @@ def _object(line: bytes) -> dict[str, Any]:
 def check_step(row: dict[str, Any]) -> None:
     """Raise BadRow unless a row says its step, a whole number; it is kept as it stands."""
     step = row.get("step")
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < MOST_STEPS or step != int(step):
+    if (
+        isinstance(step, bool)
+        or not isinstance(step, (int, float))
+        or not 0 <= step < MOST_STEPS
+        or step != int(step)
+    ):
         raise BadRow(f"step is {brief(repr(step), 60)}, expected a whole number")
 
 

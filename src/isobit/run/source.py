@@ -1,4 +1,5 @@
-"""A name for the source of isobit that a process runs with: two of the same name compute the same, on the same machine.
+"""A name for the source of isobit that a process runs with: two of the same name compute the same,
+on the same machine.
 
 Left out: the libraries beneath, whose versions are recorded by name (`isobit.kernels.versions`).
 """

@@ -1,8 +1,9 @@
 """Whether a run learns at all: for how many steps no completion has had an advantage.
 
-A reward that is None, 0 or the same for every completion, and dynamic sampling that drops every group, leave a run
-that works on without an error and learns nothing. Pure over rows of metrics.jsonl, so that a run, the one that goes on
-with it, `isobit watch` and the report count alike. Left out: rewards that differ and mean nothing.
+A reward that is None, 0 or the same for every completion, and dynamic sampling that drops every
+group, leave a run that works on without an error and learns nothing. Pure over rows of
+metrics.jsonl, so that a run, the one that goes on with it, `isobit watch` and the report count
+alike. Left out: rewards that differ and mean nothing.
 """
 
 from collections.abc import Mapping
@@ -14,9 +15,11 @@ PATIENCE = 20
 
 @dataclass(frozen=True)
 class Standstill:
-    """`steps`: so many in a row, the newest among them, taught nothing; `taught`: whether any step taught something.
+    """`steps`: so many in a row, the newest among them, taught nothing; `taught`: whether any step
+    taught something.
 
-    `lowest` and `highest` mean reward of these steps, `deviation` the largest within one; without any scored, infinite.
+    `lowest` and `highest` mean reward of these steps, `deviation` the largest within one; without
+    any scored, infinite.
     """
 
     steps: int = 0
@@ -26,7 +29,8 @@ class Standstill:
     deviation: float = 0.0
 
     def after(self, row: Mapping[str, float | None]) -> "Standstill":
-        """With one more row of metrics. NaN and None are alike: a file has null where a run had NaN."""
+        """With one more row of metrics. NaN and None are alike: a file has null where a run had
+        NaN."""
         alike = row.get("groups/zero_spread_fraction")
         if alike is None:  # the evaluation before the first step
             return self
@@ -48,14 +52,23 @@ class Standstill:
 
     @property
     def verdict(self) -> str | None:
-        """What is to be said of a run that has ended; None of one that learned to the end, or paused for few steps."""
+        """What is to be said of a run that has ended; None of one that learned to the end, or
+        paused for few steps."""
         if not self.steps or (self.taught and self.steps < PATIENCE):
             return None
         when = f"in the last {self.steps} steps" if self.taught else "in any step"
         return f"{self._what()} {when}{self._why()}: nothing was learned"
 
     def _what(self) -> str:
-        return "no group had a spread" if self.lowest <= self.highest else "no completion could be scored"
+        return (
+            "no group had a spread"
+            if self.lowest <= self.highest
+            else "no completion could be scored"
+        )
 
     def _why(self) -> str:
-        return f" (every reward was {self.lowest:g})" if self.lowest == self.highest and not self.deviation else ""
+        return (
+            f" (every reward was {self.lowest:g})"
+            if self.lowest == self.highest and not self.deviation
+            else ""
+        )

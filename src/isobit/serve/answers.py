@@ -15,8 +15,8 @@ from isobit.serve.streams import TextStream
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A request that is being answered. `chat`: messages, and not a text; `tools`: how calls of tools
-    are read, where tools were given."""
+    """A request that is being answered. `chat`: messages, and not a text; `tools`: how calls of
+    tools are read, where tools were given."""
 
     model: str
     tokenizer: Tokenizer
@@ -48,7 +48,11 @@ class Asked:
     def usage(self, sampled: int) -> dict[str, int]:
         """Tokens of all prompts, and of all answers."""
         prompt = sum(map(len, self.prompts))
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
 
     def choice(self, prompt: int, completion: Completion) -> dict[str, Any]:
         """A complete answer."""
@@ -74,15 +78,27 @@ class Asked:
         if read is None:
             return completion.finish_reason, {"role": "assistant", "content": completion.text}
         text, calls = read
-        return "tool_calls", {"role": "assistant", "content": text or None, "tool_calls": as_openai(calls)}
+        return "tool_calls", {
+            "role": "assistant",
+            "content": text or None,
+            "tool_calls": as_openai(calls),
+        }
 
-    def shown(self, before: int, tokens: Sequence[int], logprobs: Sequence[float], start: int) -> Any:
-        """Log-probabilities of tokens that follow the token `before`, at character `start` of an answer."""
+    def shown(
+        self, before: int, tokens: Sequence[int], logprobs: Sequence[float], start: int
+    ) -> Any:
+        """Log-probabilities of tokens that follow the token `before`, at character `start` of an
+        answer."""
         words = token_words(self.tokenizer, before, tokens, self.tokens_by_id)
         if self.chat:
             return chat_logprobs(words, logprobs)
         offsets = [start + sum(map(len, words[:place])) for place in range(len(words))]
-        return {"tokens": words, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": words,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 def chat_logprobs(words: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
@@ -96,7 +112,8 @@ def chat_logprobs(words: Sequence[str], logprobs: Sequence[float]) -> dict[str, 
 
 
 def token_words(tokenizer: Tokenizer, before: int, tokens: Sequence[int], by_id: bool) -> list[str]:
-    """How tokens are called: by the text that each adds to the one in front of it, or `token_id:5`."""
+    """How tokens are called: by the text that each adds to the one in front of it, or
+    `token_id:5`."""
     if by_id:
         return [f"token_id:{token}" for token in tokens]
     pairs = zip((before, *tokens), tokens)
@@ -104,7 +121,8 @@ def token_words(tokenizer: Tokenizer, before: int, tokens: Sequence[int], by_id:
 
 
 class ChoiceStream:
-    """The pieces of one choice. Joined, they are the `choice` of the answer that is not streamed."""
+    """The pieces of one choice. Joined, they are the `choice` of the answer that is not
+    streamed."""
 
     def __init__(self, asked: Asked, prompt: int, sample: int) -> None:
         self._asked, self._index = asked, asked.index(prompt, sample)
@@ -122,7 +140,9 @@ class ChoiceStream:
         """The first piece."""
         if self._asked.chat:
             return self._piece({"role": "assistant", "content": ""})
-        return {**self._piece(""), "prompt_token_ids": list(prompt)} if self._asked.token_ids else None
+        return (
+            {**self._piece(""), "prompt_token_ids": list(prompt)} if self._asked.token_ids else None
+        )
 
     def feed(self, token: int, logprob: float) -> None:
         """One more token was sampled."""
@@ -156,7 +176,9 @@ class ChoiceStream:
         found: dict[str, Any] = {"index": self._index, ("delta" if asked.chat else "text"): delta}
         found["logprobs"] = None
         if asked.logprobs and self._tokens:
-            found["logprobs"] = asked.shown(self._before, self._tokens, self._logprobs, self._offset)
+            found["logprobs"] = asked.shown(
+                self._before, self._tokens, self._logprobs, self._offset
+            )
             self._before = self._tokens[-1]
             if not asked.chat:
                 self._offset += sum(map(len, found["logprobs"]["tokens"]))
@@ -169,5 +191,7 @@ class ChoiceStream:
 
 def event(value: Mapping[str, Any] | str) -> bytes:
     """A server-sent event."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    )
     return f"data: {text}\n\n".encode()

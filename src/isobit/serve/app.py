@@ -1,7 +1,7 @@
 """The server: routes put together, started and ended.
 
-SIGTERM, or Ctrl-C, ends it: new requests are refused, open ones have `grace` seconds to end, and are
-then answered 503. Left out: TLS, which a proxy in front of it does.
+SIGTERM, or Ctrl-C, ends it: new requests are refused, open ones have `grace` seconds to end, and
+are then answered 503. Left out: TLS, which a proxy in front of it does.
 """
 
 import asyncio
@@ -116,8 +116,9 @@ def run(
     options: ServerOptions,
     on_start: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serve an engine's model, which serves adapters, until a signal ends it. Raises IsobitError for an
-    adapter that cannot be served and a port that cannot be had, RunFailed if the device thread failed."""
+    """Serve an engine's model, which serves adapters, until a signal ends it. Raises IsobitError
+    for an adapter that cannot be served and a port that cannot be had, RunFailed if the device
+    thread failed."""
     tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, options.limits)
     for adapter, folder in adapters.items():
@@ -141,6 +142,10 @@ def run(
     try:
         server.run()
     except SystemExit:  # uvicorn's, where it cannot listen
-        raise IsobitError(f"--port {options.port}: cannot listen on {options.host}; is it in use?") from None
+        raise IsobitError(
+            f"--port {options.port}: cannot listen on {options.host}; is it in use?"
+        ) from None
     if gateway.device.failure is not None:
-        raise RunFailed(f"the server ended: {gateway.device.failure!r:.500}") from gateway.device.failure
+        raise RunFailed(
+            f"the server ended: {gateway.device.failure!r:.500}"
+        ) from gateway.device.failure

@@ -1,7 +1,8 @@
-"""Messages and tools of OpenAI's protocol as chat templates take them, and tool calls in what a model wrote.
+"""Messages and tools of OpenAI's protocol as chat templates take them, and tool calls in what a
+model wrote.
 
-Models write calls in formats of their own; which one is seen from the chat template, or given by name
-(`FORMATS`). A call that does not parse is text. Left out: images, audio, and forcing a call
+Models write calls in formats of their own; which one is seen from the chat template, or given by
+name (`FORMATS`). A call that does not parse is text. Left out: images, audio, and forcing a call
 (`tool_choice: required`), which takes constrained decoding.
 """
 
@@ -32,8 +33,8 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls. `marks` open one; `read` gives the text in front of the calls, and these;
-    None: they do not parse."""
+    """How a model writes calls. `marks` open one; `read` gives the text in front of the calls, and
+    these; None: they do not parse."""
 
     marks: tuple[str, ...]
     read: Callable[[str], tuple[str, list[Call]] | None]
@@ -42,13 +43,17 @@ class ToolFormat:
 def messages_of(value: Any) -> list[Message]:
     """A request's messages. Raises BadRequest for what no template takes."""
     if not isinstance(value, list) or not 0 < len(value) <= _MOST_MESSAGES:
-        raise BadRequest(f"messages: expected a list of 1 to {_MOST_MESSAGES:,} messages", "messages")
+        raise BadRequest(
+            f"messages: expected a list of 1 to {_MOST_MESSAGES:,} messages", "messages"
+        )
     return [_message(f"messages[{place}]", each) for place, each in enumerate(value)]
 
 
 def _message(where: str, value: Any) -> Message:
     if not isinstance(value, dict) or value.get("role") not in _ROLES:
-        raise BadRequest(f"{where}: expected an object with a role of {', '.join(_ROLES)}", "messages")
+        raise BadRequest(
+            f"{where}: expected an object with a role of {', '.join(_ROLES)}", "messages"
+        )
     found = {key: part for key, part in value.items() if part is not None}
     found["content"] = _content(f"{where}.content", found.get("content", ""))
     if "tool_calls" in found:
@@ -64,7 +69,11 @@ def _content(where: str, value: Any) -> str:
         return value
     parts = value if isinstance(value, list) else [value]
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             raise BadRequest(f"{where}: expected text, or a list of parts of type text", "messages")
     return "\n".join(part["text"] for part in parts)
 
@@ -79,30 +88,39 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
         try:
             arguments = parse_json(arguments)
         except BadJson as error:
-            raise BadRequest(f"{where}: arguments are not JSON: {error.reason}", "messages") from None
+            raise BadRequest(
+                f"{where}: arguments are not JSON: {error.reason}", "messages"
+            ) from None
     if not isinstance(arguments, dict):
         raise BadRequest(f"{where}: expected arguments that are an object", "messages")
     return {**value, "function": {**function, "arguments": arguments}}
 
 
 def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
-    """The template's variables by `tools`, `tool_choice` and `chat_template_kwargs`. Raises BadRequest."""
+    """The template's variables by `tools`, `tool_choice` and `chat_template_kwargs`. Raises
+    BadRequest."""
     if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
+        isinstance(tools, list)
+        and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
     ):
         raise BadRequest("tools: expected a list of objects of type function", "tools")
     if choice not in (None, "auto", "none"):
-        raise BadRequest("tool_choice: only auto and none are offered: nothing forces a model to call", "tool_choice")
+        raise BadRequest(
+            "tool_choice: only auto and none are offered: nothing forces a model to call",
+            "tool_choice",
+        )
     if given is not None and (not isinstance(given, dict) or _RESERVED & given.keys()):
         raise BadRequest(
-            f"chat_template_kwargs: expected an object without {', '.join(sorted(_RESERVED))}", "chat_template_kwargs"
+            f"chat_template_kwargs: expected an object without {', '.join(sorted(_RESERVED))}",
+            "chat_template_kwargs",
         )
     offered = {} if not tools or choice == "none" else {"tools": tools}
     return {**(given or {}), **offered}
 
 
 def format_of(name: str, template: str | None) -> ToolFormat:
-    """The format of this name; `auto`: the template's, hermes where it shows none. Raises IsobitError."""
+    """The format of this name; `auto`: the template's, hermes where it shows none. Raises
+    IsobitError."""
     if name in FORMATS:
         return FORMATS[name]
     if name != "auto":
@@ -136,7 +154,11 @@ def _object_call(text: str, arguments: str) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get(arguments, {})
-    return Call(value["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+    return (
+        Call(value["name"], json.dumps(given, ensure_ascii=False))
+        if isinstance(given, dict)
+        else None
+    )
 
 
 def _tagged(text: str, one: Callable[[str], Call | None]) -> tuple[str, list[Call]] | None:

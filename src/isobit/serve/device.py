@@ -1,13 +1,13 @@
 """The device thread: it owns model and engine, and nothing else touches them.
 
-Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the engine
-the thread does one piece of work, if there is any, and gives the engine as many requests as it can
-run at once, so that the line in which others wait is the tenants' and not the engine's. What a step
-has sampled is posted together.
+Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the
+engine the thread does one piece of work, if there is any, and gives the engine as many requests as
+it can run at once, so that the line in which others wait is the tenants' and not the engine's. What
+a step has sampled is posted together.
 
 A step that fails because logits are not finite does not say whose they were. All open requests are
-then begun again, one at a time: results do not depend on what runs beside them, so each goes on where
-it was, and the one at fault fails alone (tests/serve/test_device.py).
+then begun again, one at a time: results do not depend on what runs beside them, so each goes on
+where it was, and the one at fault fails alone (tests/serve/test_device.py).
 """
 
 import logging
@@ -65,8 +65,8 @@ class Totals:
 
 
 class Device:
-    """Runs an engine in a thread. `deliver` is called there with events and whom to post them to, and
-    brings them to the main thread."""
+    """Runs an engine in a thread. `deliver` is called there with events and whom to post them to,
+    and brings them to the main thread."""
 
     def __init__(self, engine: Engine, deliver: Deliver) -> None:
         self.engine, self._deliver = engine, deliver
@@ -194,7 +194,9 @@ class Device:
         """Whether the engine took a request; what it refuses is told."""
         job = found.job
         try:
-            request = self.engine.submit(list(job.prompt), job.sampling, adapter=found.snapshot.served)
+            request = self.engine.submit(
+                list(job.prompt), job.sampling, adapter=found.snapshot.served
+            )
         except IsobitError as error:
             self._close(found)
             self._post(job.post, Failed(400, str(error)))

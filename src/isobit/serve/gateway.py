@@ -1,7 +1,7 @@
 """The main thread's side of a server: what routes need to ask the device, within the limits.
 
-A request is a few jobs whose events arrive in one queue. Who leaves the context, because all is done,
-because something failed or because the client went away, cancels what is still open.
+A request is a few jobs whose events arrive in one queue. Who leaves the context, because all is
+done, because something failed or because the client went away, cancels what is still open.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ Indexed = tuple[int, Event]
 
 
 class Refused(Exception):
-    """The server does not do what was asked, though nothing is wrong with it: a `status` of HTTP."""
+    """The server does not do what was asked, though nothing is wrong with it: a `status` of
+    HTTP."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,10 +36,13 @@ class Refused(Exception):
 
 
 class Events:
-    """What happens to some requests, each event with the index of its prompt, until all are done. `left`:
-    how many answers of each prompt are to come; `begun` is called at the first token or answer."""
+    """What happens to some requests, each event with the index of its prompt, until all are done.
+    `left`: how many answers of each prompt are to come; `begun` is called at the first token or
+    answer."""
 
-    def __init__(self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]) -> None:
+    def __init__(
+        self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]
+    ) -> None:
         self._queue, self._left, self._begun = queue, left, begun
         self._first = True
 
@@ -85,7 +89,8 @@ class Gateway:
         self.device.start()
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request's `model` names; None: the base. Raises BadRequest for neither."""
+        """The adapter that a request's `model` names; None: the base. Raises BadRequest for
+        neither."""
         if model is None or model in (self.name, str(self.model.directory)):
             return None
         if model in self.device.snapshots.names:
@@ -102,13 +107,15 @@ class Gateway:
         adapter: str | Snapshot | None,
         streamed: bool,
     ) -> "AsyncIterator[Events]":
-        """Ask for answers to some prompts: events, each with the index of its prompt. Raises Refused
-        and BadRequest, here or from the events."""
+        """Ask for answers to some prompts: events, each with the index of its prompt. Raises
+        Refused and BadRequest, here or from the events."""
         count = len(prompts) * sampling.n
         self.check_room(count)
         events: asyncio.Queue[Indexed] = asyncio.Queue()
         jobs = [
-            SampleJob(tenant, tuple(prompt), sampling, adapter, streamed, partial(_put, events, index))
+            SampleJob(
+                tenant, tuple(prompt), sampling, adapter, streamed, partial(_put, events, index)
+            )
             for index, prompt in enumerate(prompts)
         ]
         self._open_samples += count
@@ -117,7 +124,9 @@ class Gateway:
             self.device.submit(job)
         left = dict.fromkeys(range(len(jobs)), sampling.n)
         try:
-            yield Events(events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began))
+            yield Events(
+                events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
+            )
         finally:
             self._open_samples -= count
             for index, job in enumerate(jobs):
@@ -126,7 +135,8 @@ class Gateway:
             self.metrics.whole.observe(time.monotonic() - began)
 
     async def work(self, tenant: str, work: Callable[[], _T]) -> _T:
-        """What the device thread makes of `work`, between two steps. Raises Refused and BadRequest."""
+        """What the device thread makes of `work`, between two steps. Raises Refused and
+        BadRequest."""
         self.check_room(0)
         happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
 
@@ -146,9 +156,14 @@ class Gateway:
         if self.draining or not self.device.alive:
             raise Refused(STOPPING.status, STOPPING.message)
         if count > self.limits.samples:
-            raise BadRequest(f"n: a request may ask for {self.limits.samples:,} answers, prompts times n", "n")
+            raise BadRequest(
+                f"n: a request may ask for {self.limits.samples:,} answers, prompts times n", "n"
+            )
         if self._open_samples + count > self.limits.open_samples:
-            raise Refused(429, f"{self._open_samples:,} answers are open, and {self.limits.open_samples:,} may be")
+            raise Refused(
+                429,
+                f"{self._open_samples:,} answers are open, and {self.limits.open_samples:,} may be",
+            )
 
     def _deliver(self, events: Sequence[tuple[Post, Event]]) -> None:
         assert self._loop is not None
@@ -164,8 +179,8 @@ async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[_T]) -> _T | None:
-    """The result of `work`, which is cancelled if the client goes away; then None. The request's body
-    must have been read."""
+    """The result of `work`, which is cancelled if the client goes away; then None. The request's
+    body must have been read."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))
     try:

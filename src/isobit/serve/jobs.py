@@ -57,8 +57,8 @@ Post = Callable[[Event], None]
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None: the
-    base alone; for a `tenant`. Each token is told where it is `streamed`."""
+    """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None:
+    the base alone; for a `tenant`. Each token is told where it is `streamed`."""
 
     tenant: str
     prompt: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""The tokens by which clients may use a server: a file of mode 600 with one in each line, a tenant each.
+"""The tokens by which clients may use a server: a file of mode 600 with one in each line, a tenant
+each.
 
 They are compared in constant time. Left out: what a tenant may do, which is the same for all.
 """
@@ -23,8 +24,8 @@ def default_file() -> Path:
 
 
 def read_or_make(path: Path) -> tuple[tuple[str, ...], bool]:
-    """The tokens of a file, and whether it was made now, with a random one. Raises IsobitError for a
-    file that others may read, one that cannot be read or made, and tokens that are too short."""
+    """The tokens of a file, and whether it was made now, with a random one. Raises IsobitError for
+    a file that others may read, one that cannot be read or made, and tokens that are too short."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -49,14 +50,15 @@ def _read(path: Path) -> tuple[str, ...]:
     tokens = tuple(line.strip() for line in lines if line.strip())
     if not tokens or any(len(token) < _SHORTEST or not _WORD.fullmatch(token) for token in tokens):
         raise IsobitError(
-            f"--token {path}: expected in each line a token of at least {_SHORTEST} characters without spaces"
+            f"--token {path}: expected in each line a token of at least {_SHORTEST} characters "
+            "without spaces"
         )
     return tokens
 
 
 def tenant_of(authorization: bytes, key: bytes, tokens: tuple[str, ...]) -> str | None:
-    """Whose headers `Authorization` and `X-Api-Key` these are; None: nobody's. All tokens are compared,
-    in constant time."""
+    """Whose headers `Authorization` and `X-Api-Key` these are; None: nobody's. All tokens are
+    compared, in constant time."""
     given = authorization[7:] if authorization[:7].lower() == b"bearer " else key
     equal = [hmac.compare_digest(given, token.encode()) for token in tokens]
     return str(equal.index(True)) if True in equal else None

@@ -19,8 +19,12 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_OfDevice(device))
         labels = ["route", "tenant", "status"]
-        self.requests = Counter("isobit_requests", "Requests answered", labels, registry=self._registry)
-        self.first_token = self._histogram("first_token", "Time to a streamed request's first token")
+        self.requests = Counter(
+            "isobit_requests", "Requests answered", labels, registry=self._registry
+        )
+        self.first_token = self._histogram(
+            "first_token", "Time to a streamed request's first token"
+        )
         self.whole = self._histogram("request", "Time to a request's end")
 
     def text(self) -> bytes:

@@ -1,4 +1,5 @@
-"""OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and out.
+"""OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and
+out.
 
 Left out: embeddings, images, audio, files, responses, log-probabilities of other tokens than the
 sampled ones and of prompts, and constrained decoding; each is refused by its key.
@@ -63,7 +64,9 @@ class OpenAI:
         stream, usage = _stream_of(fields)
         fields.finish()
         prompts = await in_thread(self._prompts, given, add_special)
-        asked = Asked(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown)
+        asked = Asked(
+            model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown
+        )
         return await self._answer(request, asked, adapter, stream, usage, None)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -80,7 +83,9 @@ class OpenAI:
         fields.finish()
         session = request.headers.get("x-session-id")
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
-            raise BadRequest(f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters")
+            raise BadRequest(
+                f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
+            )
         before = None if session is None else gateway.sessions.find(request.state.tenant, session)
         prompt = await in_thread(self._chat_prompt, messages, variables, before)
         asked = Asked(
@@ -97,7 +102,9 @@ class OpenAI:
         def keep(completion: Completion) -> None:
             if session is not None:
                 answer = chat.messages_of([asked.message(completion)[1]])[0]
-                turn = sessions.Turn(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids), answer)
+                turn = sessions.Turn(
+                    tuple(messages), variables, tuple(prompt), tuple(completion.token_ids), answer
+                )
                 gateway.sessions.keep(request.state.tenant, session, turn)
 
         return await self._answer(request, asked, adapter, stream, usage, keep)
@@ -108,7 +115,9 @@ class OpenAI:
         model, given = fields.text("model"), token_list(fields.take("token_ids"), "token_ids")
         name = fields.text("request_id")
         if fields.flag("stream"):
-            raise BadRequest("stream: this route answers at once; /v1/completions streams", "stream")
+            raise BadRequest(
+                "stream: this route answers at once; /v1/completions streams", "stream"
+            )
         inner = fields.inner("sampling_params")
         sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
         inner.whole("logprobs", 0, 0, 1)
@@ -117,7 +126,9 @@ class OpenAI:
             each.finish()
         prompt = self._checked("token_ids", given)
         asked = Asked(model or gateway.name, gateway.tokenizer, [prompt], sampling)
-        found = await unless_gone(request.receive, self._completed(request, asked, gateway.adapter_of(model)))
+        found = await unless_gone(
+            request.receive, self._completed(request, asked, gateway.adapter_of(model))
+        )
         if found is None:
             return Response(status_code=499)
         version, completions = found
@@ -126,7 +137,9 @@ class OpenAI:
                 "index": completion.sample_index,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
-                "logprobs": chat_logprobs([f"token_id:{token}" for token in completion.token_ids], completion.logprobs),
+                "logprobs": chat_logprobs(
+                    [f"token_id:{token}" for token in completion.token_ids], completion.logprobs
+                ),
             }
             for _, completion in completions
         ]
@@ -187,7 +200,9 @@ class OpenAI:
             keep(completions[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", version)
         value["choices"] = [asked.choice(*each) for each in completions]
-        value["usage"] = asked.usage(sum(len(completion.token_ids) for _, completion in completions))
+        value["usage"] = asked.usage(
+            sum(len(completion.token_ids) for _, completion in completions)
+        )
         if asked.chat and asked.token_ids:
             value["prompt_token_ids"] = list(asked.prompts[0])
         return JSONResponse(value)
@@ -195,7 +210,8 @@ class OpenAI:
     async def _completed(
         self, request: Request, asked: Asked, adapter: str | None
     ) -> tuple[int, list[tuple[int, Completion]]]:
-        """(version of the weights, each answer with the index of its prompt, in the order of choices)."""
+        """(version of the weights, each answer with the index of its prompt, in the order of
+        choices)."""
         version, found = 0, list[tuple[int, Completion]]()
         given = request.state.tenant, asked.prompts, asked.sampling, adapter
         async with self._gateway.ask(*given, streamed=False) as events:
@@ -229,7 +245,9 @@ class OpenAI:
         several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
         prompts = given if several else [given]
         if len(prompts) > self._gateway.limits.samples:
-            raise BadRequest(f"prompt: at most {self._gateway.limits.samples:,} at a time", "prompt")
+            raise BadRequest(
+                f"prompt: at most {self._gateway.limits.samples:,} at a time", "prompt"
+            )
         return [self._prompt(prompt, add_special) for prompt in prompts]
 
     def _prompt(self, given: Any, add_special: bool) -> list[int]:
@@ -293,7 +311,9 @@ async def _pieces(
 
     def chunk(piece: dict[str, Any] | None) -> bytes:
         more = {"usage": None} if usage else {}
-        return b"" if piece is None else event(asked.head(kind, version) | {"choices": [piece]} | more)
+        return (
+            b"" if piece is None else event(asked.head(kind, version) | {"choices": [piece]} | more)
+        )
 
     async def all_events() -> AsyncIterator[Indexed]:
         yield first
@@ -316,7 +336,9 @@ async def _pieces(
                 if keep is not None:
                     keep(happened.completion)
                 heard.pop((prompt, happened.completion.sample_index), None)
-                yield chunk(choices[prompt, happened.completion.sample_index].end(happened.completion))
+                yield chunk(
+                    choices[prompt, happened.completion.sample_index].end(happened.completion)
+                )
             if not events.waiting:
                 yield b"".join(chunk(stream.take()) for stream in heard.values())
                 heard.clear()

@@ -110,7 +110,10 @@ class Fields:
         """A whole number within bounds, both included."""
         value = self.take(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-            raise BadRequest(f"{key}: expected a whole number from {lowest} to {highest:,}, got {_kind(value)}", key)
+            raise BadRequest(
+                f"{key}: expected a whole number from {lowest} to {highest:,}, got {_kind(value)}",
+                key,
+            )
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
@@ -129,9 +132,14 @@ class Fields:
         for key in self._values.keys() - self._read - IGNORED:
             if key not in NEUTRAL:
                 known = sorted(self._read | NEUTRAL.keys() | IGNORED)
-                raise BadRequest(f"{self._where}: unknown key {brief(key)!r}; {did_you_mean(key, known)}", key)
+                raise BadRequest(
+                    f"{self._where}: unknown key {brief(key)!r}; {did_you_mean(key, known)}", key
+                )
             if self._values[key] not in NEUTRAL[key]:
-                raise BadRequest(f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}", key)
+                raise BadRequest(
+                    f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}",
+                    key,
+                )
 
 
 def token_list(value: Any, key: str) -> list[int]:
@@ -159,7 +167,9 @@ def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling
         raise BadRequest(f"stop_token_ids: at most {limits.stop_characters:,}", "stop_token_ids")
     seed = secrets.randbits(62) if seed is None else fields.whole("seed", 0, 0, 2**63 - 1)
     try:
-        return Sampling(n=n, max_new_tokens=longest, seed=seed, stop=stop, stop_tokens=stop_tokens, **given)
+        return Sampling(
+            n=n, max_new_tokens=longest, seed=seed, stop=stop, stop_tokens=stop_tokens, **given
+        )
     except BadRequest:
         raise
     except IsobitError as error:

@@ -1,13 +1,14 @@
 """Conversations of several turns in which an answer stays the tokens that were sampled.
 
-A client that sends `X-Session-ID` sends all messages in every turn, as always. Where they go on from the
-last turn of that session, its tokens, prompt and answer, are taken as they were, and only what the
-template writes behind the answer is encoded: a text that is tokenized again may become other tokens
-than the model has sampled, and its log-probabilities would be of another sequence.
+A client that sends `X-Session-ID` sends all messages in every turn, as always. Where they go on
+from the last turn of that session, its tokens, prompt and answer, are taken as they were, and only
+what the template writes behind the answer is encoded: a text that is tokenized again may become
+other tokens than the model has sampled, and its log-probabilities would be of another sequence.
 
 What is behind an answer is found by counting end-of-turn tokens, which only the template can have
-written (`model/text/escape_special.py`). An answer that was cut off by its length, or by a stop string,
-gets the end-of-turn token that it lacks. Messages that do not go on from the last turn begin anew.
+written (`model/text/escape_special.py`). An answer that was cut off by its length, or by a stop
+string, gets the end-of-turn token that it lacks. Messages that do not go on from the last turn
+begin anew.
 """
 
 from collections import OrderedDict
@@ -25,8 +26,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The messages of a request, the variables of its template, its tokens, the tokens of its answer, and
-    this as a message."""
+    """The messages of a request, the variables of its template, its tokens, the tokens of its
+    answer, and this as a message."""
 
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
@@ -57,7 +58,9 @@ class Sessions:
         self._drop(self._turns.pop((tenant, name), None))
         self._turns[tenant, name] = turn
         self._tokens += turn.num_tokens
-        while len(self._turns) > MOST_SESSIONS or (self._tokens > MOST_TOKENS and len(self._turns) > 1):
+        while len(self._turns) > MOST_SESSIONS or (
+            self._tokens > MOST_TOKENS and len(self._turns) > 1
+        ):
             self._drop(self._turns.popitem(last=False)[1])
 
     def _drop(self, turn: Turn | None) -> None:
@@ -73,9 +76,11 @@ def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any])
     return before and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
 
 
-def spliced(tokenizer: Tokenizer, turn: Turn, messages: Messages, variables: Mapping[str, Any]) -> list[int]:
-    """The tokens of a conversation that goes on from a turn. Raises IsobitError where the template has no
-    end-of-turn tokens by which the end of the answer could be found."""
+def spliced(
+    tokenizer: Tokenizer, turn: Turn, messages: Messages, variables: Mapping[str, Any]
+) -> list[int]:
+    """The tokens of a conversation that goes on from a turn. Raises IsobitError where the template
+    has no end-of-turn tokens by which the end of the answer could be found."""
     count = len(turn.messages)
     ends = set(tokenizer.eos_ids)
     before = tokenizer.encode_chat(messages[:count], True, variables)
@@ -84,7 +89,8 @@ def spliced(tokenizer: Tokenizer, turn: Turn, messages: Messages, variables: Map
     number = sum(token in ends for token in before)
     if sum(token in ends for token in answered) != number + 1:
         raise IsobitError(
-            "the model's chat template does not end an answer with its end-of-sequence token, so the tokens of a "
+            "the model's chat template does not end an answer with its end-of-sequence token, "
+            "so the tokens of a "
             "session cannot be kept; leave X-Session-ID out"
         )
     place = [index for index, token in enumerate(whole) if token in ends][number]

@@ -1,9 +1,9 @@
 """The adapters that a server has, by the names that its clients know.
 
-An adapter is served as a *snapshot*: weights that never change, under a name in the model that is used
-once (`math@2`). A new version of an adapter is another snapshot, so an open request computes to its
-end with the weights that it began with. A snapshot that is replaced or removed leaves the model when
-nobody holds it any more. Only the device thread changes any of this.
+An adapter is served as a *snapshot*: weights that never change, under a name in the model that is
+used once (`math@2`). A new version of an adapter is another snapshot, so an open request computes
+to its end with the weights that it began with. A snapshot that is replaced or removed leaves the
+model when nobody holds it any more. Only the device thread changes any of this.
 """
 
 from dataclasses import dataclass
@@ -56,14 +56,17 @@ class Snapshots:
         self.release(self._named.pop(name))
 
     def hold(self, name: str | Snapshot | None) -> Snapshot:
-        """What a request by this name, or by this snapshot that somebody holds, computes with, until
-        it is released. Raises IsobitError for an unknown name, and a snapshot that nobody holds."""
+        """What a request by this name, or by this snapshot that somebody holds, computes with,
+        until it is released. Raises IsobitError for an unknown name, and a snapshot that nobody
+        holds."""
         if isinstance(name, Snapshot):
             if not name.holders and name.served is not None:
                 raise IsobitError(f"the snapshot {name.served!r} was dropped: nobody held it")
             found = name
         else:
-            found = Snapshot(None, self._model.weights_version) if name is None else self._find(name)
+            found = (
+                Snapshot(None, self._model.weights_version) if name is None else self._find(name)
+            )
         found.holders += 1
         return found
 
@@ -75,5 +78,7 @@ class Snapshots:
 
     def _find(self, name: str) -> Snapshot:
         if name not in self._named:
-            raise IsobitError(f"no adapter {name!r} is served; there are {listed(self.names) or 'none'}")
+            raise IsobitError(
+                f"no adapter {name!r} is served; there are {listed(self.names) or 'none'}"
+            )
         return self._named[name]

@@ -2,8 +2,8 @@
 
 What is told is never taken back: all pieces of a sample, joined, are the completion's text
 (tests/serve/test_streams.py). So text is held back while the next token may change it: bytes of a
-character that is not whole, the beginning of a stop string or of a mark (what opens a tool call). Only
-the last few tokens are decoded for each new one, beside those before them.
+character that is not whole, the beginning of a stop string or of a mark (what opens a tool call).
+Only the last few tokens are decoded for each new one, beside those before them.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,13 +13,13 @@ from isobit.model.text.tokenizer import Tokenizer
 
 _LOST = "\ufffd"
 _BEFORE = 4
-"""Tokens in front of a piece that are decoded with it, at least: decoders treat the first token of a text
-differently."""
+"""Tokens in front of a piece that are decoded with it, at least: decoders treat the first token of
+a text differently."""
 
 
 class TextStream:
-    """Pieces of the text of one sample, which ends with `stop` strings. `marks`: from the first of these
-    on all text is held back until the end. `ends`: tokens that end it, and are no text."""
+    """Pieces of the text of one sample, which ends with `stop` strings. `marks`: from the first of
+    these on all text is held back until the end. `ends`: tokens that end it, and are no text."""
 
     def __init__(
         self,
@@ -33,7 +33,9 @@ class TextStream:
         special = [text for text in stop if tokenizer.spells_special(text)]
         visible = [self._visible(text) for text in special]
         tail = list(prompt[-1:])
-        whole = not tail or not (tokenizer.is_byte(tail[0]) or tokenizer.decode(tail).endswith(_LOST))
+        whole = not tail or not (
+            tokenizer.is_byte(tail[0]) or tokenizer.decode(tail).endswith(_LOST)
+        )
         self._silent = any(text is None for text in visible) or not whole
         plain = [text for text in stop if text not in special]
         self._strings = [text for text in (*plain, *marks, *visible) if text]
@@ -70,7 +72,9 @@ class TextStream:
             self._closed = True
             certain = min(places)
         else:
-            certain = len(self._pending) - max((_overlap(self._pending, s) for s in self._strings), default=0)
+            certain = len(self._pending) - max(
+                (_overlap(self._pending, s) for s in self._strings), default=0
+            )
         told, self._pending = self._pending[:certain], self._pending[certain:]
         self._length += len(told)
         return told
@@ -78,7 +82,9 @@ class TextStream:
     def _window(self, prompt: Sequence[int]) -> list[int]:
         """The end of the prompt, as long as it takes to have some text."""
         count = _BEFORE
-        while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip(f" {_LOST}"):
+        while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip(
+            f" {_LOST}"
+        ):
             count *= 2
         return list(prompt[-count:])
 

@@ -1,11 +1,13 @@
 """Tinker's routes, as its official client asks them: sampling from the base and from adapters.
 
-A sampling client is pinned to a snapshot: what it samples from never changes under it. A request is a
-future that is done once, whoever asks for it again by its sequence number; its result is kept for a
-while, and gone after that (410). Messages are those of the `tinker` package, which is the format's home.
+A sampling client is pinned to a snapshot: what it samples from never changes under it. A request is
+a future that is done once, whoever asks for it again by its sequence number; its result is kept for
+a while, and gone after that (410). Messages are those of the `tinker` package, which is the
+format's home.
 
-Left out, each refused in one line: training (`create_model`, `forward_backward`, `optim_step`, saved
-weights), images, log-probabilities of other tokens than the given ones, and stability records.
+Left out, each refused in one line: training (`create_model`, `forward_backward`, `optim_step`,
+saved weights), images, log-probabilities of other tokens than the given ones, and stability
+records.
 """
 
 import asyncio
@@ -92,8 +94,13 @@ class Tinker:
             ("POST", "retrieve_future", self.retrieve_future),
             ("POST", "cancel_future", self.cancel_future),
         ]
-        routes = [Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found]
-        return [*routes, Route(f"{PREFIX}/{{path:path}}", self.refuse, methods=["GET", "POST", "PUT", "DELETE"])]
+        routes = [
+            Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found
+        ]
+        return [
+            *routes,
+            Route(f"{PREFIX}/{{path:path}}", self.refuse, methods=["GET", "POST", "PUT", "DELETE"]),
+        ]
 
     def _always(self, value: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -104,14 +111,22 @@ class Tinker:
     async def refuse(self, request: Request) -> Response:
         """What is not offered."""
         path = brief(request.path_params["path"])
-        raise BadRequest(f"this server does not offer {path} of Tinker's routes: it samples, and does not train")
+        raise BadRequest(
+            f"this server does not offer {path} of Tinker's routes: it samples, and does not train"
+        )
 
     async def capabilities(self, request: Request) -> Response:
         """The model, by its name and by its folder, from which clients read the tokenizer."""
         names = dict.fromkeys((str(self._gateway.model.directory), self._gateway.name))
         length = self._gateway.model.config.max_positions
         models = [
-            {"model_name": name, "max_context_length": length, "trainable": False, "sampleable": True} for name in names
+            {
+                "model_name": name,
+                "max_context_length": length,
+                "trainable": False,
+                "sampleable": True,
+            }
+            for name in names
         ]
         return JSONResponse({"supported_models": models})
 
@@ -148,8 +163,12 @@ class Tinker:
         if number not in session.samplers:
             if len(session.samplers) >= _MOST_SAMPLERS:
                 raise BadRequest(f"a session may have {_MOST_SAMPLERS} sampling clients")
-            adapter = self._gateway.adapter_of(base if path is None else path.removeprefix("tinker://"))
-            snapshot = await self._gateway.work(session.tenant, partial(self._snapshots.hold, adapter))
+            adapter = self._gateway.adapter_of(
+                base if path is None else path.removeprefix("tinker://")
+            )
+            snapshot = await self._gateway.work(
+                session.tenant, partial(self._snapshots.hold, adapter)
+            )
             if number in session.samplers or session.ended:  # meanwhile
                 await self._gateway.work(session.tenant, partial(self._snapshots.release, snapshot))
             else:
@@ -165,7 +184,9 @@ class Tinker:
         """What a sampling client samples from."""
         name = request.path_params["name"]
         found = self._sampler(request, name)
-        return JSONResponse({"sampler_id": name, "base_model": found.model, "model_path": found.path})
+        return JSONResponse(
+            {"sampler_id": name, "base_model": found.model, "model_path": found.path}
+        )
 
     async def asample(self, request: Request) -> Response:
         """Begin to sample: the future's name, which the sampling session and the request's number
@@ -193,7 +214,9 @@ class Tinker:
             raise BadRequest(f"no future {brief(name)}: it was forgotten", status=410)
         await asyncio.wait({task}, timeout=POLL_SECONDS)
         if not task.done():
-            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            return JSONResponse(
+                {"type": "try_again", "request_id": name, "queue_state": "active"}, 408
+            )
         if task.cancelled():
             return JSONResponse({"error": "the request was cancelled", "category": "user"})
         return task.result()
@@ -207,15 +230,21 @@ class Tinker:
         return JSONResponse({})
 
     def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int]:
-        """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are asked)."""
+        """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are
+        asked)."""
         chunks = fields.inner("prompt").take("chunks")
         tokens = list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
             inner = Fields(chunk, "prompt.chunks")
             if inner.take("type") != "encoded_text":
-                raise BadRequest("prompt: only chunks of type encoded_text are offered, which are tokens", "prompt")
+                raise BadRequest(
+                    "prompt: only chunks of type encoded_text are offered, which are tokens",
+                    "prompt",
+                )
             tokens += token_list(inner.take("tokens"), "prompt")
-        prompt = encode_prompt("prompt", tokens, self._gateway.tokenizer, self._gateway.model.config.vocab_size)
+        prompt = encode_prompt(
+            "prompt", tokens, self._gateway.tokenizer, self._gateway.model.config.vocab_size
+        )
         for key, value in _NOTHING.items():
             if fields.take(key, value) != value:
                 raise BadRequest(f"{key}: not offered", key)
@@ -228,7 +257,9 @@ class Tinker:
         elif isinstance(stop, list) and all(type(token) is int for token in stop):
             given = {**given, "stop": None, "stop_token_ids": stop}
         params = Fields({**given, "n": count}, "sampling_params")
-        sampling = sampling_of(params, self._gateway.limits, self._gateway.model.config.max_positions)
+        sampling = sampling_of(
+            params, self._gateway.limits, self._gateway.model.config.max_positions
+        )
         params.finish()
         scored = 0
         if fields.flag("prompt_logprobs"):
@@ -244,7 +275,9 @@ class Tinker:
         """The response to a future: the answer, or what went wrong, in Tinker's categories."""
         try:
             completions = list[Completion]()
-            async with self._gateway.ask(tenant, [prompt], sampling, snapshot, streamed=False) as events:
+            async with self._gateway.ask(
+                tenant, [prompt], sampling, snapshot, streamed=False
+            ) as events:
                 async for _, event in events:
                     if isinstance(event, Done):
                         completions.append(event.completion)
@@ -259,7 +292,10 @@ class Tinker:
 
     def _score(self, prompt: list[int], snapshot: Snapshot, scored: int) -> list[float]:
         """On the device thread: log-probabilities of a prompt's last tokens; NaN before them."""
-        found = [math.nan, *self._gateway.model.logprobs([prompt], adapter=snapshot.served)[0].tolist()]
+        found = [
+            math.nan,
+            *self._gateway.model.logprobs([prompt], adapter=snapshot.served)[0].tolist(),
+        ]
         return [math.nan] * (len(prompt) - scored) + found[len(prompt) - scored :]
 
     def _session(self, request: Request, name: str | None) -> Session:
@@ -286,11 +322,15 @@ class Tinker:
         for sampler, _ in session.samplers.values():
             del self._samplers[sampler]
         for _, found in session.samplers.values():
-            await self._gateway.work(session.tenant, partial(self._snapshots.release, found.snapshot))
+            await self._gateway.work(
+                session.tenant, partial(self._snapshots.release, found.snapshot)
+            )
 
     def _forget_old(self) -> None:
         """Keep the newest results; what is not done yet stays."""
-        done = {key: task for key, task in self._futures.items() if task.done() and not task.cancelled()}
+        done = {
+            key: task for key, task in self._futures.items() if task.done() and not task.cancelled()
+        }
         size = sum(len(task.result().body) for task in done.values())
         for key, task in done.items():
             if len(self._futures) <= _MOST_RESULTS and size <= _MOST_RESULT_BYTES:
@@ -304,7 +344,9 @@ def encoded(completions: list[Completion], prompt_logprobs: list[float] | None) 
     try:
         from tinker.proto import tinker_public_pb2 as messages
     except ModuleNotFoundError:
-        raise IsobitError("Tinker's routes need its package: pip install 'isobit[tinker]'") from None
+        raise IsobitError(
+            "Tinker's routes need its package: pip install 'isobit[tinker]'"
+        ) from None
     found = messages.SampleResponse()
     for completion in completions:
         stopped = completion.finish_reason == "stop"

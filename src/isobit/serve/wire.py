@@ -1,4 +1,5 @@
-"""HTTP: bodies within limits, tokens, errors in OpenAI's format, streams that end with their client."""
+"""HTTP: bodies within limits, tokens, errors in OpenAI's format, streams that end with their
+client."""
 
 import asyncio
 import logging
@@ -73,12 +74,15 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
     try:
         await asyncio.wait_for(read(), limits.body_seconds)
     except asyncio.TimeoutError:
-        raise BadRequest(f"the body took longer than {limits.body_seconds:g} seconds", status=408) from None
+        raise BadRequest(
+            f"the body took longer than {limits.body_seconds:g} seconds", status=408
+        ) from None
     return Fields.parse(b"".join(parts))
 
 
 class Guard:
-    """In front of all routes: who has no token, and who comes when the server stops, goes no further."""
+    """In front of all routes: who has no token, and who comes when the server stops, goes no
+    further."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...]) -> None:
         self._app, self._gateway, self._tokens = app, gateway, tokens
@@ -89,7 +93,9 @@ class Guard:
             return
         path = scope["path"]
         headers = Headers(scope=scope)
-        given, key = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
+        given, key = (
+            headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")
+        )
         tenant = tenant_of(given, key, self._tokens)
         status = 0
 
@@ -99,7 +105,9 @@ class Guard:
             await send(message)
 
         if tenant is None and path not in OPEN_TO_ALL:
-            error: Exception = Refused(401, "expected the server's token: Authorization: Bearer TOKEN")
+            error: Exception = Refused(
+                401, "expected the server's token: Authorization: Bearer TOKEN"
+            )
             await error_response(Request(scope), error)(scope, receive, watched)
         else:
             scope.setdefault("state", {})["tenant"] = tenant or ""
@@ -109,7 +117,8 @@ class Guard:
 
 
 class EventStream(Response):
-    """Server-sent events. It ends, and closes what it stands on, with its last event or its client."""
+    """Server-sent events. It ends, and closes what it stands on, with its last event or its
+    client."""
 
     media_type = "text/event-stream"
 
@@ -123,7 +132,9 @@ class EventStream(Response):
             await unless_gone(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async for piece in self._pieces:
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -1,4 +1,5 @@
-"""Tasks: prompts, rewards and held-out splits. Nothing here imports torch, so that reward workers start at once."""
+"""Tasks: prompts, rewards and held-out splits. Nothing here imports torch, so that reward workers
+start at once."""
 
 from collections.abc import Callable
 from os.path import exists  # False also for a name that no file can have
@@ -20,9 +21,13 @@ __all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
 
 
 def load_task(settings: TaskSettings) -> Task:
-    """Make or read a task. Raises IsobitError, in one line, for an unknown name, a bad option or bad data."""
+    """Make or read a task. Raises IsobitError, in one line, for an unknown name, a bad option or
+    bad data."""
     if settings.name not in TASKS:
         file = "; a file is task.path (isobit eval: --data)" if exists(settings.name) else ""
-        raise IsobitError(f"unknown task {brief(settings.name)!r}; {did_you_mean(settings.name, list(TASKS))}{file}")
+        raise IsobitError(
+            f"unknown task {brief(settings.name)!r}; "
+            f"{did_you_mean(settings.name, list(TASKS))}{file}"
+        )
     load, _ = TASKS[settings.name]
     return load(settings)

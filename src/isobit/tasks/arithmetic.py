@@ -1,8 +1,10 @@
-"""Arithmetic: additions, subtractions and multiplications, made here, such as "123+456=" with the answer "579".
+"""Arithmetic: additions, subtractions and multiplications, made here, such as "123+456=" with the
+answer "579".
 
-A problem is a number p in [0, operators * span^2) that names an operator and two operands. Problems come in an order
-that a seed decides; the first ones are held out, and neither they nor their mirror (456+123 for 123+456) are ever
-trained on. Completions are compared as text: digits and nothing else.
+A problem is a number p in [0, operators * span^2) that names an operator and two operands. Problems
+come in an order that a seed decides; the first ones are held out, and neither they nor their mirror
+(456+123 for 123+456) are ever trained on. Completions are compared as text: digits and nothing
+else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,15 +42,26 @@ class ArithmeticOptions:
     """Which problems are made."""
 
     digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
-    min_digits: Annotated[int | None, at_least(1), "fewest digits of an operand; default: `digits`"] = None
-    operators: Annotated[str, Pattern("some of + - *, each once", _some_operators), "some of + - *, each once"] = "+"
-    reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = False
-    train_size: Annotated[int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"] = None
+    min_digits: Annotated[
+        int | None, at_least(1), "fewest digits of an operand; default: `digits`"
+    ] = None
+    operators: Annotated[
+        str, Pattern("some of + - *, each once", _some_operators), "some of + - *, each once"
+    ] = "+"
+    reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = (
+        False
+    )
+    train_size: Annotated[
+        int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"
+    ] = None
     seed: SEED = 0
 
     def __post_init__(self) -> None:
         if self.min_digits is not None and self.min_digits > self.digits:
-            raise OptionError(("min_digits",), f"must not be above digits, got {self.min_digits} and {self.digits}")
+            raise OptionError(
+                ("min_digits",),
+                f"must not be above digits, got {self.min_digits} and {self.digits}",
+            )
 
     @property
     def low(self) -> int:
@@ -63,9 +76,12 @@ class ArithmeticOptions:
 
 
 class Problems(Sequence[Example]):
-    """Problem numbers as examples, made when they are asked for: a number takes 8 bytes, an example 600."""
+    """Problem numbers as examples, made when they are asked for: a number takes 8 bytes, an example
+    600."""
 
-    def __init__(self, numbers: Sequence[int], options: ArithmeticOptions, template: str | None) -> None:
+    def __init__(
+        self, numbers: Sequence[int], options: ArithmeticOptions, template: str | None
+    ) -> None:
         self._numbers, self._options, self._template = numbers, options, template
 
     def __len__(self) -> int:
@@ -80,7 +96,9 @@ class Problems(Sequence[Example]):
             return Problems(self._numbers[i], self._options, self._template)
         operator, left, right = operands(self._numbers[i], self._options)
         question = f"{left}{operator}{right}="
-        prompt = question if self._template is None else self._template.replace("{prompt}", question)
+        prompt = (
+            question if self._template is None else self._template.replace("{prompt}", question)
+        )
         answer = gold_answer(operator, left, right, self._options.reverse)
         return Example(i % len(self), prompt, {"answer": answer})
 
@@ -111,9 +129,14 @@ def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[lis
     held_out = list(islice(order, held_out_size))
     barred = set(held_out) | {mirror(number, options) for number in held_out}
     train = list(islice((number for number in order if number not in barred), wanted))
-    if len(held_out) < held_out_size or not train or (options.train_size is not None and len(train) < wanted):
+    if (
+        len(held_out) < held_out_size
+        or not train
+        or (options.train_size is not None and len(train) < wanted)
+    ):
         raise IsobitError(
-            f"task {options.digits} digits, operators {options.operators!r}: there are {size} problems, too few for "
+            f"task {options.digits} digits, operators {options.operators!r}: there are {size} "
+            "problems, too few for "
             f"{held_out_size} held out and {options.train_size or 'some'} to train on"
         )
     return held_out, train
@@ -134,21 +157,27 @@ def mirror(number: int, options: ArithmeticOptions) -> int:
 
 
 def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> str:
-    """The right completion: a decimal number; `reverse`: its digits from the lowest on, a sign stays first."""
+    """The right completion: a decimal number; `reverse`: its digits from the lowest on, a sign
+    stays first."""
     value = left + right if operator == "+" else left - right if operator == "-" else left * right
     digits = str(abs(value))
     return ("-" if value < 0 else "") + (digits[::-1] if reverse else digits)
 
 
-def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1.0 where the completion, outer white space aside, is the answer and nothing else, else 0.0."""
+def reward(
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
+) -> list[float]:
+    """1.0 where the completion, outer white space aside, is the answer and nothing else, else
+    0.0."""
     return [float(answer_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def _distinct(size: int, seed: int) -> Iterator[int]:
-    """The numbers below `size`, each once, in the order in which Philox words (modulo size) first name them.
+    """The numbers below `size`, each once, in the order in which Philox words (modulo size) first
+    name them.
 
-    Ends early when a million words in a row name nothing new, which only happens when nearly all have been given.
+    Ends early when a million words in a row name nothing new, which only happens when nearly all
+    have been given.
     """
     seen: set[int] = set()
     count = 1 << 12

@@ -1,8 +1,9 @@
 """Countdown: reach a target from given numbers with + - * / and parentheses.
 
-Problems are made by combining the numbers at random, so that each has a solution, which is kept as the gold
-completion; every intermediate result of it is a positive integer. A completion is one expression. It is parsed by a
-recursive descent over at most 256 characters, evaluated in exact fractions, never by `eval`:
+Problems are made by combining the numbers at random, so that each has a solution, which is kept as
+the gold completion; every intermediate result of it is a positive integer. A completion is one
+expression. It is parsed by a recursive descent over at most 256 characters, evaluated in exact
+fractions, never by `eval`:
 
     sum = product (("+" | "-") product)*      product = atom (("*" | "/") atom)*      atom = integer | "(" sum ")"
 """
@@ -38,7 +39,9 @@ MAX_DIGITS = 9  # of one number
 MAX_MISSES = 100_000  # draws in a row that give no new problem
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
-_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"})
+_SIGNS = str.maketrans(
+    {"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"}
+)
 
 
 class ExpressionError(ValueError):
@@ -64,7 +67,8 @@ class CountdownOptions:
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options; a prompt is such as "3 5 7 -> 26: ", or a template with {numbers} and {target}."""
+    """The task of the given options; a prompt is such as "3 5 7 -> 26: ", or a template with
+    {numbers} and {target}."""
     refuse_file_settings(settings)
     options = task_options(CountdownOptions, settings)
     template = settings.prompt_template or "{prompt}"
@@ -80,7 +84,9 @@ def load(settings: TaskSettings) -> Task:
         Dataset(examples[:held], settings.seed),
         (REWARD,),
         gold="solution",
-        alphabet=alphabet_of("0123456789+-*/() >:" + re.sub(r"\{(prompt|numbers|target)\}", "", template)),
+        alphabet=alphabet_of(
+            "0123456789+-*/() >:" + re.sub(r"\{(prompt|numbers|target)\}", "", template)
+        ),
     )
 
 
@@ -93,11 +99,15 @@ def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int
         misses += 1
         if misses > MAX_MISSES:
             raise IsobitError(
-                f"task countdown: these options give only about {len(found)} problems, {count} are asked for "
+                f"task countdown: these options give only about {len(found)} problems, {count} "
+                "are asked for "
                 "(train_size + held_out_size); raise max_number or max_target"
             )
         span = options.max_numbers - options.min_numbers + 1
-        numbers = [1 + next(draws) % options.max_number for _ in range(options.min_numbers + next(draws) % span)]
+        numbers = [
+            1 + next(draws) % options.max_number
+            for _ in range(options.min_numbers + next(draws) % span)
+        ]
         target, solution = _combine(numbers, draws)
         key = (tuple(sorted(numbers)), target)
         if target <= options.max_target and target not in numbers and key not in found:
@@ -135,7 +145,8 @@ def solves(text: str, numbers: Sequence[int], target: int, use_all: bool = True)
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """(exact value, the integers in it from left to right) of an expression. Raises ExpressionError."""
+    """(exact value, the integers in it from left to right) of an expression. Raises
+    ExpressionError."""
     text = text.strip()
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
@@ -166,7 +177,9 @@ class _Parser:
     def sum(self, depth: int) -> Fraction:
         value = self.product(depth)
         while self.next_is("+-"):
-            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            value = (
+                value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            )
         return value
 
     def product(self, depth: int) -> Fraction:
@@ -198,7 +211,9 @@ class _Parser:
         return Fraction(int(token))
 
 
-def _example(index: int, problem: tuple[list[int], int, str], use_all: bool, template: str) -> Example:
+def _example(
+    index: int, problem: tuple[list[int], int, str], use_all: bool, template: str
+) -> Example:
     numbers, target, solution = problem
     listed = " ".join(map(str, numbers))
     prompt = template.replace("{prompt}", f"{listed} -> {target}: ")
@@ -220,7 +235,8 @@ def _tokens(text: str) -> list[str]:
 
 
 def _combine(numbers: list[int], draws: Iterator[int]) -> tuple[int, str]:
-    """Combine all the numbers, two at a time, by random operators that keep the results positive integers."""
+    """Combine all the numbers, two at a time, by random operators that keep the results positive
+    integers."""
     items = [(value, str(value)) for value in numbers]
     while True:
         (a, left), (b, right) = (items.pop(next(draws) % len(items)) for _ in range(2))

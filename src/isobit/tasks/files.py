@@ -1,15 +1,24 @@
-"""The user's own data, and what all tasks that read files share: JSONL, CSV, Parquet, directories of `datasets`.
+"""The user's own data, and what all tasks that read files share: JSONL, CSV, Parquet, directories
+of `datasets`.
 
-Rows are split once: `held_out_path` or `held_out_split` where given, else `held_out_size` prompts cut from `path`
-(default: a tenth, at most 256), chosen by the option `seed`. Such data have no built-in reward: the config
-names functions.
+Rows are split once: `held_out_path` or `held_out_split` where given, else `held_out_size` prompts
+cut from `path` (default: a tenth, at most 256), chosen by the option `seed`. Such data have no
+built-in reward: the config names functions.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobit.data.dataset import RESERVED_COLUMNS, Dataset, Example, Shaping, check_template, read_examples, split
+from isobit.data.dataset import (
+    RESERVED_COLUMNS,
+    Dataset,
+    Example,
+    Shaping,
+    check_template,
+    read_examples,
+    split,
+)
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.tasks.task import SEED, Task, TaskSettings, held_out_size, task_options
@@ -17,13 +26,15 @@ from isobit.tasks.task import SEED, Task, TaskSettings, held_out_size, task_opti
 
 @dataclass(frozen=True)
 class FileOptions:
-    """Options of a task that reads files: `seed` chooses what is cut from `path` as the held-out split."""
+    """Options of a task that reads files: `seed` chooses what is cut from `path` as the held-out
+    split."""
 
     seed: SEED = 0
 
 
 def load(settings: TaskSettings) -> Task:
-    """A file or directory as a task. Raises IsobitError, with the place, for whatever is wrong with it."""
+    """A file or directory as a task. Raises IsobitError, with the place, for whatever is wrong with
+    it."""
     train, held_out = read_splits(settings, task_options(FileOptions, settings))
     return Task("file", train, held_out)
 
@@ -34,22 +45,39 @@ def read_splits(
     columns: Mapping[str, str] | None = None,
     text_template: str | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(train, held out) of what the settings name; `columns` and `text_template` are for where they name none."""
+    """(train, held out) of what the settings name; `columns` and `text_template` are for where they
+    name none."""
     if settings.path is None:
-        hint = "; built-in tasks by task.name: arithmetic, countdown, gsm8k" if settings.name == "file" else ""
-        raise IsobitError(f"task.path: task {settings.name} needs a file or directory of data{hint}")
+        hint = (
+            "; built-in tasks by task.name: arithmetic, countdown, gsm8k"
+            if settings.name == "file"
+            else ""
+        )
+        raise IsobitError(
+            f"task.path: task {settings.name} needs a file or directory of data{hint}"
+        )
     check_template(settings.prompt_template)
     columns = {**(columns or {}), **settings.columns}
     for name in columns:
         if name in RESERVED_COLUMNS:
-            raise IsobitError(f"task.columns: {name!r} is a name that reward functions get from isobit; take another")
-    shaping = Shaping(columns, settings.prompt_template, text_template, settings.chat, settings.system)
-    source = Source(Path(settings.path), settings.format, settings.split, rows=settings.rows.get(settings.path))
+            raise IsobitError(
+                f"task.columns: {name!r} is a name that reward functions get from isobit; take "
+                "another"
+            )
+    shaping = Shaping(
+        columns, settings.prompt_template, text_template, settings.chat, settings.system
+    )
+    source = Source(
+        Path(settings.path), settings.format, settings.split, rows=settings.rows.get(settings.path)
+    )
     train = read_examples(source, shaping)
     if settings.held_out_path is not None or settings.held_out_split is not None:
         path = settings.held_out_path or settings.path
         held_out = read_examples(
-            Source(Path(path), settings.format, settings.held_out_split, True, settings.rows.get(path)), shaping
+            Source(
+                Path(path), settings.format, settings.held_out_split, True, settings.rows.get(path)
+            ),
+            shaping,
         )
         size = held_out_size(settings, len(held_out))
         if size > len(held_out):

@@ -1,4 +1,5 @@
-"""`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm start learns from.
+"""`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm
+start learns from.
 
 A task's options are a frozen dataclass (`isobit.options`).
 """
@@ -16,59 +17,83 @@ from isobit.rewards.spec import RewardSpec
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """The prompts: a built-in task, or your own data. Prompts outside the length limits stop the run before it starts,
-    or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
+    """The prompts: a built-in task, or your own data. Prompts outside the length limits stop the
+    run before it starts, or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is
+    `task.path`."""
 
     name: Annotated[str, "arithmetic, countdown, gsm8k, or file (any data)"] = "file"
     path: Annotated[
         str | None,
-        "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of `datasets`; every column "
+        "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
+        "`datasets`; every column "
         "reaches the reward",
     ] = None
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
-    held_out_size: Annotated[int | None, at_least(0), "examples that are kept out of training, for evaluation"] = None
-    format: Annotated[Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"] = "auto"
-    split: Annotated[str | None, "which split of a directory is trained on; default: train"] = None
-    held_out_split: Annotated[str | None, "which split is held out: of held_out_path, or else of path"] = None
-    columns: Annotated[Mapping[str, str], "role or new name: column of the data, such as {prompt: question}"] = field(
-        default_factory=dict
-    )
-    prompt_template: Annotated[
-        str | None, "text with {prompt} in it, into which every text prompt is put; gsm8k has its own"
+    held_out_size: Annotated[
+        int | None, at_least(0), "examples that are kept out of training, for evaluation"
     ] = None
-    chat: Annotated[bool, "put each text prompt into the model's chat template, as the user's message"] = False
+    format: Annotated[
+        Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"
+    ] = "auto"
+    split: Annotated[str | None, "which split of a directory is trained on; default: train"] = None
+    held_out_split: Annotated[
+        str | None, "which split is held out: of held_out_path, or else of path"
+    ] = None
+    columns: Annotated[
+        Mapping[str, str], "role or new name: column of the data, such as {prompt: question}"
+    ] = field(default_factory=dict)
+    prompt_template: Annotated[
+        str | None,
+        "text with {prompt} in it, into which every text prompt is put; gsm8k has its own",
+    ] = None
+    chat: Annotated[
+        bool, "put each text prompt into the model's chat template, as the user's message"
+    ] = False
     system: Annotated[str | None, "system message, put before every chat"] = None
     special_tokens_in_content: Annotated[
         Literal["escape", "allow", "refuse"],
-        "what becomes of special tokens that a prompt spells, such as <|im_start|>. escape: plain text. "
+        "what becomes of special tokens that a prompt spells, such as <|im_start|>. escape: "
+        "plain text. "
         "allow: the tokens. refuse: an error",
     ] = "escape"
     max_prompt_tokens: Annotated[
-        int | None, at_least(1), "the longest prompt; never more than the context minus max_new_tokens"
+        int | None,
+        at_least(1),
+        "the longest prompt; never more than the context minus max_new_tokens",
     ] = None
     min_prompt_tokens: Annotated[int, at_least(0), "the shortest prompt"] = 0
-    too_long: Annotated[Literal["stop", "drop"], "what to do with a prompt that is too long or too short"] = "stop"
-    shuffle: Annotated[bool, "take the data in a new order in each epoch, by the seed; false: in its own order"] = True
+    too_long: Annotated[
+        Literal["stop", "drop"], "what to do with a prompt that is too long or too short"
+    ] = "stop"
+    shuffle: Annotated[
+        bool, "take the data in a new order in each epoch, by the seed; false: in its own order"
+    ] = True
     options: Annotated[
-        Mapping[str, Any], "options of a built-in task, such as digits of arithmetic or instruction of gsm8k"
+        Mapping[str, Any],
+        "options of a built-in task, such as digits of arithmetic or instruction of gsm8k",
     ] = field(default_factory=dict)
     seed: NotAnOption[int] = 0
-    """The run's, which decides the order of training examples and nothing else. Which examples there are, and which
-    are held out, depends on the option `seed` of the task, so that runs of different seeds share one held-out split."""
+    """The run's, which decides the order of training examples and nothing else. Which examples
+    there are, and which are held out, depends on the option `seed` of the task, so that runs of
+    different seeds share one held-out split."""
     rows: NotAnOption[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     """Rows given as objects, by the path that stands for them."""
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
-            raise IsobitError(f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens")
+            raise IsobitError(
+                f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens"
+            )
 
 
 @dataclass(frozen=True)
 class Task:
-    """A loaded task. `rewards` are its own, used where the user names none (a user's file has none).
+    """A loaded task. `rewards` are its own, used where the user names none (a user's file has
+    none).
 
-    `gold`: the column with the right completion, which supervised training learns, or None. `alphabet`: every
-    character of prompts and right completions, for a character tokenizer, or None where the text is open.
+    `gold`: the column with the right completion, which supervised training learns, or None.
+    `alphabet`: every character of prompts and right completions, for a character tokenizer, or None
+    where the text is open.
     """
 
     name: str
@@ -79,12 +104,18 @@ class Task:
     alphabet: str | None = None
 
 
-SEED = Annotated[int, at_least(0), at_most(2**63 - 1), "decides the problems, or what is cut as the held-out split"]
+SEED = Annotated[
+    int,
+    at_least(0),
+    at_most(2**63 - 1),
+    "decides the problems, or what is cut as the held-out split",
+]
 _Options = TypeVar("_Options")
 
 
 def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
-    """The task's own options, as its frozen dataclass. Raises IsobitError for a wrong name, type or value."""
+    """The task's own options, as its frozen dataclass. Raises IsobitError for a wrong name, type or
+    value."""
     return read(schema, settings.options, ("task", "options"))
 
 
@@ -94,11 +125,24 @@ def alphabet_of(characters: str) -> str:
 
 
 def refuse_file_settings(settings: TaskSettings) -> None:
-    """A task that makes its own data has no use for the settings of a file: raise IsobitError if one is given."""
+    """A task that makes its own data has no use for the settings of a file: raise IsobitError if
+    one is given."""
     unused = TaskSettings()
-    for name in ("path", "held_out_path", "format", "split", "held_out_split", "columns", "chat", "system"):
+    for name in (
+        "path",
+        "held_out_path",
+        "format",
+        "split",
+        "held_out_split",
+        "columns",
+        "chat",
+        "system",
+    ):
         if getattr(settings, name) != getattr(unused, name):
-            raise IsobitError(f"task.{name}: task {settings.name} makes its own data; for a file use task.name: file")
+            raise IsobitError(
+                f"task.{name}: task {settings.name} makes its own data; for a file use "
+                "task.name: file"
+            )
 
 
 def held_out_size(settings: TaskSettings, default: int) -> int:

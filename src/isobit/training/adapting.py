@@ -24,9 +24,9 @@ def load_trained(
     ranks: Ranks = ALONE,
     now: datetime | None = None,
 ) -> Model:
-    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where there is one, with a
-    tokenizer that reads prompts as the run does; `now`: the date that they are told. Raises IsobitError where an
-    adapter is not what the config says."""
+    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where
+    there is one, with a tokenizer that reads prompts as the run does; `now`: the date that they are
+    told. Raises IsobitError where an adapter is not what the config says."""
     rules = text_rules(config, now)
     if checkpoint is not None:  # which has the template saved
         rules = replace(rules, chat_template=None)
@@ -35,14 +35,20 @@ def load_trained(
     if given is None:
         model = Model.load(checkpoint or base, *flow, masters=masters, rules=rules)
         if model.transformer.adapter is not None:
-            raise IsobitError(f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init")
+            raise IsobitError(
+                f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
+            )
         return model
     new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
-    model = Model.load(base, *flow, adapter=checkpoint or given.init or new, masters=masters, rules=rules)
+    model = Model.load(
+        base, *flow, adapter=checkpoint or given.init or new, masters=masters, rules=rules
+    )
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
     if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):
-        raise IsobitError(f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these")
+        raise IsobitError(
+            f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these"
+        )
     return model
 
 

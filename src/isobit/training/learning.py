@@ -1,5 +1,5 @@
-"""Verb 5, learn: the learner's optimizer steps on one batch, what is compared of the batches that are ahead of it, and
-what a run does about samples that disagree."""
+"""Verb 5, learn: the learner's optimizer steps on one batch, what is compared of the batches that
+are ahead of it, and what a run does about samples that disagree."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +27,10 @@ from isobit.training.saving.snapshot import State
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What a step has learned: the learner's `metrics`, and what it `took` beside the learner (seconds, counts, and a
-    user's measures); the learner's log-probabilities of the samples that were `compared`, one for each completion
-    token; how `activations` and output gradients were quantized."""
+    """What a step has learned: the learner's `metrics`, and what it `took` beside the learner
+    (seconds, counts, and a user's measures); the learner's log-probabilities of the samples that
+    were `compared`, one for each completion token; how `activations` and output gradients were
+    quantized."""
 
     metrics: Mapping[str, float]
     took: Mapping[str, float]
@@ -38,9 +39,10 @@ class Lesson:
 
 
 class Learning:
-    """`engines`: those that are put to sleep first, where `sleep` (always, auto or never) says so. `settle` waits for
-    what is sampled meanwhile, and returns what that took. `failure_of(disagreement, step, unlearned)` is how a run ends
-    that may not learn from tokens that differ."""
+    """`engines`: those that are put to sleep first, where `sleep` (always, auto or never) says so.
+    `settle` waits for what is sampled meanwhile, and returns what that took.
+    `failure_of(disagreement, step, unlearned)` is how a run ends that may not learn from tokens
+    that differ."""
 
     def __init__(
         self,
@@ -59,7 +61,10 @@ class Learning:
         failure_of: Callable[[Disagreement, int, bool], RunFailed],
         note: Callable[[str], None],
     ) -> None:
-        self._learner, self._calibrator, self._engines, self._ahead = learner, calibrator, engines, ahead
+        self._learner = learner
+        self._calibrator = calibrator
+        self._engines = engines
+        self._ahead = ahead
         self._state, self._meter, self._saver = state, meter, saver
         self._quantization_every, self._sleep = quantization_every, sleep
         self._measures, self._settle = measures, settle
@@ -67,8 +72,8 @@ class Learning:
         self._warned = False
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Lesson:
-        """What the learner leaves. Raises RunFailed, before anything was learned from them, for rollouts that differ
-        from the learner where the flow promises that they do not."""
+        """What the learner leaves. Raises RunFailed, before anything was learned from them, for
+        rollouts that differ from the learner where the flow promises that they do not."""
         step, took = self._state.step + 1, dict[str, float]()
         for measure in self._measures:
             took |= measured(measure, samples, advantages)
@@ -130,7 +135,9 @@ def _with_those_ahead(learned: Learned, ahead: AheadCompared) -> dict[str, float
     return metrics
 
 
-def _counted(samples: Sequence[Sample], advantages: Sequence[Advantage], seconds: float) -> dict[str, float]:
+def _counted(
+    samples: Sequence[Sample], advantages: Sequence[Advantage], seconds: float
+) -> dict[str, float]:
     nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
     tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
     return {

@@ -7,10 +7,11 @@
     learn           take optimizer steps on the loss
     record          write metrics, completions, and a checkpoint when one is due
 
-With a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/training/test_loop.py),
-so they are the old log-probabilities of the surrogate. Where rollouts run ahead of the learner or past groups are
-replayed they are of older weights, and a correction weighs them. Each verb returns what it found, and `record` is given
-all of it. Left out: how a run is opened (`session/opening.py`), and each verb itself (`policy.py`,
+With a unified precision the learner computes the rollout's log-probabilities bit for bit
+(tests/training/test_loop.py), so they are the old log-probabilities of the surrogate. Where
+rollouts run ahead of the learner or past groups are replayed they are of older weights, and a
+correction weighs them. Each verb returns what it found, and `record` is given all of it. Left out:
+how a run is opened (`session/opening.py`), and each verb itself (`policy.py`,
 `rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
 """
 
@@ -30,14 +31,16 @@ from isobit.training.scoring import RolloutScoring
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """The batch that a step learns from, and what sampling and scoring took in this step (seconds and counts)."""
+    """The batch that a step learns from, and what sampling and scoring took in this step (seconds
+    and counts)."""
 
     batch: StepBatch
     metrics: Mapping[str, float]
 
 
 class Rollouts(Protocol):
-    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with past groups."""
+    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with
+    past groups."""
 
     def next(self) -> Rollout:
         """The batch of the next step, its groups scored."""
@@ -64,7 +67,8 @@ def training_loop(run: Run) -> None:
 
 
 def training_step(run: Run) -> None:
-    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was recorded."""
+    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
+    recorded."""
     synced = run.policy.sync()
     rollout = run.rollouts.next()
     samples, advantages = assign_credit(rollout.batch.learned_from, run.objective)
@@ -74,7 +78,8 @@ def training_step(run: Run) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Groups that this rank has sampled, by the place of their prompt; their rewards, which are being computed."""
+    """Groups that this rank has sampled, by the place of their prompt; their rewards, which are
+    being computed."""
 
     groups: Mapping[int, Group]
     scoring: RolloutScoring
@@ -90,17 +95,20 @@ class Scored:
 
 
 class RolloutSource(Protocol):
-    """The prompts of a run, the engine that answers them, and the reward functions that score the answers."""
+    """The prompts of a run, the engine that answers them, and the reward functions that score the
+    answers."""
 
     def sample(self, count: int) -> Sampled:
-        """A group of completions for each of the next `count` prompts; where there are several ranks, for some."""
+        """A group of completions for each of the next `count` prompts; where there are several
+        ranks, for some."""
 
     def score(self, sampled: Sampled) -> Scored:
         """The same groups with rewards, those of all ranks together."""
 
 
 def roll_out(batch: StepBatch, source: RolloutSource) -> dict[str, float]:
-    """Fill a batch: once, or under dynamic sampling until enough groups have rewards that differ. What it took."""
+    """Fill a batch: once, or under dynamic sampling until enough groups have rewards that differ.
+    What it took."""
     took: dict[str, float] = {}
     while batch.missing:
         scored = source.score(source.sample(batch.missing))

@@ -1,8 +1,10 @@
-"""What a run takes as Python objects: reward functions, rows of data, callbacks and measures, as in a notebook.
+"""What a run takes as Python objects: reward functions, rows of data, callbacks and measures, as in
+a notebook.
 
-A run keeps its config in a file, where objects have no place. Names stand for them there, `<python>:NAME` for a reward
-function and `<python>:HASH` for rows, so that a run that goes on needs the objects again, and refuses others. Callbacks
-and measures change nothing that is learned, and leave no name. Left out: how functions are called (`rewards/pool.py`).
+A run keeps its config in a file, where objects have no place. Names stand for them there,
+`<python>:NAME` for a reward function and `<python>:HASH` for rows, so that a run that goes on needs
+the objects again, and refuses others. Callbacks and measures change nothing that is learned, and
+leave no name. Left out: how functions are called (`rewards/pool.py`).
 """
 
 import hashlib
@@ -22,14 +24,16 @@ from isobit.rl.algorithm.advantages import Advantage
 
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]
-"""One reward or several: functions, or what a config calls a function; in a pair with a weight, else weighing 1."""
+"""One reward or several: functions, or what a config calls a function; in a pair with a weight,
+else weighing 1."""
 Rows = Iterable[Mapping[str, Any] | str]
 """Rows of data: mappings of columns, or prompts."""
 OnStep = Callable[[int, Mapping[str, float]], object]
-"""Called after every step with its number and its row of metrics.jsonl; what it returns is dropped."""
+"""Called after every step with its number and its row of metrics.jsonl; what it returns is
+dropped."""
 Measure = Callable[[Sequence[Sample], Sequence[Advantage]], Mapping[str, float]]
-"""Numbers to log of the samples that a step learns from and their advantages, one of a completion or one for each of
-its trained tokens: name to value."""
+"""Numbers to log of the samples that a step learns from and their advantages, one of a completion
+or one for each of its trained tokens: name to value."""
 _SIGNATURE = "reward(prompts, completions, **columns) -> list of numbers"
 
 
@@ -44,7 +48,9 @@ class Objects:
 
     def require(self, config: Config) -> None:
         """Raise IsobitError if the config speaks of an object that is not here."""
-        missing = [name for name in _names(config) if name not in self.functions and name not in self.rows]
+        missing = [
+            name for name in _names(config) if name not in self.functions and name not in self.rows
+        ]
         if missing:
             rewards = [name.removeprefix(OBJECT) for name in missing if name != config.task.path]
             rewards = [name for name in rewards if f"{OBJECT}{name}" != config.task.held_out_path]
@@ -52,7 +58,8 @@ class Objects:
             arguments += ["data=rows"] if config.task.path in missing else []
             arguments += ["held_out=rows"] if config.task.held_out_path in missing else []
             raise IsobitError(
-                f"run {config.run.dir} was given objects in Python, which no file keeps: go on in Python, with "
+                f"run {config.run.dir} was given objects in Python, which no file keeps: go on "
+                "in Python, with "
                 f"isobit.resume({config.run.dir!r}, {', '.join(arguments)})"
             )
 
@@ -71,14 +78,17 @@ class Given:
     measures: Sequence[Measure] = ()
 
     def into(self, config: Config) -> tuple[Config, Objects]:
-        """(the config with the objects' names in it, the objects). Raises IsobitError for what is no reward, row or
-        callback, and for what the config names already."""
+        """(the config with the objects' names in it, the objects). Raises IsobitError for what is
+        no reward, row or callback, and for what the config names already."""
         functions: dict[str, RewardFunction] = {}
         rows: dict[str, Sequence[dict[str, Any]]] = {}
         values = plain_values(config)
         if rewards := _listed(self.rewards):
             if config.rewards.functions:
-                raise IsobitError("rewards: the settings have rewards.functions already; give all rewards in one place")
+                raise IsobitError(
+                    "rewards: the settings have rewards.functions already; give all rewards in "
+                    "one place"
+                )
             values["rewards"]["functions"] = [_reward(each, functions) for each in rewards]
         for key, what, table in self._tables():
             if values["task"][key] is not None:
@@ -90,12 +100,14 @@ class Given:
             functions,
             rows,
             _functions(self.callbacks, "callbacks", "on_step(step, metrics)"),
-            _functions(self.measures, "measures", "measure(samples, advantages) -> numbers by name"),
+            _functions(
+                self.measures, "measures", "measure(samples, advantages) -> numbers by name"
+            ),
         )
 
     def again(self, config: Config) -> Objects:
-        """The objects for the names in the config of a run that goes on. Raises IsobitError for others than it began
-        with."""
+        """The objects for the names in the config of a run that goes on. Raises IsobitError for
+        others than it began with."""
         run, began = config.run.dir, config.rewards.functions
         rewards = replace(config.rewards, functions=()) if _listed(self.rewards) else config.rewards
         nothing: dict[str, Any] = dict.fromkeys(key for key, _, _ in self._tables())
@@ -109,7 +121,10 @@ class Given:
             raise IsobitError(f"rewards: run {run} began with {names or 'none'}, in this order")
         for each, before in zip(_listed(self.rewards), began):
             if isinstance(each, tuple) and each[1] != before.weight:
-                raise IsobitError(f"rewards: run {run} began with {before.weight:g} as the weight of {before.function}")
+                raise IsobitError(
+                    f"rewards: run {run} began with {before.weight:g} as the weight of "
+                    f"{before.function}"
+                )
         return objects
 
     def _tables(self) -> list[tuple[str, str, Rows]]:
@@ -118,15 +133,20 @@ class Given:
         return [(key, what, table) for key, what, table in both if table is not None]
 
 
-def measured(measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
-    """What a measure returns, by the names that it is logged under. Raises RunFailed for what cannot be logged."""
+def measured(
+    measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]
+) -> dict[str, float]:
+    """What a measure returns, by the names that it is logged under. Raises RunFailed for what
+    cannot be logged."""
     what = f"measures: {_name(measure)}"
     try:
         found = measure(samples, advantages)
     except Exception as error:  # the user's function may raise anything
         raise RunFailed(f"{what}: {type(error).__name__}: {error}") from None
     if not isinstance(found, Mapping):
-        raise RunFailed(f"{what}: returned {type(found).__name__}, expected a mapping of names to numbers")
+        raise RunFailed(
+            f"{what}: returned {type(found).__name__}, expected a mapping of names to numbers"
+        )
     for name, value in found.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w/-]+", name):
             raise RunFailed(f"{what}: metric {name!r}: expected letters, digits, _, - and /")
@@ -143,7 +163,11 @@ def _name(function: Callable[..., Any]) -> str:
 def _names(config: Config) -> list[str]:
     """The names of objects in a config."""
     paths = [path for path in (config.task.path, config.task.held_out_path) if path is not None]
-    return [name for name in [r.function for r in config.rewards.functions] + paths if name.startswith(OBJECT)]
+    return [
+        name
+        for name in [r.function for r in config.rewards.functions] + paths
+        if name.startswith(OBJECT)
+    ]
 
 
 def _listed(rewards: Rewards) -> list[Any]:
@@ -151,7 +175,9 @@ def _listed(rewards: Rewards) -> list[Any]:
     if rewards is not None and not callable(rewards) and not isinstance(rewards, Iterable):
         raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {rewards!r}")
     pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], (int, float))
-    return [rewards] if callable(rewards) or isinstance(rewards, str) or pair else list(rewards or ())  # type: ignore[arg-type]
+    return (
+        [rewards] if callable(rewards) or isinstance(rewards, str) or pair else list(rewards or ())
+    )  # type: ignore[arg-type]
 
 
 def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, Any]:
@@ -165,18 +191,25 @@ def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, An
         raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {function!r}")
     name = _name(function)
     if f"{OBJECT}{name}" in functions:
-        raise IsobitError(f"rewards: two functions are called {name!r}; give each a name of its own with def")
+        raise IsobitError(
+            f"rewards: two functions are called {name!r}; give each a name of its own with def"
+        )
     functions[f"{OBJECT}{name}"] = function
     return {"function": f"{OBJECT}{name}", "weight": weight}
 
 
 def _rows(table: Rows, what: str) -> list[dict[str, Any]]:
-    wanted = "expected rows, each a mapping of columns such as {'prompt': ..., 'answer': ...}, or prompts"
+    wanted = (
+        "expected rows, each a mapping of columns such as {'prompt': ..., 'answer': ...}, "
+        "or prompts"
+    )
     if isinstance(table, (str, Mapping)) or not isinstance(table, Iterable):
         hint = "; a file is named with task.path in the settings" if isinstance(table, str) else ""
         raise IsobitError(f"{what}: {wanted}, got {type(table).__name__}{hint}")
     if hasattr(table, "to_dict") and hasattr(table, "iloc"):
-        raise IsobitError(f"{what}: {wanted}, got a {type(table).__name__}; give its to_dict('records')")
+        raise IsobitError(
+            f"{what}: {wanted}, got a {type(table).__name__}; give its to_dict('records')"
+        )
     rows = []
     for number, row in enumerate(table, 1):
         if isinstance(row, str):

@@ -1,5 +1,6 @@
-"""What a config names, opened: what a run is put together from (`session/open_run.py`), and its memory planned for. The
-verbs of the loop are given what they need of it. Left out: how it is opened (`session/assembly.py`)."""
+"""What a config names, opened: what a run is put together from (`session/open_run.py`), and its
+memory planned for. The verbs of the loop are given what they need of it. Left out: how it is opened
+(`session/assembly.py`)."""
 
 from dataclasses import dataclass
 

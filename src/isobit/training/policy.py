@@ -16,7 +16,8 @@ from isobit.training.saving.snapshot import State
 
 @dataclass(frozen=True, eq=False)
 class Synced:
-    """When the step `began` (`time.perf_counter`), what syncing measured, and how the weights are quantized."""
+    """When the step `began` (`time.perf_counter`), what syncing measured, and how the weights are
+    quantized."""
 
     began: float
     metrics: Mapping[str, float]
@@ -24,7 +25,8 @@ class Synced:
 
 
 class Policy:
-    """The model of a run, and the scales of its KV cache where they are calibrated, on prompts of `train`."""
+    """The model of a run, and the scales of its KV cache where they are calibrated, on prompts of
+    `train`."""
 
     def __init__(
         self,
@@ -51,8 +53,8 @@ class Policy:
         return Synced(began, metrics, weights)
 
     def refresh(self) -> dict[str, float]:
-        """Requantize and make the scales of a calibrated KV cache fit, unless an evaluation did so after the last step;
-        returns the seconds."""
+        """Requantize and make the scales of a calibrated KV cache fit, unless an evaluation did so
+        after the last step; returns the seconds."""
         took: dict[str, float] = {}
         state, saver = self._state, self._saver
         with self._meter.timed(took, "sync"), saver.broken_weights_end_the_run():

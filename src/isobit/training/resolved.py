@@ -1,9 +1,9 @@
-"""What a run computes with where its config leaves it open: what `auto`, the precision and the model decide, and the
-memory of the machine for `optimizer.micro_batch_tokens: auto`.
+"""What a run computes with where its config leaves it open: what `auto`, the precision and the
+model decide, and the memory of the machine for `optimizer.micro_batch_tokens: auto`.
 
-It is computed once, when a run is opened, and whoever needs a part of it is given it. `resolved.json` keeps it in the
-run directory, and a run that goes on must come to the same (`keep`). Left out: what computes
-(`session/machine.py`), and what the config says itself.
+It is computed once, when a run is opened, and whoever needs a part of it is given it.
+`resolved.json` keeps it in the run directory, and a run that goes on must come to the same
+(`keep`). Left out: what computes (`session/machine.py`), and what the config says itself.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ from isobit.run.directory import RESOLVED, RunDirectory, object_in
 
 @dataclass(frozen=True)
 class Resolved:
-    """`page_size`: tokens. `record_routes`: the engine records the experts that it chose. `share_prompts`: the learner
-    computes the rows of a prompt once. `order`: of sums. `expects_equal_bits`: of rollout and learner."""
+    """`page_size`: tokens. `record_routes`: the engine records the experts that it chose.
+    `share_prompts`: the learner computes the rows of a prompt once. `order`: of sums.
+    `expects_equal_bits`: of rollout and learner."""
 
     objective: ResolvedObjective
     micro_batch_tokens: int
@@ -59,8 +60,8 @@ class Resolved:
 
 
 def keep(resolved: Resolved, run: RunDirectory) -> None:
-    """Write it into the run that begins. Raises IsobitError where one that goes on began with something else; whether
-    bits are promised may change with the machine."""
+    """Write it into the run that begins. Raises IsobitError where one that goes on began with
+    something else; whether bits are promised may change with the machine."""
     values, before = resolved.plain(), object_in(run.directory / RESOLVED)
     if not before:
         run.write_object(RESOLVED, values)
@@ -68,7 +69,8 @@ def keep(resolved: Resolved, run: RunDirectory) -> None:
     for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
         if before[name] != values[name]:
             raise IsobitError(
-                f"run {run.directory} began with {name} {before[name]} ({RESOLVED}), and here it would go on with "
+                f"run {run.directory} began with {name} {before[name]} ({RESOLVED}), and here "
+                "it would go on with "
                 f"{values[name]}; resume it with the version of isobit that began it"
             )
 
@@ -80,8 +82,9 @@ def resolve(
     *,
     learns_like_recorded: bool = True,
 ) -> Resolved:
-    """What a config means for a model. `learns_like_recorded`: nothing differs from the run whose rollouts this one
-    learns from, if it samples none. `optimizer.micro_batch_tokens: auto` is 1 until it is known what fits."""
+    """What a config means for a model. `learns_like_recorded`: nothing differs from the run whose
+    rollouts this one learns from, if it samples none. `optimizer.micro_batch_tokens: auto` is 1
+    until it is known what fits."""
     objective = objective_of(config, model.precision, reward_weights)
     mixture, recurrent = model.config.routed is not None, model.config.linear is not None
     wanted, tokens = config.optimizer.share_prompts, config.optimizer.micro_batch_tokens

@@ -1,12 +1,15 @@
-"""A share of each batch that is sampled ahead of the learner, compared under the weights that sampled it.
+"""A share of each batch that is sampled ahead of the learner, compared under the weights that
+sampled it.
 
-When such a batch is learned from, the weights have moved on, and a difference is learning, not mismatch. So the learner
-computes the log-probabilities of `mismatch.share_ahead` of its completions while the working weights are those that
-sampled: in one process before it learns; where a fleet samples beside it, when the batch has arrived. Then the learner
-has learned, and its working weights are still those of before, or are put back where a batch takes several updates.
-Which completions is drawn from the run's seed and the batch's first prompt, so they are the same ones in one process,
-in a fleet, at any number of ranks and after a resume. Nothing is changed, so no bit of a run depends on it
-(tests/training/test_sampled_ahead.py). Left out: what a run does where bits differ (`learning.py`).
+When such a batch is learned from, the weights have moved on, and a difference is learning, not
+mismatch. So the learner computes the log-probabilities of `mismatch.share_ahead` of its completions
+while the working weights are those that sampled: in one process before it learns; where a fleet
+samples beside it, when the batch has arrived. Then the learner has learned, and its working weights
+are still those of before, or are put back where a batch takes several updates. Which completions is
+drawn from the run's seed and the batch's first prompt, so they are the same ones in one process, in
+a fleet, at any number of ranks and after a resume. Nothing is changed, so no bit of a run depends
+on it (tests/training/test_sampled_ahead.py). Left out: what a run does where bits differ
+(`learning.py`).
 """
 
 import math
@@ -33,8 +36,9 @@ class AheadCompared:
 
 
 class SampledAhead:
-    """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by `seed`. `late`: batches
-    arrive when the learner has learned, and with `keeps_weights` the weights of before are kept until then."""
+    """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by
+    `seed`. `late`: batches arrive when the learner has learned, and with `keeps_weights` the
+    weights of before are kept until then."""
 
     def __init__(
         self,
@@ -56,8 +60,8 @@ class SampledAhead:
         self._kept: KeptWeights | None = None
 
     def before_learning(self, took: dict[str, float]) -> AheadCompared:
-        """The working weights are those that sample in this step; `took` gets the seconds. Raises as
-        `Learner.compare`."""
+        """The working weights are those that sample in this step; `took` gets the seconds. Raises
+        as `Learner.compare`."""
         model = self._learner.model
         self._version = model.weights_version
         if not self._ahead:
@@ -69,7 +73,8 @@ class SampledAhead:
         return AheadCompared()
 
     def after_learning(self, took: dict[str, float]) -> AheadCompared | None:
-        """What is sampled beside the learner has arrived; None where nothing is. Raises as `Learner.compare`."""
+        """What is sampled beside the learner has arrived; None where nothing is. Raises as
+        `Learner.compare`."""
         if not self._late or not self._ahead:
             return None
         if self._kept is not None:
@@ -87,9 +92,14 @@ class SampledAhead:
             return AheadCompared(self._learner.compare(chosen), tokens)
 
     def _fresh(self, batch: StepBatch) -> list[Sample]:
-        """What the weights of this step have sampled: batches of older ones wait in the queue too."""
+        """What the weights of this step have sampled: batches of older ones wait in the queue
+        too."""
         samples = (sample for group in batch.groups for sample in group)
-        return [sample for sample in samples if sample.weights_version == self._version and sample.num_trained]
+        return [
+            sample
+            for sample in samples
+            if sample.weights_version == self._version and sample.num_trained
+        ]
 
     def _chosen(self, batch: StepBatch, samples: Sequence[Sample]) -> list[Sample]:
         if not samples:

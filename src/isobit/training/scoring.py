@@ -1,8 +1,9 @@
-"""The rewards of a step: functions in their own processes and reward models in this one, added by weight.
+"""The rewards of a step: functions in their own processes and reward models in this one, added by
+weight.
 
-The functions start on a group as soon as it is sampled, during the rollout of the others; the models score afterwards.
-A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has only the
-models' scores. Left out: how either computes.
+The functions start on a group as soon as it is sampled, during the rollout of the others; the
+models score afterwards. A sample whose scoring failed stays unscored, whatever the models say; one
+to which no function applies has only the models' scores. Left out: how either computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +29,19 @@ class WeightedModel:
 class RewardScorer:
     """Scores completions by all of them."""
 
-    def __init__(self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool) -> None:
+    def __init__(
+        self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool
+    ) -> None:
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise IsobitError(f"two rewards are called {twice[0]!r}; rename one by rewards.models.name")
+            raise IsobitError(
+                f"two rewards are called {twice[0]!r}; rename one by rewards.models.name"
+            )
         if not names:
-            raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
+            raise IsobitError(
+                "no reward: give rewards.functions or rewards.models, or use a task that has "
+                "its own"
+            )
         self.pool, self.models, self._stop = pool, tuple(models), stop_on_error
 
     @property
@@ -50,7 +58,8 @@ class RewardScorer:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]:
-        """The rewards of each completion. Raises RunFailed for the first failure, unless failures are skipped."""
+        """The rewards of each completion. Raises RunFailed for the first failure, unless failures
+        are skipped."""
         rewards = self.pool.score(prompts, completions, columns, completion_ids, trainer_state)
         return self.judged(rewards, prompts, completions)
 
@@ -60,7 +69,9 @@ class RewardScorer:
         """Score a rollout of `per_prompt` completions for each example while it is sampled."""
         return RolloutScoring(self, examples, per_prompt, trainer_state)
 
-    def judged(self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Reward]:
+    def judged(
+        self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]
+    ) -> list[Reward]:
         """The functions' rewards with the models' added. Raises RunFailed as `score` does."""
         rewards = list(rewards)
         for weighted in self.models:
@@ -84,7 +95,10 @@ class RewardScorer:
             problem = None
             if i not in scores:
                 count = len(sequence)
-                problem = f"reward model {weighted.name}, sample {i}: {count} tokens, its context takes 1 to {limit}"
+                problem = (
+                    f"reward model {weighted.name}, sample {i}: {count} tokens, its "
+                    f"context takes 1 to {limit}"
+                )
                 if self._stop:
                     raise RunFailed(problem)
             found.append((scores.get(i), problem))
@@ -114,8 +128,8 @@ class RolloutScoring:
         self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
 
     def collect(self) -> list[Reward]:
-        """The rewards of all completions that were added, group by group. Raises RunFailed as `RewardScorer.score`
-        does."""
+        """The rewards of all completions that were added, group by group. Raises RunFailed as
+        `RewardScorer.score` does."""
         rewards = self._batch.collect()
         added = sorted(self._texts.items())
         prompts = [self._examples[index].prompt for index, texts in added for _ in texts]
@@ -132,11 +146,15 @@ class RolloutScoring:
         return self._batch.overlapped_s
 
 
-def _plus(reward: Reward, weighted: WeightedModel, score: float | None, problem: str | None) -> Reward:
+def _plus(
+    reward: Reward, weighted: WeightedModel, score: float | None, problem: str | None
+) -> Reward:
     by_function = {**reward.by_function, weighted.name: score}
     total = reward.total
     if weighted.weight and (score is None or (total is None and reward.error is not None)):
         total = None
     elif weighted.weight and score is not None:
-        total = (total or 0.0) + weighted.weight * score  # None without an error: no function applies
+        total = (
+            total or 0.0
+        ) + weighted.weight * score  # None without an error: no function applies
     return replace(reward, total=total, by_function=by_function, error=reward.error or problem)

@@ -1,4 +1,5 @@
-"""`train` and `resume`, which are public, and `replay`, for `--from-rollouts`: they open a run and train it.
+"""`train` and `resume`, which are public, and `replay`, for `--from-rollouts`: they open a run and
+train it.
 
 Left out: the algorithm (`loop.py`).
 """
@@ -20,8 +21,8 @@ from isobit.training.session.opening import open_replay, open_resumed, open_sess
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the run is, its metrics, one mapping per step, whose `step` is a whole number, and the exit code: 0, or
-    130/143 if it was interrupted."""
+    """Where the run is, its metrics, one mapping per step, whose `step` is a whole number, and the
+    exit code: 0, or 130/143 if it was interrupted."""
 
     run_dir: Path
     metrics: Sequence[dict[str, float]]
@@ -31,7 +32,10 @@ class TrainResult:
         """One line, however many steps there were."""
         last = self.metrics[-1] if self.metrics else {}
         reward = f", reward/mean {last['reward/mean']:.4g}" if "reward/mean" in last else ""
-        return f"TrainResult({str(self.run_dir)!r}, step {last.get('step', 0)}{reward}, exit_code={self.exit_code})"
+        return (
+            f"TrainResult({str(self.run_dir)!r}, step {last.get('step', 0)}{reward}, "
+            f"exit_code={self.exit_code})"
+        )
 
 
 def train(
@@ -45,20 +49,25 @@ def train(
     measures: Sequence[Measure] = (),
     quiet: bool = False,
 ) -> TrainResult:
-    """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
+    """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a
+    mapping of settings.
 
-    `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs with a weight, and
-    rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
-    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step. Each of the `measures` is
-    called as `measure(samples, advantages)` before a step learns from them, and returns numbers by name, which are
-    logged as `custom/NAME`. Progress is shown on stderr unless `quiet`.
+    `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs
+    with a weight, and rows, each a mapping of columns or a prompt. Functions that are objects are
+    called in this process, without a deadline. Each of the `callbacks` is called as `on_step(step,
+    metrics)` after every step. Each of the `measures` is called as `measure(samples, advantages)`
+    before a step learns from them, and returns numbers by name, which are logged as `custom/NAME`.
+    Progress is shown on stderr unless `quiet`.
 
-    Where a launcher such as torchrun has started several processes, each calls this, and together they train one model:
-    the same bits on any number of them (tests/distributed/test_runs.py).
+    Where a launcher such as torchrun has started several processes, each calls this, and together
+    they train one model: the same bits on any number of them (tests/distributed/test_runs.py).
 
-    Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
+    Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run
+    that had to stop.
     """
-    loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(load_config(config, overrides))
+    loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(
+        load_config(config, overrides)
+    )
     with joined(loaded.run.rank_timeout_s) as ranks:
         if _began(Path(loaded.run.dir), ranks):
             given = Given(rewards, data, held_out, callbacks, measures)
@@ -79,11 +88,12 @@ def resume(
     measures: Sequence[Measure] = (),
     quiet: bool = False,
 ) -> TrainResult:
-    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
-    for bit (tests/test_resume.py).
+    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run
+    never stopped, bit for bit (tests/test_resume.py).
 
-    The objects that the run began with must be given again. `overrides` may change steps, ranks, on_mismatch,
-    rewards.on_error, rewards.environment, run.*, tracking.* and fleet.* (except run.dir).
+    The objects that the run began with must be given again. `overrides` may change steps, ranks,
+    on_mismatch, rewards.on_error, rewards.environment, run.*, tracking.* and fleet.* (except
+    run.dir).
     """
     given = Given(rewards, data, held_out, callbacks, measures)
     with (
@@ -93,8 +103,11 @@ def resume(
         return _run(session)
 
 
-def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> TrainResult:
-    """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
+def replay(
+    recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = False
+) -> TrainResult:
+    """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit
+    for bit."""
     with joined(_timeout_of(recorded, overrides)) as ranks:
         if _began(out, ranks):
             with open_resumed(out, (), Given(), quiet=quiet, ranks=ranks) as session:

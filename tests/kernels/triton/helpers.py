@@ -13,7 +13,9 @@ from isobit.precision import QTensor
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
-assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py sets it before Triton is imported"
+assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", (
+    "tests/conftest.py sets it before Triton is imported"
+)
 
 
 def there(operand: Operand) -> Operand:
@@ -30,18 +32,25 @@ def moved(store: KVStore) -> KVStore:
     parts = (store.k, store.v, store.k_scale, store.v_scale)
     copies = [None if part is None else part.clone().to(DEVICE) for part in parts]
     if store.calibrated:
-        copies[2:] = [part[:1, :1].clone().to(DEVICE).expand(part.shape) for part in (store.k_scale, store.v_scale)]
-    return KVStore(*copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE))
+        copies[2:] = [
+            part[:1, :1].clone().to(DEVICE).expand(part.shape)
+            for part in (store.k_scale, store.v_scale)
+        ]
+    return KVStore(
+        *copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE)
+    )
 
 
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in splits of 32 keys and blocks of 16, so that toy sequences have several; few rows and many in tiles
-    of either kind, as they are. On a GPU 16 keys are no long side of its instruction, so there all tiles have them
-    first."""
+    """Attention in splits of 32 keys and blocks of 16, so that toy sequences have several; few rows
+    and many in tiles of either kind, as they are. On a GPU 16 keys are no long side of its
+    instruction, so there all tiles have them first."""
     own = attention.tiling
     monkeypatch.setattr(attention, "_KEYS_PER_SPLIT", 32)
     monkeypatch.setattr(
-        attention, "tiling", lambda *given: own(*given)._replace(rows=min(own(*given).rows, 64), keys=16)
+        attention,
+        "tiling",
+        lambda *given: own(*given)._replace(rows=min(own(*given).rows, 64), keys=16),
     )
     if HAS_GPU:
         monkeypatch.setattr(attention, "_FEW_ROWS", 64)

@@ -1,4 +1,5 @@
-"""Attention in Triton: against the definition in float64 to a derived bound, and a row's bits in every company."""
+"""Attention in Triton: against the definition in float64 to a derived bound, and a row's bits in
+every company."""
 
 import math
 from dataclasses import replace
@@ -35,9 +36,14 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     short_splits(monkeypatch)
 
 
-def _rows(kind: str, count: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(
+    kind: str, count: int, heads: int, kv_heads: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = STORES[kind][0].dtype
-    q, k, v = (draw(i, count, n, dim, dtype=dtype, spread=0.4) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (
+        draw(i, count, n, dim, dtype=dtype, spread=0.4)
+        for i, n in enumerate((heads, kv_heads, kv_heads))
+    )
     return q, k, v
 
 
@@ -64,10 +70,11 @@ def _run(q: Tensor, store: KVStore, layout: Layout) -> tuple[Tensor, Tensor]:
 def _assert_close(found: tuple[Tensor, Tensor], q: Tensor, store: KVStore, layout: Layout) -> None:
     """Every element within its bound of the definition, W = Σ p |v|.
 
-    BF16: p times the value's scale is rounded for P·V, 2^-8 of a term at most, and so is the result: 2^-8 (W + |out|).
-    Float32, in units u = 2^-23 (matrix instructions cut off): a score of D products, which are at most |q| |k| scale
-    together, errs by (D + 4) u of that; p takes it over, twice because Σ p does too; sums of n terms add 2 n u, and
-    exponentials and the rest 16 u. The log-sum-exp errs by that once, and by what its last operations round.
+    BF16: p times the value's scale is rounded for P·V, 2^-8 of a term at most, and so is the
+    result: 2^-8 (W + |out|). Float32, in units u = 2^-23 (matrix instructions cut off): a score of
+    D products, which are at most |q| |k| scale together, errs by (D + 4) u of that; p takes it
+    over, twice because Σ p does too; sums of n terms add 2 n u, and exponentials and the rest 16 u.
+    The log-sum-exp errs by that once, and by what its last operations round.
     """
     out, lse = attend(q, store, layout, SCALE, torch.float64)
     v = store.v & 0x7F if store.v.dtype == torch.uint8 else store.v.abs()
@@ -86,8 +93,11 @@ def _assert_close(found: tuple[Tensor, Tensor], q: Tensor, store: KVStore, layou
 
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("kind", STORES)
-def test_every_row_attends_to_the_keys_before_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three query heads to a key head, 24 channels: neither is a power of two. Whatever is left out would be NaN."""
+def test_every_row_attends_to_the_keys_before_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three query heads to a key head, 24 channels: neither is a power of two. Whatever is left out
+    would be NaN."""
     lengths = [5, 0, 1, 37]
     q, k, v = _rows(kind, sum(lengths), 3, 1, 24)
     layout = Layout.packed(lengths, page_size=4)
@@ -123,7 +133,8 @@ def test_a_changed_key_or_value_is_noticed(kind: str, factor: float) -> None:
 def _scattered(
     rows: list[range], starts: list[int], lengths: list[int], page_size: int, seed: int
 ) -> tuple[Layout, Layout, Tensor]:
-    """(layout of all of the sequences, of `rows` of each, numbers of these in the batch of all), pages shuffled."""
+    """(layout of all of the sequences, of `rows` of each, numbers of these in the batch of all),
+    pages shuffled."""
     pages = -(-max(lengths) // page_size)
     random = torch.Generator().manual_seed(seed)
     table = torch.randperm(pages * len(lengths), generator=random).view(len(lengths), pages)
@@ -144,17 +155,21 @@ COMPANIES = {
 
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated"])
-def test_a_rows_bits_do_not_depend_on_its_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded, in a chunk, packed; pages of several sizes in random places, unused slots NaN; splits joined by programs
-    of their own or in registers: the bits of a whole forward, in which a sequence is three tiles.
-    (`tests/interpreter.py` has the product in the interpreter.)
+def test_a_rows_bits_do_not_depend_on_its_company(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded, in a chunk, packed; pages of several sizes in random places, unused slots NaN;
+    splits joined by programs of their own or in registers: the bits of a whole forward, in which a
+    sequence is three tiles. (`tests/interpreter.py` has the product in the interpreter.)
     """
     lengths, starts = [1, 70, 34], [0, 1, 71]
     q, k, v = _rows(kind, sum(lengths), 2, 1, 16)
     packed = Layout.packed(lengths)
     whole = _run(q, _filled(kind, k, v, packed), packed)
     for number, rows in enumerate(COMPANIES.values()):
-        everything, layout, numbers = _scattered(rows, starts, lengths, (1, 4, 16, 3, 64)[number], seed=number)
+        everything, layout, numbers = _scattered(
+            rows, starts, lengths, (1, 4, 16, 3, 64)[number], seed=number
+        )
         store = _filled(kind, k, v, everything, garbage=True)
         for most in (1 << 26, 0):
             monkeypatch.setattr(implementation, "_MOST_PARTIALS", most)
@@ -162,21 +177,26 @@ def test_a_rows_bits_do_not_depend_on_its_company(kind: str, monkeypatch: pytest
             assert all(same(part, all_rows[numbers]) for part, all_rows in zip(found, whole))
 
 
-@pytest.mark.skipif(HAS_GPU, reason="16 keys are no long side of a GPU's instruction; its own tiles are compared below")
+@pytest.mark.skipif(
+    HAS_GPU,
+    reason="16 keys are no long side of a GPU's instruction; its own tiles are compared below",
+)
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("kind", STORES)
 def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows first or keys first, 16 to 128 rows. Two query heads to a key head, 6 channels that are padded to 64. The
-    control: blocks of other keys."""
+    """Rows first or keys first, 16 to 128 rows. Two query heads to a key head, 6 channels that are
+    padded to 64. The control: blocks of other keys."""
     q, k, v = _rows(kind, 45, 2, 1, 6)
     layout = Layout.packed([45], page_size=8)
     store = _filled(kind, k, v, layout)
     wanted = _run(q, store, layout)
 
     def found(rows: int, keys: int, few: int) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(implementation, "tiling", lambda *_: implementation.Tiling(rows, keys, 4, 2))
+        monkeypatch.setattr(
+            implementation, "tiling", lambda *_: implementation.Tiling(rows, keys, 4, 2)
+        )
         monkeypatch.setattr(implementation, "_FEW_ROWS", few)
         return _run(q, store, layout)
 
@@ -188,8 +208,8 @@ def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("kind", ["e4m3 fp32", "int8", "bf16"])
 def test_queries_of_any_magnitude(kind: str) -> None:
-    """Beside codes queries are float16: 2^90 times as large or as small, under a scale that takes it back, they give
-    the same bits. The control: a scale that is a little larger."""
+    """Beside codes queries are float16: 2^90 times as large or as small, under a scale that takes
+    it back, they give the same bits. The control: a scale that is a little larger."""
     q, k, v = _rows(kind, 40, 2, 1, 16)
     layout = Layout.packed([40])
     store = _filled(kind, k, v, layout)
@@ -206,11 +226,14 @@ def test_queries_of_any_magnitude(kind: str) -> None:
 
 @pytest.mark.usefixtures("_short_splits")
 def test_sizes_on_the_host_are_bounds() -> None:
-    """A CUDA graph is captured for more keys and rows than there are: empty splits and tiles change no bit."""
+    """A CUDA graph is captured for more keys and rows than there are: empty splits and tiles change
+    no bit."""
     q, k, v = _rows("e4m3 fp32", 50, 2, 1, 16)
     packed = Layout.packed([50])
     store = _filled("e4m3 fp32", k, v, packed)
-    layout = replace(Layout.build([1, 0], [49, 0], torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0]]), 16), num_slots=64)
+    layout = replace(
+        Layout.build([1, 0], [49, 0], torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0]]), 16), num_slots=64
+    )
     wanted = _run(q[49:], store, layout)
     for keys, rows in ((200, 1), (50, 70)):
         found = _run(q[49:], store, replace(layout, max_keys=keys, max_rows=rows))
@@ -234,7 +257,8 @@ def test_other_splits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short_splits")
 def test_scores_beyond_the_range_of_exp() -> None:
-    """Scores in the thousands, of both signs, over several splits: finite, and the largest takes all."""
+    """Scores in the thousands, of both signs, over several splits: finite, and the largest takes
+    all."""
     q, k, v = (x * factor for x, factor in zip(_rows("fp32", 70, 1, 1, 8), (100, 100, 1)))
     layout = Layout.packed([70])
     out, lse = _run(q, _filled("fp32", k, v, layout), layout)
@@ -250,32 +274,43 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def test_launches_need_no_values() -> None:
-    """Tensors without values: nothing is read on the host. Decoding runs splits beside each other and joins them."""
+    """Tensors without values: nothing is read on the host. Decoding runs splits beside each other
+    and joins them."""
     store = KVStore.allocate(4096, 8, 128, QuantSpec(E4M3, "row", "ue8m0"), BF16, device="meta")
     grids = []
     for rows, keys in ((1, 2000), (1, 500), (300, 2000)):
         table, count = _meta(4, 125, dtype=torch.int32), 4 * rows
         layout = Layout(_meta(5), _meta(4), table, 16, _meta(count), _meta(count), rows, keys, 4096)
         with record_launches() as found:
-            out, _ = implementation.attention(_meta(count, 16, 128, dtype=torch.bfloat16), store, layout, SCALE)
+            out, _ = implementation.attention(
+                _meta(count, 16, 128, dtype=torch.bfloat16), store, layout, SCALE
+            )
         assert out.shape == (count, 16, 128)
         grids.append([launch.grid for launch in found])
     assert grids == [[(32, 1, 4), (4, 8)], [(32, 1, 1)], [(32, 5, 1)]]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device: the real tiles, on matrix instructions")
+@pytest.mark.skipif(
+    not HAS_GPU, reason="needs a CUDA device: the real tiles, on matrix instructions"
+)
 @pytest.mark.parametrize("kind", ["bf16", "e4m3 fp32", "e4m3 ue8m0", "int8"])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (32, 4, 128), (4, 1, 256), (14, 2, 64)])
+@pytest.mark.parametrize(
+    "heads", [(16, 8, 128), (32, 8, 128), (32, 4, 128), (4, 1, 256), (14, 2, 64)]
+)
 def test_real_heads_over_long_contexts(kind: str, heads: tuple[int, int, int]) -> None:
-    """Every row of 1,300, decoded by the hundred and in chunks, has the bits of the packed forward."""
+    """Every row of 1,300, decoded by the hundred and in chunks, has the bits of the packed
+    forward."""
     lengths, starts = [1300, 700, 65], [0, 1300, 2000]
     q, k, v = _rows(kind, sum(lengths), *heads)
     packed = Layout.packed(lengths)
     store = _filled(kind, k, v, packed)
     whole = _run(q, store, packed)
     _assert_close(whole, q, store, packed)
-    for rows in ([range(p, p + 1) for p in (1299, 512, 64)], [range(500, 1100), range(511, 512), range(65)]):
+    for rows in (
+        [range(p, p + 1) for p in (1299, 512, 64)],
+        [range(500, 1100), range(511, 512), range(65)],
+    ):
         everything, layout, numbers = _scattered(rows, starts, lengths, 16, seed=1)
         found = _run(q[numbers], _filled(kind, k, v, everything, garbage=True), layout)
         assert all(same(part, all_rows[numbers]) for part, all_rows in zip(found, whole))

@@ -1,12 +1,16 @@
 """Backward of attention against the reference, element by element to a bound, over scattered pages.
 
-The reference gets what the kernels should have read: the store's values rounded to the type of the queries. Bounds: u
-is that type's unit roundoff, e = 2^-24 float32's. A sum of n products in float32 is off by at most n · e of the sum of
-their magnitudes. With A = scale · Σ|q||k|, B = Σ|dout||v| and C = Σ|dout||out| of a query and a key:
+The reference gets what the kernels should have read: the store's values rounded to the type of the
+queries. Bounds: u is that type's unit roundoff, e = 2^-24 float32's. A sum of n products in float32
+is off by at most n · e of the sum of their magnitudes. With A = scale · Σ|q||k|, B = Σ|dout||v| and
+C = Σ|dout||out| of a query and a key:
 
-- P is off by the fraction p = (D + 4) · e · A + 4 · e · |lse| + 8 · e (score, exponent, exp2), and by u when rounded;
-- dS = P · (dP - Σ dout · out) by P · D · e · (B + C) and the fraction p + 4 · e, and by u when rounded;
-- sums over n keys or queries add n · e of their magnitudes; results are rounded twice, here and there: 2 · u.
+- P is off by the fraction p = (D + 4) · e · A + 4 · e · |lse| + 8 · e (score, exponent, exp2), and
+  by u when rounded;
+- dS = P · (dP - Σ dout · out) by P · D · e · (B + C) and the fraction p + 4 · e, and by u when
+  rounded;
+- sums over n keys or queries add n · e of their magnitudes; results are rounded twice, here and
+  there: 2 · u.
 """
 
 import pytest
@@ -45,13 +49,20 @@ def scattered(lengths: tuple[int, ...], page_size: int, seed: int) -> Layout:
     return Layout.build(lengths, [0] * len(lengths), table, page_size)
 
 
-def make(cache: str, shape: tuple[int, int, int], lengths: tuple[int, ...], layout: Layout) -> tuple[Case, KVStore]:
+def make(
+    cache: str, shape: tuple[int, int, int], lengths: tuple[int, ...], layout: Layout
+) -> tuple[Case, KVStore]:
     """What the operator is called with; and a store of the values that it should read."""
     heads, kv_heads, dim = shape
     compute, kv = CACHES[cache]
     counts = (heads, kv_heads, kv_heads, heads)
     q, k, v, dout = (
-        torch.cat([draw(100 * s + i, n, count, dim, dtype=compute.dtype, spread=0.3) for s, n in enumerate(lengths)])
+        torch.cat(
+            [
+                draw(100 * s + i, n, count, dim, dtype=compute.dtype, spread=0.3)
+                for s, n in enumerate(lengths)
+            ]
+        )
         for i, count in enumerate(counts)
     )
     scales = torch.tensor([0.011, 0.0073])
@@ -98,8 +109,12 @@ def bounds(case: Case, read: KVStore, wanted: tuple[Tensor, ...]) -> tuple[Tenso
     return tuple(1.01 * x for x in found)
 
 
-def within(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], limits: tuple[Tensor, ...]) -> list[bool]:
-    return [bool(((x.double() - y.double()).abs() <= z).all()) for x, y, z in zip(found, wanted, limits)]
+def within(
+    found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], limits: tuple[Tensor, ...]
+) -> list[bool]:
+    return [
+        bool(((x.double() - y.double()).abs() <= z).all()) for x, y, z in zip(found, wanted, limits)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +130,10 @@ def within(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], limits: tuple[
     ],
 )
 def test_gradients_are_the_references_to_a_bound(
-    cache: str, shape: tuple[int, int, int], blocks: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    cache: str,
+    shape: tuple[int, int, int],
+    blocks: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the blocks of a real model, and in blocks so small that these sequences have several."""
     if blocks is not None:
@@ -137,8 +155,14 @@ def test_no_value_is_read_on_the_host() -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows, heads = empty(5000, 32, 128), empty(5000, 32, dtype=torch.float32)
-    where = (empty(3, dtype=torch.int64), empty(2, dtype=torch.int64), empty(2, 256, dtype=torch.int32))
-    layout = Layout(*where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192)
+    where = (
+        empty(3, dtype=torch.int64),
+        empty(2, dtype=torch.int64),
+        empty(2, 256, dtype=torch.int32),
+    )
+    layout = Layout(
+        *where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192
+    )
     store = KVStore.allocate(8192, 4, 128, CACHES["bf16 ue8m0"][1], BF16, device="meta")
     with record_launches() as found:
         dq, dk, dv = implementation.attention_backward(rows, rows, rows, heads, store, layout, 0.1)
@@ -153,13 +177,20 @@ def test_the_comparison_can_fail() -> None:
     dout, q, out, lse, store, _, scale = case
     wanted = OPS.attention_backward(dout, q, out, lse, read, layout, scale)
     limits = bounds(case, read, wanted)
-    assert within(run((dout, q, out, lse, store, layout, 1.03 * scale)), wanted, limits)[:2] == [False, False]
+    assert within(run((dout, q, out, lse, store, layout, 1.03 * scale)), wanted, limits)[:2] == [
+        False,
+        False,
+    ]
     elsewhere = scattered(LENGTHS, 4, seed=2)
     assert within(run((dout, q, out, lse, store, elsewhere, scale)), wanted, limits) == [False] * 3
-    assert within(run((dout, q, out, lse + 0.02, store, layout, scale)), wanted, limits) == [False] * 3
+    assert (
+        within(run((dout, q, out, lse + 0.02, store, layout, scale)), wanted, limits) == [False] * 3
+    )
 
 
-def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bit for bit, on other pages of another size."""
     for name in ("_query_blocks", "_key_blocks"):
         monkeypatch.setattr(implementation, name, lambda *_: (16, 32, 4, 1))
@@ -178,9 +209,11 @@ def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(monkeypatch: pyt
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cache", ["bf16", "fp32", "int8"])
-def test_rows_that_sequences_share(cache: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sequence's keys have their own gradients: those of whole sequences, up to rounding. In the control they are
-    of other rows."""
+def test_rows_that_sequences_share(
+    cache: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence's keys have their own gradients: those of whole sequences, up to rounding. In
+    the control they are of other rows."""
     case = SharedCase(cache, (2, 1, 16))
     layout, rows = case.shared.layout, torch.arange(len(case.q))
     store = case.store(OPS, layout, rows)
@@ -189,7 +222,9 @@ def test_rows_that_sequences_share(cache: str, window: int | None, monkeypatch: 
 
     def distances() -> list[float]:
         given = [x.to(DEVICE) for x in (case.dout, case.q, out, lse)]
-        found = implementation.attention_backward(*given, moved(store), layout.to(DEVICE), 0.3, window)
+        found = implementation.attention_backward(
+            *given, moved(store), layout.to(DEVICE), 0.3, window
+        )
         return [
             float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
             for ours, theirs in zip(found, wanted, strict=True)
@@ -197,5 +232,7 @@ def test_rows_that_sequences_share(cache: str, window: int | None, monkeypatch: 
 
     near = 2.0**-6 if case.q.dtype == torch.bfloat16 else 2.0**-17
     assert max(distances()) < near
-    monkeypatch.setattr(Layout, "key_slots", property(lambda self: self.slots[self.keys.copies.index.roll(1)]))
+    monkeypatch.setattr(
+        Layout, "key_slots", property(lambda self: self.slots[self.keys.copies.index.roll(1)])
+    )
     assert min(distances()) > 4 * near

@@ -1,4 +1,5 @@
-"""What cuBLAS is given: shapes, strides, values, here; its products against the float64 oracle, on a GPU."""
+"""What cuBLAS is given: shapes, strides, values, here; its products against the float64 oracle, on
+a GPU."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ SIZES = [(1, 256, 384), (6, 48, 1664), (130, 144, 200), (4, 16, 40), (64, 1024, 
 
 @pytest.mark.parametrize("spec", [WEIGHT32, ROWS32])
 @pytest.mark.parametrize(("rows", "columns", "inner"), SIZES)
-def test_operands_have_the_layouts_of_cublas(rows: int, columns: int, inner: int, spec: QuantSpec) -> None:
+def test_operands_have_the_layouts_of_cublas(
+    rows: int, columns: int, inner: int, spec: QuantSpec
+) -> None:
     a, b = quantize(draw(0, rows, inner), ROWS32), quantize(draw(1, columns, inner), spec)
     found = block_operands(a, b)
     high, wide = -(-rows // 4) * 4, -(-inner // 16) * 16
@@ -52,9 +55,13 @@ def test_transposed_views_are_laid_out_as_their_copies() -> None:
     a = quantize(draw(0, 5, 256), ROWS)
     view = weight.transpose()
     copied = QTensor(view.data.contiguous(), view.scale.contiguous(), view.spec)
-    for one, other in zip(vars(block_operands(a, view)).values(), vars(block_operands(a, copied)).values()):
+    for one, other in zip(
+        vars(block_operands(a, view)).values(), vars(block_operands(a, copied)).values()
+    ):
         assert same(one, other) if isinstance(one, Tensor) else one == other
-    assert not same(block_operands(a, view).right, block_operands(a, quantize(draw(2, 136, 256), WEIGHT)).right)
+    assert not same(
+        block_operands(a, view).right, block_operands(a, quantize(draw(2, 136, 256), WEIGHT)).right
+    )
 
 
 def test_scales_that_lie_right_are_not_copied() -> None:
@@ -91,8 +98,12 @@ def test_plain_products_with_a_bias() -> None:
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [WEIGHT32, ROWS32])
 @pytest.mark.parametrize(("rows", "columns", "inner"), SIZES)
-def test_blocks_are_within_the_bound(rows: int, columns: int, inner: int, spec: QuantSpec, out: torch.dtype) -> None:
-    a, b, bias = quantize(draw(0, rows, inner), ROWS32), quantize(draw(1, columns, inner), spec), draw(2, columns)
+def test_blocks_are_within_the_bound(
+    rows: int, columns: int, inner: int, spec: QuantSpec, out: torch.dtype
+) -> None:
+    a = quantize(draw(0, rows, inner), ROWS32)
+    b = quantize(draw(1, columns, inner), spec)
+    bias = draw(2, columns)
     assert takes(there(a), there(b), out)
     found = cublas_product(there(a), there(b), bias.to(DEVICE), out).cpu()
     # two roundings to BF16 at most, where the bias is added apart
@@ -102,8 +113,11 @@ def test_blocks_are_within_the_bound(rows: int, columns: int, inner: int, spec: 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("spec", [WEIGHT32, ROWS32])
-def test_bits_beside_those_of_the_triton_kernel(spec: QuantSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    """A record, not a claim: how many elements of cuBLAS's product have other bits, and how far apart they are."""
+def test_bits_beside_those_of_the_triton_kernel(
+    spec: QuantSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record, not a claim: how many elements of cuBLAS's product have other bits, and how far
+    apart they are."""
     assert HAS_GPU
     for rows, columns, inner in ((4, 1024, 1024), (64, 4096, 1024), (4096, 4096, 4096)):
         a = quantize(draw(0, rows, inner).to(DEVICE), ROWS32)
@@ -111,6 +125,7 @@ def test_bits_beside_those_of_the_triton_kernel(spec: QuantSpec, capsys: pytest.
         theirs, ours = (f(a, b, None, torch.float32) for f in (cublas_product, product))
         other = int((theirs != ours).sum())
         with capsys.disabled():
-            print(f"\ncuBLAS {rows}x{columns}x{inner} {spec.granularity}: {other} of {ours.numel()} bits differ, "
+            print(f"\ncuBLAS {rows}x{columns}x{inner} {spec.granularity}: {other} of "
+                f"{ours.numel()} bits differ, "
                   f"by {float((theirs - ours).abs().max() / ours.abs().max()):.1e}")  # fmt: skip
         assert bool(theirs.isfinite().all())

@@ -1,4 +1,5 @@
-"""Linear attention's kernels: float64 to a bound, the same bits however tokens are divided, gradients."""
+"""Linear attention's kernels: float64 to a bound, the same bits however tokens are divided,
+gradients."""
 
 from collections.abc import Sequence
 
@@ -23,13 +24,16 @@ UNIT = 2.0**-24
 LAST = {torch.bfloat16: 2.0**-8, torch.float32: UNIT}
 WIDTH, PAGE = 4, 4
 SIZES = (1, 2, 12, 12)
-"""Heads of keys and values, and their dimensions: two blocks of columns, whose last is not whole, nor are the rows."""
+"""Heads of keys and values, and their dimensions: two blocks of columns, whose last is not whole,
+nor are the rows."""
 CHANNELS = 2 * 12 + 2 * 12
 LENGTHS = (11, 1, 6)
 
 
 def heads(device: torch.device | str = DEVICE) -> DeltaHeads:
-    return DeltaHeads(*SIZES, torch.tensor([0.3, -1.0], device=device), torch.tensor([-0.5, 0.7], device=device))
+    return DeltaHeads(
+        *SIZES, torch.tensor([0.3, -1.0], device=device), torch.tensor([-0.5, 0.7], device=device)
+    )
 
 
 def weight() -> Tensor:
@@ -37,7 +41,8 @@ def weight() -> Tensor:
 
 
 def drawn(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
-    """(inputs of the convolution or of the delta rule, its gates), with hard rows: zeros, and gates far out."""
+    """(inputs of the convolution or of the delta rule, its gates), with hard rows: zeros, and gates
+    far out."""
     x, gates = draw(2, rows, CHANNELS, dtype=dtype), 2 * draw(3, rows, 4, dtype=torch.float32)
     x[1] = 0.0
     gates[2], gates[3] = -25.0, 25.0
@@ -46,7 +51,9 @@ def drawn(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
 
 def allocated(num_pages: int, dtype: torch.dtype) -> StateStore:
     compute = BF16 if dtype == torch.bfloat16 else FP32
-    return StateStore.allocate(num_pages, (WIDTH - 1, CHANNELS), (SIZES[1], *SIZES[2:]), compute, DEVICE)
+    return StateStore.allocate(
+        num_pages, (WIDTH - 1, CHANNELS), (SIZES[1], *SIZES[2:]), compute, DEVICE
+    )
 
 
 @triton.jit
@@ -72,8 +79,9 @@ def test_sums_over_keys_are_neighbours_in_pairs() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_convolution_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
-    """The sum has two roundings a term, where multiply-adds are not fused; the slope of silu is at most 1.1; its own
-    error is that of exp (two units in the last place, and 2 |s| from its argument), of a sum and of a quotient."""
+    """The sum has two roundings a term, where multiply-adds are not fused; the slope of silu is at
+    most 1.1; its own error is that of exp (two units in the last place, and 2 |s| from its
+    argument), of a sum and of a quotient."""
     x, _ = drawn(dtype, sum(LENGTHS))
     layout = Layout.packed(LENGTHS, PAGE)
     found = convolution.short_convolution(x.to(DEVICE), weight().to(DEVICE), None, layout).cpu()
@@ -90,22 +98,30 @@ def test_convolution_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     bound = 1.01 * inner + LAST[dtype] * (exact.abs() + inner) + 2.0**-126
     assert found.dtype == dtype
     assert bool(((found.double() - exact).abs() <= bound).all())
-    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), (
+        "the control: one percent off"
+    )
 
 
 def normed(x: Tensor, scale: float = 1.0) -> Tensor:
     return x * scale / (x.square().sum(-1, keepdim=True) + reference.EPS).sqrt()
 
 
-def recurrence(qkv: Tensor, gates: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """(out, bound of its error, the last state of each sequence, bounds of the errors of its columns' lengths), of
-    float64. The error of a column of the state is never enlarged by a token, as |I - b k kᵀ| is at most 1, and fades
-    with it; a token adds the errors of what it fades, recalls and writes. Of an element of a query or key 8 roundings,
-    of a sum over keys 6, of a strength 7 and its exponential's, of the exponent of fading those of two exponentials, a
-    sum (times |a|), a logarithm, two quotients and three products."""
+def recurrence(
+    qkv: Tensor, gates: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """(out, bound of its error, the last state of each sequence, bounds of the errors of its
+    columns' lengths), of float64. The error of a column of the state is never enlarged by a token,
+    as |I - b k kᵀ| is at most 1, and fades with it; a token adds the errors of what it fades,
+    recalls and writes. Of an element of a query or key 8 roundings, of a sum over keys 6, of a
+    strength 7 and its exponential's, of the exponent of fading those of two exponentials, a sum
+    (times |a|), a logarithm, two quotients and three products."""
     own, (key_heads, value_heads, dim, columns) = heads("cpu"), SIZES
     q, k, v = qkv.double().split((key_heads * dim, key_heads * dim, value_heads * columns), -1)
-    q, k = (x.unflatten(-1, (key_heads, dim)).repeat_interleave(value_heads // key_heads, 1) for x in (q, k))
+    q, k = (
+        x.unflatten(-1, (key_heads, dim)).repeat_interleave(value_heads // key_heads, 1)
+        for x in (q, k)
+    )
     q, k, v = normed(q, dim**-0.5), normed(k), v.unflatten(-1, (value_heads, columns))
     b, a = gates.double().chunk(2, -1)
     shifted, strength = a + own.step_bias.double(), torch.sigmoid(b)
@@ -125,7 +141,9 @@ def recurrence(qkv: Tensor, gates: Tensor, lengths: Sequence[int]) -> tuple[Tens
             wanted = v[t] - torch.einsum("hk,hkv->hv", k[t], faded)
             state = faded + k[t].unsqueeze(-1) * (wanted * s).unsqueeze(1)
             long, after = faded.norm(dim=1), state.norm(dim=1)
-            error = g * error + fading[t, :, None] * long + s * (16 * UNIT * long + UNIT * wanted.abs())
+            error = (
+                g * error + fading[t, :, None] * long + s * (16 * UNIT * long + UNIT * wanted.abs())
+            )
             error += (writing[t, :, None] + 12 * UNIT) * s * wanted.abs() + UNIT * after
             out[t] = torch.einsum("hk,hkv->hv", q[t], state)
             bound[t] = q[t].norm(dim=-1, keepdim=True) * (1.01 * error + 18 * UNIT * after)
@@ -143,27 +161,36 @@ def test_delta_rule_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     bound = bound + LAST[dtype] * (exact.abs() + bound) + 2.0**-126
     assert found.dtype == dtype
     assert bool(((found.double() - exact).abs() <= bound).all())
-    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), (
+        "the control: one percent off"
+    )
     for s, (state, error) in enumerate(zip(states, errors)):
         page = layout.page_table[s, (LENGTHS[s] - 1) // PAGE]
         kept = store.states[page].double().cpu()
         assert bool(((kept - state).norm(dim=1) <= error).all())
-        assert not bool(((kept.bfloat16().double() - state).norm(dim=1) <= error).all()), "the control: rounded"
+        assert not bool(((kept.bfloat16().double() - state).norm(dim=1) <= error).all()), (
+            "the control: rounded"
+        )
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 def test_pages_keep_the_inputs_that_the_references_do(page_size: int) -> None:
-    """Also where pages are shorter than the convolution, and a sequence touches more of them than are written at once;
-    with the bits of whole sequences. The control: the store of one row more."""
+    """Also where pages are shorter than the convolution, and a sequence touches more of them than
+    are written at once; with the bits of whole sequences. The control: the store of one row
+    more."""
     length, random = 29, torch.Generator().manual_seed(page_size)
     x, _ = drawn(torch.bfloat16, length)
     table = torch.randperm(length, generator=random)[: -(-length // page_size)].unsqueeze(0)
-    whole = convolution.short_convolution(x.to(DEVICE), weight().to(DEVICE), None, Layout.packed([length])).cpu()
+    whole = convolution.short_convolution(
+        x.to(DEVICE), weight().to(DEVICE), None, Layout.packed([length])
+    ).cpu()
     ours, theirs = allocated(length, torch.bfloat16), allocated(length, torch.bfloat16)
     done = 0
     for count in (1, 1, 2, 17, 1, 3, 4):
         layout, rows = Layout.build([count], [done], table, page_size), x[done : done + count]
-        found = convolution.short_convolution(rows.to(DEVICE), weight().to(DEVICE), ours, layout).cpu()
+        found = convolution.short_convolution(
+            rows.to(DEVICE), weight().to(DEVICE), ours, layout
+        ).cpu()
         assert same(found, whole[done : done + count])
         if done == 21:
             assert not same(ours.inputs.cpu(), theirs.inputs)
@@ -174,7 +201,8 @@ def test_pages_keep_the_inputs_that_the_references_do(page_size: int) -> None:
 
 
 class Sequences:
-    """Sequences that are computed in parts, each with its pages in a store that is not in their order."""
+    """Sequences that are computed in parts, each with its pages in a store that is not in their
+    order."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         x, gates = drawn(dtype, sum(LENGTHS))
@@ -187,7 +215,10 @@ class Sequences:
         """The next `counts` rows of the sequences `order`, in one batch."""
         layout = Layout.build(counts, [self.done[s] for s in order], self.table[list(order)], PAGE)
         rows = [slice(self.done[s], self.done[s] + count) for s, count in zip(order, counts)]
-        x, gates = (torch.cat([of[s][row] for s, row in zip(order, rows)]).to(DEVICE) for of in (self.x, self.gates))
+        x, gates = (
+            torch.cat([of[s][row] for s, row in zip(order, rows)]).to(DEVICE)
+            for of in (self.x, self.gates)
+        )
         given = weight().to(DEVICE), self.store, layout
         mixed = convolution.short_convolution(x, *given)
         out = delta.delta_rule(mixed, gates, heads(), self.store, layout)
@@ -209,9 +240,9 @@ def all_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> None:
-    """A learner's whole sequences, a prompt at once, chunks that end anywhere in a page, decoded tokens, alone and in
-    batches with sequences that have no rows: results and all that the pages keep. The controls: states and inputs that
-    are not quite those that were kept."""
+    """A learner's whole sequences, a prompt at once, chunks that end anywhere in a page, decoded
+    tokens, alone and in batches with sequences that have no rows: results and all that the pages
+    keep. The controls: states and inputs that are not quite those that were kept."""
     whole, divided = Sequences(dtype), Sequences(dtype)
     whole.run((0, 1, 2), LENGTHS)
     layout = Layout.packed(LENGTHS, PAGE)
@@ -242,8 +273,8 @@ def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> Non
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
-    """Of results whose terms have the size of the largest: float32 sums in other orders, within 2⁸ units of it; then
-    both sides are rounded to their type."""
+    """Of results whose terms have the size of the largest: float32 sums in other orders, within 2⁸
+    units of it; then both sides are rounded to their type."""
     bound = 2.0**-16 * wanted.abs().max().float() + 2.0 * LAST[wanted.dtype] * wanted.abs().float()
     assert found.dtype == wanted.dtype
     return bool(((found.float() - wanted.float()).abs() <= bound).all())
@@ -251,8 +282,8 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several segments of a sequence, whose last is not whole. One program at a time gives the same bits as all of
-    them, as each adds up its own. The control: gradients two percent off."""
+    """Over several segments of a sequence, whose last is not whole. One program at a time gives the
+    same bits as all of them, as each adds up its own. The control: gradients two percent off."""
     monkeypatch.setattr(delta_backward, "_SEGMENT", 4)
     rows, layout = sum(LENGTHS), Layout.packed(LENGTHS, PAGE)
     x, gates = drawn(dtype, rows)

@@ -1,4 +1,5 @@
-"""The gates' kernels: float64 to a bound, fused and unfused, rows alone and in a batch, gradients."""
+"""The gates' kernels: float64 to a bound, fused and unfused, rows alone and in a batch,
+gradients."""
 
 import math
 
@@ -29,9 +30,10 @@ def drawn(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 
 
 def terms(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a float64 gate (k, gate · k', relative error of float32 exp(-k)): two units in the last place, and the
-    rounding of its argument in base 2, which is the product with log2(e): |k| · log2(e) · ln(2) for the argument and as
-    much for the constant; the cubic k of GELU has three roundings, and its constants'."""
+    """Of a float64 gate (k, gate · k', relative error of float32 exp(-k)): two units in the last
+    place, and the rounding of its argument in base 2, which is the product with log2(e): |k| ·
+    log2(e) · ln(2) for the argument and as much for the constant; the cubic k of GELU has three
+    roundings, and its constants'."""
     if activation in ("silu", "sigmoid"):
         return gate, gate, (4 + 2.01 * gate.abs()) * UNIT
     if activation == "swiglu_clamped":  # k is a product by a rounded constant
@@ -44,15 +46,21 @@ def terms(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def bounded(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up in float64 as they are multiplied."""
     left, up = x.double().chunk(2, -1)
-    return (left, up) if activation != "swiglu_clamped" else (left.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0)
+    return (
+        (left, up)
+        if activation != "swiglu_clamped"
+        else (left.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0)
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 48), (19, 200)])
-def test_gate_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dtype, activation: Activation) -> None:
-    """The exponential's relative error, of which the share exp / (1 + exp) reaches the sum; then sum, quotient, product
-    and the last rounding."""
+def test_gate_mul_is_float64s_to_a_bound(
+    rows: int, inner: int, dtype: torch.dtype, activation: Activation
+) -> None:
+    """The exponential's relative error, of which the share exp / (1 + exp) reaches the sum; then
+    sum, quotient, product and the last rounding."""
     x = drawn(rows, inner, dtype)
     found = gate.gate_mul(activation, x.to(DEVICE)).cpu()
     assert found.dtype == dtype
@@ -61,7 +69,9 @@ def test_gate_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dty
     exact = (1.0 if activation == "sigmoid" else left) / (1 + torch.exp(-k)) * up
     bound = (error + 4.01 * UNIT + LAST[dtype]) * exact.abs() * 1.01 + TINY * (1 + up.abs())
     assert bool(((found.double() - exact).abs() <= bound).all())
-    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), (
+        "the control: one percent off"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +79,9 @@ def test_gate_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dty
     ("activation", "scale"),
     [("silu", "ue8m0"), ("silu", "fp32"), *((name, "ue8m0") for name in tuple(ACTIVATIONS)[1:])],
 )
-def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch.dtype, activation: Activation) -> None:
+def test_quantized_at_once_has_the_bits_of_both_in_turn(
+    scale: str, dtype: torch.dtype, activation: Activation
+) -> None:
     for rows, inner in ((1, 48), (19, 200)):
         x = drawn(rows, inner, dtype)
         x[rows // 2, inner:] = 0.0
@@ -79,13 +91,17 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch
             found = gate.gate_mul_quantized(activation, x.to(DEVICE), spec, raised)
             assert equal(found, host(quantize(h, spec, flag())))
             assert raised.item() == 0
-    unrounded = x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
+    unrounded = (
+        x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
+    )
     off = host(quantize(unrounded.to(DEVICE) * 1.01, spec, flag()))
     assert not equal(found, off), "the control"
 
 
 @pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
-def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_many_rows_stand_side_by_side(
+    scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, spec = drawn(19, 300, torch.bfloat16).to(DEVICE), QuantSpec(E4M3, "1x128", scale)
     few = gate.gate_mul_quantized("silu", x, spec, flag())
     monkeypatch.setattr("isobit.kernels.quantize.triton.FEW_ROWS", 18)
@@ -98,21 +114,25 @@ def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_far_out_is_finite_and_infinity_sets_the_flag(activation: Activation) -> None:
     x = torch.tensor([[-1e20, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
-    assert gate.gate_mul(activation, x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
-    gradient = gate.gate_mul_backward(activation, torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
+    assert gate.gate_mul(activation, x.to(DEVICE)).tolist() == [
+        [0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]
+    ]
+    gradient = gate.gate_mul_backward(
+        activation, torch.ones(1, 4, device=DEVICE), x.to(DEVICE)
+    ).cpu()
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 100.0, 1e4]]))
     raised = flag()
-    found = gate.gate_mul_quantized(activation, torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
+    found = gate.gate_mul_quantized(
+        activation, torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised
+    )
     assert raised.item() == 1
     assert found.scale.isnan().all()
 
 
 def test_rows_alone_have_the_bits_of_the_batch() -> None:
     x, dh = drawn(19, 200, torch.bfloat16), draw(1, 19, 200)
-    whole, gradient = (
-        gate.gate_mul("silu", x.to(DEVICE)).cpu(),
-        gate.gate_mul_backward("silu", dh.to(DEVICE), x.to(DEVICE)).cpu(),
-    )
+    whole = gate.gate_mul("silu", x.to(DEVICE)).cpu()
+    gradient = gate.gate_mul_backward("silu", dh.to(DEVICE), x.to(DEVICE)).cpu()
     codes = host(gate.gate_mul_quantized("silu", x.to(DEVICE), QuantSpec(E4M3), flag()))
     for row in (slice(0, 1), slice(11, 12), slice(7, 18)):
         some = x[row].to(DEVICE)
@@ -122,15 +142,18 @@ def test_rows_alone_have_the_bits_of_the_batch() -> None:
         assert same(alone.data, codes.data[row])
         assert same(alone.scale, codes.scale[row])
     shared = QuantSpec(E4M3, "128x128")
-    control = [host(gate.gate_mul_quantized("silu", rows.to(DEVICE), shared, flag())).data for rows in (x, x[11:12])]
+    control = [
+        host(gate.gate_mul_quantized("silu", rows.to(DEVICE), shared, flag())).data
+        for rows in (x, x[11:12])
+    ]
     assert not same(control[0][11:12], control[1]), "the control: rows that share a scale"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activation) -> None:
-    """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs. Of the
-    sigmoid only 1 - σ is left of it."""
+    """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts
+    have theirs. Of the sigmoid only 1 - σ is left of it."""
     x, dh = drawn(9, 200, dtype), draw(2, 9, 200, dtype=dtype)
     found = gate.gate_mul_backward(activation, dh.to(DEVICE), x.to(DEVICE)).cpu()
     left, up = bounded(activation, x)
@@ -153,7 +176,11 @@ def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activat
     parts = (wide * up).abs() * sigma * (one + slope.abs() * ((1 - sigma) + sigma * error + UNIT))
     size = torch.cat(((error + 11 * UNIT) * parts + (wide * up * slope).abs() * sigma * (sigma * error + UNIT),
                       (error + 2 * UNIT) * exact[:, 200:].abs()), -1)  # fmt: skip
-    bound = 1.01 * (size + LAST[dtype] * exact.abs()) + TINY * (1 + torch.cat((wide * up, wide), -1).abs())
+    bound = 1.01 * (size + LAST[dtype] * exact.abs()) + TINY * (
+        1 + torch.cat((wide * up, wide), -1).abs()
+    )
     assert found.dtype == dtype
     assert bool(((found.double() - exact).abs() <= bound).all())
-    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), (
+        "the control: one percent off"
+    )

@@ -1,4 +1,5 @@
-"""Products grouped by expert, against the reference operators expert by expert: bit for bit where sums are exact."""
+"""Products grouped by expert, against the reference operators expert by expert: bit for bit where
+sums are exact."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,8 @@ reference = get_ops("reference", "exact")
 
 
 def codes(seed: int, *shape: int, spec: QuantSpec) -> QTensor:
-    """Small whole numbers under scales that are small powers of two: every sum is exact in float32."""
+    """Small whole numbers under scales that are small powers of two: every sum is exact in
+    float32."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randint(-4, 5, shape, generator=random).float()
     high, wide = spec.block((shape[0], shape[1]))
@@ -48,7 +50,9 @@ def host(weights: Stacked) -> Stacked:
 
 
 def flags() -> tuple[Tensor, Tensor]:
-    return torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(
+        1, dtype=torch.int32, device=DEVICE
+    )
 
 
 def compared(a: Operand, weights: Stacked, out: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,21 +61,32 @@ def compared(a: Operand, weights: Stacked, out: torch.dtype) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize(
-    ("offsets", "height"), [([0, 3, 3, 4, 15, 20], 4), ([0, 0, 0, 9, 9, 9], 4), ([0, 1, 2, 3, 4, 5], 64), ([0, 70], 64)]
+    ("offsets", "height"),
+    [([0, 3, 3, 4, 15, 20], 4), ([0, 0, 0, 9, 9, 9], 4), ([0, 1, 2, 3, 4, 5], 64), ([0, 70], 64)],
 )
-def test_every_row_has_one_tile_and_surplus_tiles_have_none(offsets: list[int], height: int) -> None:
+def test_every_row_has_one_tile_and_surplus_tiles_have_none(
+    offsets: list[int], height: int
+) -> None:
     planned = Schedule.of(torch.tensor(offsets, device=DEVICE), offsets[-1], height)
     tiles = [(expert, row) for expert, row in zip(*planned.tile.tolist()) if expert >= 0]
-    wanted = [(e, row) for e, (first, stop) in enumerate(pairwise(offsets)) for row in range(first, stop, height)]
+    wanted = [
+        (e, row)
+        for e, (first, stop) in enumerate(pairwise(offsets))
+        for row in range(first, stop, height)
+    ]
     assert tiles == wanted
     assert planned.tile[0, len(tiles) :].tolist() == [-1] * (planned.count - len(tiles))
     firsts = planned.start.tolist()
     assert firsts[-1] == len(wanted)
-    assert all(tiles[firsts[e] : firsts[e + 1]] == [t for t in wanted if t[0] == e] for e in range(len(offsets) - 1))
+    assert all(
+        tiles[firsts[e] : firsts[e + 1]] == [t for t in wanted if t[0] == e]
+        for e in range(len(offsets) - 1)
+    )
 
 
 def test_the_bound_of_tiles_is_met_and_never_passed() -> None:
-    """Of all ways to give 7 rows to 3 experts, the worst needs as many tiles of 2 as the bound says."""
+    """Of all ways to give 7 rows to 3 experts, the worst needs as many tiles of 2 as the bound
+    says."""
     needed = [
         sum(-(-count // 2) for count in (first, second, 7 - first - second))
         for first in range(8)
@@ -82,13 +97,17 @@ def test_the_bound_of_tiles_is_met_and_never_passed() -> None:
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", [WEIGHT, ROW], ids=str)
-def test_fp8_blocks_are_the_reference_where_sums_are_exact(spec: QuantSpec, out: torch.dtype) -> None:
+def test_fp8_blocks_are_the_reference_where_sums_are_exact(
+    spec: QuantSpec, out: torch.dtype
+) -> None:
     weights = stacked([codes(10 + e, COLUMNS, INNER, spec=spec) for e in range(EXPERTS)])
     found, wanted = compared(codes(1, ROWS, INNER, spec=ROW), weights, out)
     assert same(found, wanted)
     shifted = OFFSETS.clone()
     shifted[3] += 1  # the control: one row to another expert
-    other = grouped.grouped_product(there(codes(1, ROWS, INNER, spec=ROW)), weights, shifted.to(DEVICE), out).cpu()
+    other = grouped.grouped_product(
+        there(codes(1, ROWS, INNER, spec=ROW)), weights, shifted.to(DEVICE), out
+    ).cpu()
     assert [row for row in range(ROWS) if not same(other[row], wanted[row])] == [4]
 
 
@@ -110,10 +129,13 @@ def test_biases_are_added_before_the_rounding(form: str) -> None:
 
 
 def test_transposed_weights_are_dgrad() -> None:
-    """One storage for FProp and DGrad: blocks of 128x128, columns and rows exchanged; 200 is two blocks."""
+    """One storage for FProp and DGrad: blocks of 128x128, columns and rows exchanged; 200 is two
+    blocks."""
     weights = stacked([codes(20 + e, 200, INNER, spec=WEIGHT) for e in range(EXPERTS)])
     dy = codes(2, ROWS, 200, spec=ROW)
-    found = grouped.grouped_product(there(dy), weights.transpose(), OFFSETS.to(DEVICE), torch.float32).cpu()
+    found = grouped.grouped_product(
+        there(dy), weights.transpose(), OFFSETS.to(DEVICE), torch.float32
+    ).cpu()
     matrices = host(weights).experts
     for (start, stop), matrix in zip(pairwise(OFFSETS.tolist()), matrices):
         assert isinstance(matrix, QTensor)
@@ -123,7 +145,9 @@ def test_transposed_weights_are_dgrad() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_plain_products_are_the_reference_where_sums_are_exact(dtype: torch.dtype, transposed: bool) -> None:
+def test_plain_products_are_the_reference_where_sums_are_exact(
+    dtype: torch.dtype, transposed: bool
+) -> None:
     shape = (INNER, COLUMNS) if transposed else (COLUMNS, INNER)
     weights = stacked([whole(30 + e, *shape, dtype=dtype) for e in range(EXPERTS)])
     weights = weights.transpose() if transposed else weights
@@ -131,8 +155,9 @@ def test_plain_products_are_the_reference_where_sums_are_exact(dtype: torch.dtyp
 
 
 def test_rounding_errors_stay_below_their_bound() -> None:
-    """Random values: two blocks; each block's sum of 128 float32 additions, one fma, and the result's rounding. On a
-    GPU the matrix unit keeps 13 bits of a product aligned to the largest (DeepSeek-V3, section 3.3.2)."""
+    """Random values: two blocks; each block's sum of 128 float32 additions, one fma, and the
+    result's rounding. On a GPU the matrix unit keeps 13 bits of a product aligned to the largest
+    (DeepSeek-V3, section 3.3.2)."""
     weights = stacked([quantize(draw(40 + e, COLUMNS, INNER), WEIGHT) for e in range(EXPERTS)])
     a = quantize(draw(4, ROWS, INNER), ROW)
     found, wanted = compared(a, weights, torch.float32)
@@ -148,7 +173,8 @@ def _magnitudes(weights: Stacked) -> Stacked:
 
 
 def test_a_surplus_tile_and_a_short_one_write_nothing_else() -> None:
-    """Poison around the result, and more tiles than rows need: all of the result is written, and nothing beside it."""
+    """Poison around the result, and more tiles than rows need: all of the result is written, and
+    nothing beside it."""
     guarded = torch.full((ROWS + 160, COLUMNS), torch.nan, device=DEVICE)
     offsets, a = OFFSETS.to(DEVICE), there(codes(1, ROWS, INNER, spec=ROW))
     assert isinstance(a, QTensor)
@@ -184,7 +210,9 @@ def test_quantization_along_tokens_begins_anew_at_every_expert(quantized: bool, 
     planned = Schedule.of(offsets.to(DEVICE), 131, 128)
     flag = flags()[0]
     found, scales = grouped.quantize_tokens(there(x), spec, planned, offsets.to(DEVICE), flag)
-    for tile, (start, stop, matrix) in enumerate([(0, 128, (0, 130)), (128, 130, (0, 130)), (130, 131, (130, 131))]):
+    for tile, (start, stop, matrix) in enumerate(
+        [(0, 128, (0, 130)), (128, 130, (0, 130)), (130, 131, (130, 131))]
+    ):
         rows = x.dequantize() if isinstance(x, QTensor) else x
         wanted = reference.quantize_along_tokens(rows[slice(*matrix)], spec, "x")
         own = slice(start - matrix[0], stop - matrix[0])
@@ -199,7 +227,9 @@ def test_nan_is_noted_and_spreads() -> None:
     x, offsets = draw(6, ROWS, INNER), OFFSETS.to(DEVICE)
     x[7, 11] = torch.inf
     flag = flags()
-    found, scales = grouped.quantize_tokens(there(x), ROW, Schedule.of(offsets, ROWS, 128), offsets, flag[0])
+    found, scales = grouped.quantize_tokens(
+        there(x), ROW, Schedule.of(offsets, ROWS, 128), offsets, flag[0]
+    )
     assert [bool(f) for f in flag] == [True, False]
     assert scales[:4].isnan().nonzero().tolist() == [[2, 11]]  # the fifth tile is a surplus one
     assert bool((found[11, 256 : 256 + 11] & 0x7F == 0x7F).all())
@@ -211,24 +241,33 @@ def test_weight_gradients_are_the_reference_where_sums_are_exact(flow: str) -> N
     dtype = torch.float32 if flow == "fp32" else torch.bfloat16
     dy = whole(8, ROWS, COLUMNS, dtype=dtype)
     x: Operand = (
-        codes(9, ROWS, INNER, spec=ROW) if "fp8" in flow or "codes" in flow else whole(9, ROWS, INNER, dtype=dtype)
+        codes(9, ROWS, INNER, spec=ROW)
+        if "fp8" in flow or "codes" in flow
+        else whole(9, ROWS, INNER, dtype=dtype)
     )
-    found = grouped.grouped_weight_gradient(there(dy), there(x), OFFSETS.to(DEVICE), gradient, flags())
+    found = grouped.grouped_weight_gradient(
+        there(dy), there(x), OFFSETS.to(DEVICE), gradient, flags()
+    )
     wanted = reference.grouped_weight_gradient(dy, x, OFFSETS, gradient, "w")
     assert [dw is None for dw in found] == [False, True, False, False, False]
     for dw, other in zip(found, wanted):
         assert (dw is None) == (other is None)
-        assert dw is None or other is None or torch.equal(dw.cpu(), other)  # but for the sign of a zero
+        assert (
+            dw is None or other is None or torch.equal(dw.cpu(), other)
+        )  # but for the sign of a zero
 
 
 @pytest.mark.parametrize("flow", ["fp8", "bf16", "bf16 by codes"])
 def test_rows_are_found_where_they_stand(flow: str) -> None:
-    """Picked as they are loaded: the bits of rows that were picked before. The control picks others."""
+    """Picked as they are loaded: the bits of rows that were picked before. The control picks
+    others."""
     a: Operand = quantize(draw(1, 7, INNER), ROW) if flow == "fp8" else draw(1, 7, INNER)
     matrices: list[Operand] = [draw(50 + e, COLUMNS, INNER) for e in range(EXPERTS)]
     weights = stacked(matrices if flow == "bf16" else [quantize(m, WEIGHT) for m in matrices])
     rows = torch.randint(0, 7, (ROWS,), generator=torch.Generator().manual_seed(0))
-    compute = partial(grouped.grouped_product, weights=weights, offsets=OFFSETS.to(DEVICE), out=torch.float32)
+    compute = partial(
+        grouped.grouped_product, weights=weights, offsets=OFFSETS.to(DEVICE), out=torch.float32
+    )
     wanted = compute(there(picked(a, rows)))
     assert same(compute(there(a), rows=rows.to(DEVICE)), wanted)
     assert not same(compute(there(a), rows=rows.roll(1).to(DEVICE)), wanted)
@@ -244,12 +283,18 @@ def test_one_schedule_serves_products_of_the_same_offsets() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_weight_gradients_are_added_to_those_that_there_are(fp8: bool, apart: bool) -> None:
-    """To the views of one storage in the kernel, to tensors of their own afterwards; an expert that had none gets its
-    own, as it had been alone: -0 is not added to 0."""
+    """To the views of one storage in the kernel, to tensors of their own afterwards; an expert that
+    had none gets its own, as it had been alone: -0 is not added to 0."""
     dy, x = draw(8, ROWS, COLUMNS), draw(9, ROWS, INNER)
     dy[:3] = -0.0
     given = there(quantize(x, ROW) if fp8 else x)
-    compute = partial(grouped.grouped_weight_gradient, there(dy), given, gradient=ROW if fp8 else None, flags=flags())
+    compute = partial(
+        grouped.grouped_weight_gradient,
+        there(dy),
+        given,
+        gradient=ROW if fp8 else None,
+        flags=flags(),
+    )
     first = compute(offsets=torch.tensor([0, 0, 6, 6, 20, 20]).to(DEVICE))
     alone = compute(offsets=OFFSETS.to(DEVICE))
     before = [None if dw is None else dw.clone() for dw in first]
@@ -258,7 +303,9 @@ def test_weight_gradients_are_added_to_those_that_there_are(fp8: bool, apart: bo
     assert [dw is None for dw in found] == [dw is None for dw in alone]
     storages = {dw.untyped_storage().data_ptr() for dw in found if dw is not None}
     assert (len(storages) > 1) == apart
-    for had, old, own, dw in zip(into, [None if b is None else b.clone() for b in _fresh(compute)], alone, found):
+    for had, old, own, dw in zip(
+        into, [None if b is None else b.clone() for b in _fresh(compute)], alone, found
+    ):
         if own is None or dw is None:
             continue
         assert dw.data_ptr() == had.data_ptr() if had is not None else same(dw, own)
@@ -273,7 +320,9 @@ def _fresh(compute: Callable[..., list[Tensor | None]]) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("shape", [(1, 128, 256), (2, 37, 300), (3, 1, 130), (2, 0, 5)])
 def test_bytes_are_transposed(shape: tuple[int, int, int]) -> None:
-    x = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8).to(DEVICE)
+    x = torch.randint(
+        0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    ).to(DEVICE)
     turned = contiguous_bytes(x.transpose(1, 2))
     assert turned.is_contiguous()
     assert torch.equal(turned, x.transpose(1, 2).contiguous())
@@ -284,18 +333,24 @@ def test_bytes_are_transposed(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_of_rows_and_their_gradients_are_the_reference(dtype: torch.dtype) -> None:
-    x, dy, gates = draw(12, 12, 40, dtype=dtype), draw(13, 4, 40, dtype=dtype), draw(14, 4, 3, dtype=torch.float32)
+    x = draw(12, 12, 40, dtype=dtype)
+    dy = draw(13, 4, 40, dtype=dtype)
+    gates = draw(14, 4, 3, dtype=torch.float32)
     place = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(4, 3)
     on = [t.to(DEVICE) for t in (x, place, gates, dy)]
     found = grouped.sum_of_rows(on[0], on[1], on[2]).cpu()
     assert same(found, reference.sum_of_rows(x, place, gates))
-    assert same(grouped.sum_of_rows(on[0], on[1], None).cpu(), reference.sum_of_rows(x, place, None))
+    assert same(
+        grouped.sum_of_rows(on[0], on[1], None).cpu(), reference.sum_of_rows(x, place, None)
+    )
     assert not same(found, reference.sum_of_rows(x, place.roll(1, 0), gates))  # the control
     dx, dgates = grouped.sum_of_rows_backward(on[3], on[0], on[1], on[2])
     wanted_dx, wanted_dgates = reference.sum_of_rows_backward(dy, x, place, gates)
     assert same(dx.cpu(), wanted_dx)
     magnitude = reference.sum_of_rows_backward(dy.abs(), x.abs(), place, gates)[1]
-    assert bool(((dgates.cpu() - wanted_dgates).abs() <= 40 * 2.0**-23 * magnitude).all())  # 40 terms in any order
+    assert bool(
+        ((dgates.cpu() - wanted_dgates).abs() <= 40 * 2.0**-23 * magnitude).all()
+    )  # 40 terms in any order
     first = x[place[2, 1]].double() @ dy[2].double()
     torch.testing.assert_close(dgates[2, 1].double().cpu(), first, rtol=1e-5, atol=1e-5)
 
@@ -303,14 +358,21 @@ def test_sums_of_rows_and_their_gradients_are_the_reference(dtype: torch.dtype) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_row_does_not_see_the_others(fp8: bool) -> None:
-    """Alone, beside others, at another place in its tile: the same bits. The control is another expert."""
+    """Alone, beside others, at another place in its tile: the same bits. The control is another
+    expert."""
     random = draw(11, 300, INNER)
     a: Operand = quantize(random, ROW) if fp8 else random
     matrices: list[Operand] = [draw(50 + e, COLUMNS, INNER) for e in range(3)]
     weights = stacked([quantize(m, WEIGHT) for m in matrices] if fp8 else matrices)
-    together = grouped.grouped_product(there(a), weights, torch.tensor([0, 10, 210, 300]).to(DEVICE), torch.float32)
+    together = grouped.grouped_product(
+        there(a), weights, torch.tensor([0, 10, 210, 300]).to(DEVICE), torch.float32
+    )
     for first, stop in ((10, 11), (77, 78), (100, 170)):
-        rows = QTensor(a.data[first:stop], a.scale[first:stop], ROW) if isinstance(a, QTensor) else a[first:stop]
+        rows = (
+            QTensor(a.data[first:stop], a.scale[first:stop], ROW)
+            if isinstance(a, QTensor)
+            else a[first:stop]
+        )
         count = stop - first
         alone = grouped.grouped_product(
             there(rows), weights, torch.tensor([0, 0, count, count]).to(DEVICE), torch.float32

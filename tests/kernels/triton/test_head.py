@@ -1,7 +1,7 @@
 """The fused output head against the reference's product, log-probabilities, draws and gradients.
 
-Logits are float32 sums here and float64 in the reference; they differ by at most C + 2 units of the sum of magnitudes
-(`logit_error`), to which `test_sampling.py` adds what follows.
+Logits are float32 sums here and float64 in the reference; they differ by at most C + 2 units of the
+sum of magnitudes (`logit_error`), to which `test_sampling.py` adds what follows.
 """
 
 import pytest
@@ -23,7 +23,8 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden rows, the head's weight with a gap between its rows, and tokens; the first and last of the vocabulary."""
+    """Hidden rows, the head's weight with a gap between its rows, and tokens; the first and last of
+    the vocabulary."""
     weight = (draw(1, V, C + 16, dtype=torch.float32) * 0.5).to(dtype)[:, :C]
     tokens = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(0))
     tokens[:4] = torch.tensor([0, 127, 128, V - 1])
@@ -40,7 +41,12 @@ def head_on_device(weight: Tensor) -> Tensor:
 
 
 def logit_error(hidden: Tensor, weight: Tensor, temperature: float) -> float:
-    return (C + 2) * UNIT * float((hidden.double().abs() @ weight.double().abs().t()).max()) / temperature
+    return (
+        (C + 2)
+        * UNIT
+        * float((hidden.double().abs() @ weight.double().abs().t()).max())
+        / temperature
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -59,12 +65,16 @@ def test_logprobs_and_entropies_are_the_references(dtype: torch.dtype, temperatu
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_the_same_in_every_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_the_same_in_every_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, tokens = operands(dtype)
     (rows, chosen), weight = on_device(hidden, tokens), head_on_device(weight)
     whole = head.head_logprobs(rows, weight, chosen, 0.7)
     for picked in ([69], [5], list(range(64, 70)), [68, 3, 66, 0]):
-        for ours, theirs in zip(head.head_logprobs(rows[picked], weight, chosen[picked], 0.7), whole):
+        for ours, theirs in zip(
+            head.head_logprobs(rows[picked], weight, chosen[picked], 0.7), whole
+        ):
             assert same(ours, theirs[picked])
     monkeypatch.setattr(head, "PARTIALS_AT_ONCE", 4 * 32 * 33)  # 33 rows a launch
     for ours, theirs in zip(head.head_logprobs(rows, weight, chosen, 0.7), whole):
@@ -82,9 +92,11 @@ def test_other_tiles_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("race", [False, True])
 @pytest.mark.parametrize("block_t", [16, 32, 64, 128])
-def test_the_tile_of_rows_changes_no_bit(block_t: int, race: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is summed over the vocabulary is summed in the same tree, whatever rows stand beside. The control is a tile
-    of other tokens, above."""
+def test_the_tile_of_rows_changes_no_bit(
+    block_t: int, race: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is summed over the vocabulary is summed in the same tree, whatever rows stand beside.
+    The control is a tile of other tokens, above."""
     hidden, weight, tokens = operands(torch.bfloat16)
     (rows, chosen, keys), weight = on_device(hidden, tokens, keys_of(T)), head_on_device(weight)
 
@@ -95,7 +107,9 @@ def test_the_tile_of_rows_changes_no_bit(block_t: int, race: bool, monkeypatch: 
 
     whole = run()
     _, block_k, warps, stages = head._tile(1, torch.bfloat16)
-    monkeypatch.setattr(head, "_tile", lambda rows, dtype: (block_t, block_k, warps * max(block_t // 64, 1), stages))
+    monkeypatch.setattr(
+        head, "_tile", lambda rows, dtype: (block_t, block_k, warps * max(block_t // 64, 1), stages)
+    )
     assert all(same(ours, theirs) for ours, theirs in zip(run(), whole, strict=True))
 
 
@@ -111,18 +125,32 @@ def test_only_many_rows_on_hopper_have_the_larger_tile() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_draws_are_the_references_and_have_the_learners_bits(dtype: torch.dtype, temperature: float) -> None:
-    """Several keys a row: the log-probabilities of the draws are those that the learner computes of its own rows."""
+def test_draws_are_the_references_and_have_the_learners_bits(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    """Several keys a row: the log-probabilities of the draws are those that the learner computes of
+    its own rows."""
     hidden, weight, _ = operands(dtype)
     source = torch.arange(90) * 7 % T
     keys = keys_of(90)
     rows, device_keys, index = on_device(hidden, keys, source)
-    tokens, logprobs = head.head_sample(rows, head_on_device(weight), device_keys, temperature, index)
+    tokens, logprobs = head.head_sample(
+        rows, head_on_device(weight), device_keys, temperature, index
+    )
     logits = REFERENCE.product(hidden, weight, None, torch.float32)[source]
-    assert check_draws(tokens.cpu(), logits, keys, temperature, logit_error(hidden, weight, temperature)) <= 1
-    learned = head.head_logprobs(rows[index].clone(), head_on_device(weight), tokens, temperature)[0]
+    assert (
+        check_draws(
+            tokens.cpu(), logits, keys, temperature, logit_error(hidden, weight, temperature)
+        )
+        <= 1
+    )
+    learned = head.head_logprobs(rows[index].clone(), head_on_device(weight), tokens, temperature)[
+        0
+    ]
     assert same(logprobs, learned)
-    other = head.head_logprobs(rows[index].clone(), head_on_device(weight), tokens, temperature * (1 + 2.0**-20))[0]
+    other = head.head_logprobs(
+        rows[index].clone(), head_on_device(weight), tokens, temperature * (1 + 2.0**-20)
+    )[0]
     assert not same(logprobs, other)
 
 
@@ -133,19 +161,26 @@ def test_a_temperature_for_each_row(dtype: torch.dtype) -> None:
     (rows, keys), weight = on_device(hidden[:6], keys_of(6)), head_on_device(weight)
     each = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.05, 4.0])
     found = head.head_sample(rows, weight, keys, each.to(DEVICE))
-    alone = [head.head_sample(rows[i : i + 1], weight, keys[i : i + 1], float(each[i])) for i in range(6)]
-    assert all(same(ours, torch.cat(theirs)) for ours, theirs in zip(found, zip(*alone), strict=True))
+    alone = [
+        head.head_sample(rows[i : i + 1], weight, keys[i : i + 1], float(each[i])) for i in range(6)
+    ]
+    assert all(
+        same(ours, torch.cat(theirs)) for ours, theirs in zip(found, zip(*alone), strict=True)
+    )
     rolled = head.head_sample(rows, weight, keys, each.roll(1).to(DEVICE))
     assert not same(rolled[1], found[1])
 
 
 @pytest.mark.parametrize("counts", [(1, 64), (65, 3000)])
 def test_rollout_and_learner_run_the_same_instructions(counts: tuple[int, int]) -> None:
-    """One binary for both, for few rows and for many: the same kernels with the same constants, told by a runtime
-    argument what to do."""
+    """One binary for both, for few rows and for many: the same kernels with the same constants,
+    told by a runtime argument what to do."""
     weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
     rows = [torch.empty(count, 1024, dtype=torch.bfloat16, device="meta") for count in counts]
-    given = [torch.empty(n, *size, dtype=torch.int64, device="meta") for n, size in zip(counts, ((4,), ()))]
+    given = [
+        torch.empty(n, *size, dtype=torch.int64, device="meta")
+        for n, size in zip(counts, ((4,), ()))
+    ]
     with record_launches() as found:
         head.head_sample(rows[0], weight, given[0], 0.7)
         head.head_logprobs(rows[1], weight, given[1], 0.7)
@@ -176,20 +211,28 @@ def test_draws_depend_on_the_row_and_the_key_alone() -> None:
     for column, step in ((0, 1), (0, 1 << 40), (1, 1), (2, 1), (3, 1), (3, 1 << 31)):
         changed = device_keys.clone()
         changed[:, column] += step
-        assert float((tokens == head.head_sample(rows, weight, changed, 4.0)[0]).double().mean()) < 0.2
+        assert (
+            float((tokens == head.head_sample(rows, weight, changed, 4.0)[0]).double().mean()) < 0.2
+        )
 
 
 def test_frequencies_are_the_probabilities() -> None:
-    """Chi-squared with 19 degrees of freedom: above 50 once in 10,000; it must notice a temperature of 1.5."""
+    """Chi-squared with 19 degrees of freedom: above 50 once in 10,000; it must notice a temperature
+    of 1.5."""
     count, vocabulary = 1024, 20
-    hidden, weight = draw(3, 1, 16, dtype=torch.float32), draw(4, vocabulary, 16, dtype=torch.float32) * 0.25
-    rows, table, keys, source = on_device(hidden, weight, keys_of(count), torch.zeros(count, dtype=torch.int64))
+    hidden = draw(3, 1, 16, dtype=torch.float32)
+    weight = draw(4, vocabulary, 16, dtype=torch.float32) * 0.25
+    rows, table, keys, source = on_device(
+        hidden, weight, keys_of(count), torch.zeros(count, dtype=torch.int64)
+    )
     tokens = head.head_sample(rows, table, keys, 1.0, source)[0].cpu()
     logits = (hidden.double() @ weight.double().t())[0]
 
     def chi_squared(temperature: float) -> float:
         expected = torch.softmax(logits / temperature, -1) * count
-        return float(((torch.bincount(tokens, minlength=vocabulary) - expected) ** 2 / expected).sum())
+        return float(
+            ((torch.bincount(tokens, minlength=vocabulary) - expected) ** 2 / expected).sum()
+        )
 
     assert chi_squared(1.0) < 50 < chi_squared(1.5)
 
@@ -221,14 +264,19 @@ PRODUCTS = _Products(REFERENCE)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_the_references(dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Element by element: a gradient of a logit is off by its probability's relative error and four roundings, and in
-    BF16 by a unit, 2^-8, where the two sides round apart; what the products make of that is the bound."""
+def test_gradients_are_the_references(
+    dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Element by element: a gradient of a logit is off by its probability's relative error and four
+    roundings, and in BF16 by a unit, 2^-8, where the two sides round apart; what the products make
+    of that is the bound."""
     hidden, weight, tokens = operands(dtype)
     dlogprobs = draw(5, T, dtype=torch.float32)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * V)  # two chunks of rows
     given = on_device(dlogprobs, hidden)
-    found = head.head_backward(PRODUCTS, *given, head_on_device(weight), tokens.to(DEVICE), temperature)
+    found = head.head_backward(
+        PRODUCTS, *given, head_on_device(weight), tokens.to(DEVICE), temperature
+    )
     wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, temperature)
     z = REFERENCE.product(hidden, weight, None, torch.float32) / temperature
     slope = (dlogprobs / temperature).unsqueeze(1).double()
@@ -242,7 +290,12 @@ def test_gradients_are_the_references(dtype: torch.dtype, temperature: float, mo
     ):
         assert ours.dtype == theirs.dtype
         last = 2.0**-7 if theirs.dtype == torch.bfloat16 else 4 * UNIT
-        assert bool(((ours.cpu().double() - theirs.double()).abs() <= bound + last * theirs.double().abs()).all())
+        assert bool(
+            (
+                (ours.cpu().double() - theirs.double()).abs()
+                <= bound + last * theirs.double().abs()
+            ).all()
+        )
 
 
 def test_a_wrong_token_breaks_the_gradients_bound() -> None:

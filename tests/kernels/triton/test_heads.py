@@ -1,9 +1,11 @@
-"""Norm, rotation and storing of heads: rotations and stored bytes bit for bit the reference's, norms to a bound.
+"""Norm, rotation and storing of heads: rotations and stored bytes bit for bit the reference's,
+norms to a bound.
 
-Bounds. A step is the distance of two neighbours of the tensors' type, at most `STEP` of the value. Squares are summed
-in float32, in the reference in float64: a normed value differs by less than 2^-20 before it is rounded, so by at most a
-step (and that) after it. The rotation passes on |cos| and |sin| of what the two values of a pair differ by, and rounds
-again: one more step. Gradients say theirs below.
+Bounds. A step is the distance of two neighbours of the tensors' type, at most `STEP` of the value.
+Squares are summed in float32, in the reference in float64: a normed value differs by less than
+2^-20 before it is rounded, so by at most a step (and that) after it. The rotation passes on |cos|
+and |sin| of what the two values of a pair differ by, and rounds again: one more step. Gradients say
+theirs below.
 """
 
 from dataclasses import replace
@@ -51,9 +53,15 @@ def make_layout() -> Layout:
 def make_store(name: str, shape: tuple[int, int, int], layout: Layout, seed: int = 0) -> KVStore:
     """A store that holds something already, so that what should not be written is seen."""
     compute, kv = STORES[name]
-    store = KVStore.allocate(layout.num_slots, shape[1], shape[2], kv, compute, torch.tensor([2.0**-7, 0.0031]))
+    store = KVStore.allocate(
+        layout.num_slots, shape[1], shape[2], kv, compute, torch.tensor([2.0**-7, 0.0031])
+    )
     for data in (store.k, store.v):
-        data.copy_(draw(seed, *data.shape, dtype=torch.float32) if kv is None else torch.full_like(data, 0x35))
+        data.copy_(
+            draw(seed, *data.shape, dtype=torch.float32)
+            if kv is None
+            else torch.full_like(data, 0x35)
+        )
     return store
 
 
@@ -63,9 +71,15 @@ def assert_stored_alike(found: KVStore, wanted: KVStore) -> None:
         assert (one is None and other is None) or same(one.cpu(), other), name
 
 
-def inputs(shape: tuple[int, int, int], dtype: torch.dtype, norms: bool = True, spread: float = 0.3) -> Inputs:
+def inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, norms: bool = True, spread: float = 0.3
+) -> Inputs:
     q_heads, kv_heads, dim = shape
-    weights = (draw(1, dim, dtype=dtype, spread=0.2), draw(2, dim, dtype=dtype, spread=0.2)) if norms else None
+    weights = (
+        (draw(1, dim, dtype=dtype, spread=0.2), draw(2, dim, dtype=dtype, spread=0.2))
+        if norms
+        else None
+    )
     qkv = draw(3, sum(LENGTHS), q_heads + 2 * kv_heads, dim, dtype=dtype, spread=spread)
     return qkv, Heads(weights, EPS, Rope().tables(20, dim))
 
@@ -73,7 +87,9 @@ def inputs(shape: tuple[int, int, int], dtype: torch.dtype, norms: bool = True, 
 def on_device(given: Inputs) -> Inputs:
     qkv, how = given
     weights = None if how.norms is None else (how.norms[0].to(DEVICE), how.norms[1].to(DEVICE))
-    return qkv.to(DEVICE), Heads(weights, how.eps, (how.tables[0].to(DEVICE), how.tables[1].to(DEVICE)))
+    return qkv.to(DEVICE), Heads(
+        weights, how.eps, (how.tables[0].to(DEVICE), how.tables[1].to(DEVICE))
+    )
 
 
 def flag() -> Tensor:
@@ -83,12 +99,18 @@ def flag() -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", STORES)
 def test_stored_bytes_are_the_references(name: str, shape: tuple[int, int, int]) -> None:
-    """Wide magnitudes, zeros, ties and the smallest normal number; keys contiguous, values a view into qkv."""
+    """Wide magnitudes, zeros, ties and the smallest normal number; keys contiguous, values a view
+    into qkv."""
     _, kv_heads, dim = shape
     layout, dtype = make_layout(), STORES[name][0].dtype
-    k, both = draw(0, 6, kv_heads, dim, dtype=dtype, spread=2.0), draw(1, 6, 2 * kv_heads, dim, dtype=dtype, spread=2.0)
+    k = draw(0, 6, kv_heads, dim, dtype=dtype, spread=2.0)
+    both = draw(1, 6, 2 * kv_heads, dim, dtype=dtype, spread=2.0)
     k[0], k[1, 0], k[2] = 0.0, 2.0**-126, torch.arange(dim).to(dtype) * 28
-    k[3], k[3, :, 0], k[4] = torch.arange(dim).to(dtype) - 4.5, 127.0, 2.0**-140  # ties of INT8, subnormal numbers
+    k[3], k[3, :, 0], k[4] = (
+        torch.arange(dim).to(dtype) - 4.5,
+        127.0,
+        2.0**-140,
+    )  # ties of INT8, subnormal numbers
     wanted, raised = make_store(name, shape, layout), flag()
     store = moved(wanted)
     OPS.kv_write(wanted, k, both[:, kv_heads:], layout)
@@ -126,7 +148,9 @@ def test_without_norms_all_is_the_references(name: str, shape: tuple[int, int, i
     assert_stored_alike(store, wanted)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("ue8m0", SHAPES[0]), ("int8", SHAPES[1]), ("fp32 scales", SHAPES[1])])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("ue8m0", SHAPES[0]), ("int8", SHAPES[1]), ("fp32 scales", SHAPES[1])]
+)
 def test_the_kernel_is_its_parts_in_turn(name: str, shape: tuple[int, int, int]) -> None:
     """Norms to the bound; then rotation and stored bytes of what came out, bit for bit."""
     layout, dtype = make_layout(), STORES[name][0].dtype
@@ -138,9 +162,13 @@ def test_the_kernel_is_its_parts_in_turn(name: str, shape: tuple[int, int, int])
     store, placed = moved(wanted), layout.to(DEVICE)
     q, k, v = heads.attention_inputs(qkv, how, store, placed, flag())
     still = (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
-    normed = heads.attention_inputs(qkv, replace(how, tables=still), moved(wanted), placed, flag())[:2]
+    normed = heads.attention_inputs(qkv, replace(how, tables=still), moved(wanted), placed, flag())[
+        :2
+    ]
     starts = (0, shape[0], shape[0] + shape[1])
-    for x, y, z, weight, start, stop in zip((q, k), normed, expected, given[1].norms or (), starts, starts[1:]):
+    for x, y, z, weight, start, stop in zip(
+        (q, k), normed, expected, given[1].norms or (), starts, starts[1:]
+    ):
         assert same(x, heads.rotary(y, *tables, placed.positions))
         rows = given[0][:, start:stop].reshape(-1, shape[2])
         by_row = OPS.rms_norm(rows, weight, EPS)[0].view(y.shape).float()
@@ -149,13 +177,16 @@ def test_the_kernel_is_its_parts_in_turn(name: str, shape: tuple[int, int, int])
         c, s = (t[layout.positions].unsqueeze(1).abs() for t in given[1].tables)
         low, high = off.chunk(2, -1)
         passed_on = torch.cat((low * c + high * s, high * c + low * s), -1)
-        assert bool(((x.cpu().float() - z.float()).abs() <= passed_on + STEP[dtype] * z.float().abs()).all())
+        assert bool(
+            ((x.cpu().float() - z.float()).abs() <= passed_on + STEP[dtype] * z.float().abs()).all()
+        )
     OPS.kv_write(wanted, k.cpu(), v.cpu(), layout)
     assert_stored_alike(store, wanted)
 
 
 def test_the_comparison_of_stored_bytes_can_fail() -> None:
-    """The control: scales of the other format, and keys that were not rounded before they were stored."""
+    """The control: scales of the other format, and keys that were not rounded before they were
+    stored."""
     layout, shape = make_layout(), SHAPES[0]
     wanted = make_store("ue8m0", shape, layout)
     store = moved(replace(wanted, kv=QuantSpec(E4M3, "row", "fp32")))
@@ -163,7 +194,8 @@ def test_the_comparison_of_stored_bytes_can_fail() -> None:
     OPS.kv_write(wanted, k, k, layout)
     heads.kv_write(store, k.to(DEVICE), k.to(DEVICE), layout.to(DEVICE), flag())
     assert not same(store.k.cpu(), wanted.k)
-    store, coarse = moved(make_store("int8", shape, layout)), make_store("int8 ue8m0", shape, layout)
+    store = moved(make_store("int8", shape, layout))
+    coarse = make_store("int8 ue8m0", shape, layout)
     heads.kv_write(store, k.to(DEVICE), k.to(DEVICE), layout.to(DEVICE), flag())
     OPS.kv_write(coarse, k, k, layout)
     assert not same(store.k.cpu(), coarse.k)
@@ -180,7 +212,9 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name: str) -> None:
     store = moved(make_store(name, shape, layout))
     together = heads.attention_inputs(qkv, how, store, layout.to(DEVICE), flag())
     for row in (0, 3, 5):
-        one = replace(layout, positions=layout.positions[row : row + 1], slots=layout.slots[row : row + 1]).to(DEVICE)
+        one = replace(
+            layout, positions=layout.positions[row : row + 1], slots=layout.slots[row : row + 1]
+        ).to(DEVICE)
         other = moved(make_store(name, shape, layout))
         alone = heads.attention_inputs(qkv[row : row + 1].clone(), how, other, one, flag())
         assert all(same(x, y[row : row + 1]) for x, y in zip(alone, together))
@@ -201,7 +235,9 @@ def test_nan_and_infinity_are_noted_and_spread(name: str, value: float) -> None:
     heads.kv_write(store, k.to(DEVICE), broken.to(DEVICE), layout.to(DEVICE), raised)
     assert raised.tolist() == [1, 0, 0, 0]
     moved_back = (
-        moved(store) if DEVICE.type == "cpu" else KVStore(*(t.cpu() for t in (store.k, store.v)), None, None, None)
+        moved(store)
+        if DEVICE.type == "cpu"
+        else KVStore(*(t.cpu() for t in (store.k, store.v)), None, None, None)
     )
     assert same(moved_back.k, wanted.k)
     differs = (moved_back.v != wanted.v).any(-1).nonzero().tolist()
@@ -219,7 +255,9 @@ def test_the_error_says_what_could_not_be_stored(name: str) -> None:
     k[2, 1, 9] = torch.nan
     ops.kv_write(moved(make_store(name, SHAPES[0], make_layout())), k, k, layout)
     form = STORES[name][1].format
-    with pytest.raises(NonFiniteError, match=f"cannot quantize keys and values to {form}: it holds NaN or infinity"):
+    with pytest.raises(
+        NonFiniteError, match=f"cannot quantize keys and values to {form}: it holds NaN or infinity"
+    ):
         ops.raise_faults()
 
 
@@ -229,8 +267,14 @@ def test_no_value_is_read_on_the_host() -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    where = (empty(3, dtype=torch.int64), empty(2, dtype=torch.int64), empty(2, 256, dtype=torch.int32))
-    layout = Layout(*where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192)
+    where = (
+        empty(3, dtype=torch.int64),
+        empty(2, dtype=torch.int64),
+        empty(2, 256, dtype=torch.int32),
+    )
+    layout = Layout(
+        *where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192
+    )
     store = KVStore.allocate(8192, 4, 128, STORES["ue8m0"][1], BF16, device="meta")
     qkv, norm, table = empty(5000, 40, 128), empty(128), empty(4096, 64, dtype=torch.float32)
     how = Heads((norm, norm), EPS, (table, table))
@@ -244,13 +288,20 @@ def test_other_formats_of_a_store_are_refused() -> None:
     layout = make_layout()
     store = KVStore.allocate(layout.num_slots, 2, 16, QuantSpec(E5M2, "row", "fp32"), BF16)
     k = draw(0, 6, 2, 16)
-    with pytest.raises(IsobitError, match=r"triton backend stores keys and values in e4m3 .* not e5m2"):
+    with pytest.raises(
+        IsobitError, match=r"triton backend stores keys and values in e4m3 .* not e5m2"
+    ):
         heads.kv_write(store, k, k, layout, flag())
 
 
-def gradient_inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     q_heads, kv_heads, dim = shape
-    drawn = [draw(seed, 6, count, dim, dtype=dtype) for seed, count in ((7, q_heads), (8, kv_heads), (9, kv_heads))]
+    drawn = [
+        draw(seed, 6, count, dim, dtype=dtype)
+        for seed, count in ((7, q_heads), (8, kv_heads), (9, kv_heads))
+    ]
     return (drawn[0], drawn[1], drawn[2])
 
 
@@ -261,9 +312,10 @@ def test_gradients_are_the_references_to_a_bound(
 ) -> None:
     """With n = x · rstd and g = dy · w: dx = rstd · (g - n · mean(g · n)).
 
-    Both compute it in float32 from the same rounded dy; D + 8 operations lie between dy and dx, of 2^-24 each of the
-    largest intermediate magnitude rstd · (|g| + |n| · mean|g · n|), on either side. Then both round to the type. The
-    weights' gradients are sums of T · heads products, likewise, of D + 8 operations before them.
+    Both compute it in float32 from the same rounded dy; D + 8 operations lie between dy and dx, of
+    2^-24 each of the largest intermediate magnitude rstd · (|g| + |n| · mean|g · n|), on either
+    side. Then both round to the type. The weights' gradients are sums of T · heads products,
+    likewise, of D + 8 operations before them.
     """
     monkeypatch.setattr(heads_backward, "_CHUNKS", chunks)
     layout, gradients = make_layout(), gradient_inputs(shape, dtype)
@@ -296,12 +348,18 @@ def test_gradients_are_the_references_to_a_bound(
         assert bool(((weight.cpu() - wanted[1 + index]).abs() <= weight_bound).all())
         start = stop
     again = heads_backward.attention_inputs_backward(moved_gradients, *given)
-    assert all(same(one, other) for one, other in zip(found, again) if one is not None and other is not None)
+    assert all(
+        same(one, other)
+        for one, other in zip(found, again)
+        if one is not None and other is not None
+    )
     # the control: another eps
     other_eps = heads_backward.attention_inputs_backward(
         moved_gradients, given[0], replace(given[1], eps=0.5), given[2]
     )
-    assert not bool(((other_eps[0].cpu() - wanted[0]).abs() <= 2 * STEP[dtype] * wanted[0].abs()).all())
+    assert not bool(
+        ((other_eps[0].cpu() - wanted[0]).abs() <= 2 * STEP[dtype] * wanted[0].abs()).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", STEP)
@@ -310,6 +368,8 @@ def test_gradients_without_norms_are_the_references(dtype: torch.dtype) -> None:
     gradients, given = gradient_inputs(shape, dtype), inputs(shape, dtype, norms=False)
     wanted = OPS.attention_inputs_backward(gradients, *given, layout.positions)
     moved_gradients = tuple(dx.to(DEVICE) for dx in gradients)
-    found = heads_backward.attention_inputs_backward(moved_gradients, *on_device(given), layout.positions.to(DEVICE))
+    found = heads_backward.attention_inputs_backward(
+        moved_gradients, *on_device(given), layout.positions.to(DEVICE)
+    )
     assert same(found[0].cpu(), wanted[0])
     assert found[1:] == (None, None)

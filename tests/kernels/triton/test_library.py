@@ -1,4 +1,5 @@
-"""A library's products in place of the kernels': only where every byte is theirs, and only where it is faster."""
+"""A library's products in place of the kernels': only where every byte is theirs, and only where it
+is faster."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +23,9 @@ ROWS_HERE, COLUMNS, INNER = 128, 64, 512
 KINDS = {"fp8": (ROWS, WEIGHT), "fp8 with fp32 scales": (ROWS32, WEIGHT32), "bf16": (None, None)}
 
 
-def _operands(kind: str, rows: int = ROWS_HERE, inner: int = INNER, columns: int = COLUMNS) -> tuple[Operand, Operand]:
+def _operands(
+    kind: str, rows: int = ROWS_HERE, inner: int = INNER, columns: int = COLUMNS
+) -> tuple[Operand, Operand]:
     def operand(seed: int, count: int, spec: QuantSpec | None) -> Operand:
         x = draw(seed, count, inner)
         return there(x.bfloat16() if spec is None else quantize(x, spec))
@@ -31,9 +34,11 @@ def _operands(kind: str, rows: int = ROWS_HERE, inner: int = INNER, columns: int
     return operand(0, rows, specs[0]), operand(1, columns, specs[1])
 
 
-def _tried(library: Call, cost: float = 1.0, out: torch.dtype = torch.bfloat16, kind: str = "fp8") -> tuple[str, int]:
-    """What is chosen where the library takes `cost` seconds and Triton 2, and how often the library was called. Both
-    products that are asked for must have Triton's bytes."""
+def _tried(
+    library: Call, cost: float = 1.0, out: torch.dtype = torch.bfloat16, kind: str = "fp8"
+) -> tuple[str, int]:
+    """What is chosen where the library takes `cost` seconds and Triton 2, and how often the library
+    was called. Both products that are asked for must have Triton's bytes."""
     calls = 0
 
     def counted(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor | None:
@@ -65,7 +70,10 @@ def _in_order(blocks: Callable[[int], list[int]]) -> Call:
     """Blocks of 128 along K, each from zero, added in float32 in this order."""
 
     def call(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-        parts = [product(_slice(a, i), _slice(b, i), bias, torch.float32) for i in blocks(a.shape[1] // 128)]
+        parts = [
+            product(_slice(a, i), _slice(b, i), bias, torch.float32)
+            for i in blocks(a.shape[1] // 128)
+        ]
         return reduce(torch.add, parts).to(out)
 
     return call
@@ -91,7 +99,9 @@ def test_ascending_order_by_another_route_is_taken() -> None:
 @pytest.mark.parametrize("kind", ["fp8", "fp8 with fp32 scales"])
 def test_another_order_is_not(kind: str, out: torch.dtype) -> None:
     """The controls: descending, and the second block last."""
-    assert _tried(_in_order(lambda count: list(range(count))[::-1]), out=out, kind=kind)[0] == "triton"
+    assert (
+        _tried(_in_order(lambda count: list(range(count))[::-1]), out=out, kind=kind)[0] == "triton"
+    )
     assert _tried(_in_order(lambda count: [0, 2, 3, 1]), out=out, kind=kind)[0] == "triton"
 
 
@@ -101,8 +111,8 @@ def test_one_bit_is_enough() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[1:], ids=str)
 def test_every_other_order_shows(order: tuple[int, ...]) -> None:
-    """Also where the result is rounded to BF16, which hides most of it in a product of ordinary numbers. The first two
-    blocks alone may change places."""
+    """Also where the result is rounded to BF16, which hides most of it in a product of ordinary
+    numbers. The first two blocks alone may change places."""
     swapped, ordinary = _in_order(lambda count: list(order)), _operands("fp8")
     shares = []
     for given in (revealing(*ordinary), ordinary):
@@ -123,7 +133,9 @@ def test_a_library_gets_whole_steps_and_triton_the_rest() -> None:
     products = LibraryProducts({"it": noted}, lambda call: float(call.args[0] is product), step=32)  # type: ignore[attr-defined]
     for count in (64, 70, 95, 96):
         a, b = _operands("fp8", count)
-        assert same(products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16))
+        assert same(
+            products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16)
+        )
     assert rows == [64, 64, 64, 64, 64, 96, 96, 96]
     assert [size[0] for size in products.chosen] == [64, 96]
 
@@ -141,7 +153,9 @@ def test_a_library_that_fails_is_not_asked_again() -> None:
     assert same(products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16))
     assert products.refused == {"it": "RuntimeError: no kernel image"}
     products.product(a, b, None, torch.float32)
-    assert list(products.chosen.values()) == ["triton"], "the second size is not tried: there is no library left"
+    assert list(products.chosen.values()) == ["triton"], (
+        "the second size is not tried: there is no library left"
+    )
 
 
 def test_what_a_library_does_not_have_stays_with_triton() -> None:
@@ -151,7 +165,9 @@ def test_what_a_library_does_not_have_stays_with_triton() -> None:
 @pytest.mark.parametrize("change", ["few rows", "chunks", "strided", "mixed"])
 def test_what_is_not_tried(change: str) -> None:
     products = LibraryProducts({"it": _one_bit_off}, step=ROWS_HERE)
-    a, b = _operands("fp8", 100 if change == "few rows" else ROWS_HERE, 8192 if change == "chunks" else INNER)
+    a, b = _operands(
+        "fp8", 100 if change == "few rows" else ROWS_HERE, 8192 if change == "chunks" else INNER
+    )
     if change == "strided":
         assert isinstance(a, QTensor)
         wide = torch.zeros(ROWS_HERE, INNER + 16, dtype=torch.uint8, device=DEVICE)[:, :INNER]
@@ -159,7 +175,11 @@ def test_what_is_not_tried(change: str) -> None:
     if change == "mixed":
         a = a.dequantize().bfloat16() if isinstance(a, QTensor) else a
     if change == "chunks":
-        a, b = (QTensor(x.data.to("meta"), x.scale.to("meta"), x.spec) for x in (a, b) if isinstance(x, QTensor))
+        a, b = (
+            QTensor(x.data.to("meta"), x.scale.to("meta"), x.spec)
+            for x in (a, b)
+            if isinstance(x, QTensor)
+        )
         assert not products._may_be_tried(a, b)
         return
     assert same(products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16))
@@ -167,7 +187,11 @@ def test_what_is_not_tried(change: str) -> None:
 
 
 def test_the_backend_asks_libraries_on_a_gpu_alone() -> None:
-    installed = TritonOps("bitwise", "a test", torch.device("cuda")).libraries if torch.cuda.is_available() else None
+    installed = (
+        TritonOps("bitwise", "a test", torch.device("cuda")).libraries
+        if torch.cuda.is_available()
+        else None
+    )
     interpreted = TritonOps("bitwise", "a test", torch.device("cpu")).libraries
     assert not interpreted._may_be_tried(*_operands("fp8", STEP))
     assert installed is None or "cublas" in installed._libraries
@@ -186,4 +210,7 @@ def test_rows_of_a_library_have_the_bits_of_rows_alone(
     found = ops.product(a, b)
     assert same(found, product(a, b))
     with capsys.disabled():
-        print(f"\n{kind}, {columns} x {inner}: {list(ops.libraries.chosen.values())} {ops.libraries.refused}")
+        print(
+            f"\n{kind}, {columns} x {inner}: {list(ops.libraries.chosen.values())} "
+            f"{ops.libraries.refused}"
+        )

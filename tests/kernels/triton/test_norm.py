@@ -1,5 +1,5 @@
-"""RMSNorm's kernels: the same float32 sums in PyTorch bit for bit, float64 to a bound, fused and unfused, alone and in
-a batch, gradients."""
+"""RMSNorm's kernels: the same float32 sums in PyTorch bit for bit, float64 to a bound, fused and
+unfused, alone and in a batch, gradients."""
 
 import pytest
 import torch
@@ -35,14 +35,16 @@ def padded(x: Tensor) -> Tensor:
 
 
 def rstd_of(mean: Tensor) -> Tensor:
-    """1 / sqrt(mean + eps), each operation rounded to float32. Through float64, which rounds these the same (Figueroa
-    1995); PyTorch's own float32 root on a CPU is not always the nearest number."""
+    """1 / sqrt(mean + eps), each operation rounded to float32. Through float64, which rounds these
+    the same (Figueroa 1995); PyTorch's own float32 root on a CPU is not always the nearest
+    number."""
     root = (mean + torch.tensor(EPS)).double().sqrt().float()
     return (1.0 / root.double()).float()
 
 
 def operands(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, residual = draw(0, rows, columns, dtype=dtype, spread=1.0), draw(1, rows, columns, dtype=dtype, spread=1.0)
+    x = draw(0, rows, columns, dtype=dtype, spread=1.0)
+    residual = draw(1, rows, columns, dtype=dtype, spread=1.0)
     return x, draw(2, columns, dtype=dtype), residual
 
 
@@ -58,8 +60,9 @@ def run(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Ten
 def test_bits_are_those_of_the_written_order_and_near_float64(
     columns: int, dtype: torch.dtype, with_residual: bool
 ) -> None:
-    """rstd's relative error: the sum of L = log2 levels and its squares (L + 1), the mean, eps; half of it through the
-    root; root and quotient. y's: that of rstd, two products, its own rounding."""
+    """rstd's relative error: the sum of L = log2 levels and its squares (L + 1), the mean, eps;
+    half of it through the root; root and quotient. y's: that of rstd, two products, its own
+    rounding."""
     x, weight, residual = operands(5, columns, dtype)
     given = residual if with_residual else None
     y, summed, rstd = run(x, weight, given)
@@ -91,7 +94,9 @@ def test_another_order_gives_other_bits() -> None:
 @pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [20, 384])
-def test_quantized_at_once_has_the_bits_of_both_in_turn(columns: int, dtype: torch.dtype, scale: str) -> None:
+def test_quantized_at_once_has_the_bits_of_both_in_turn(
+    columns: int, dtype: torch.dtype, scale: str
+) -> None:
     x, weight, residual = operands(4, columns, dtype)
     x[2], residual[2] = 0.0, 0.0
     for given in (None, residual):
@@ -99,7 +104,9 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(columns: int, dtype: tor
         for granularity in ("1x128", "row"):
             spec, raised = QuantSpec(E4M3, granularity, scale), flag()
             on_device = None if given is None else given.to(DEVICE)
-            found = norm.rms_norm_quantized(x.to(DEVICE), weight.to(DEVICE), EPS, on_device, spec, raised)
+            found = norm.rms_norm_quantized(
+                x.to(DEVICE), weight.to(DEVICE), EPS, on_device, spec, raised
+            )
             assert equal(found[0], host(quantize(y.to(DEVICE), spec, flag())))
             assert same(found[1].cpu(), summed)
             assert same(found[2].cpu(), rstd)
@@ -122,7 +129,9 @@ def test_nan_sets_the_flag() -> None:
     x, weight, _ = operands(3, 200, torch.bfloat16)
     x[1, 7] = float("nan")
     raised = flag()
-    found = norm.rms_norm_quantized(x.to(DEVICE), weight.to(DEVICE), EPS, None, QuantSpec(E4M3), raised)[0]
+    found = norm.rms_norm_quantized(
+        x.to(DEVICE), weight.to(DEVICE), EPS, None, QuantSpec(E4M3), raised
+    )[0]
     assert raised.item() == 1
     assert found.scale.isnan().any(1).tolist() == [False, True, False]
 
@@ -149,8 +158,9 @@ def _backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 21])
 def test_gradients_are_those_of_float64(rows: int, dtype: torch.dtype) -> None:
-    """ds = rstd · (a - n · m), a = dy·w, m the mean of a·n: at most 5 operations on every term, and for m a sum of L
-    levels and 4 more. dweight: a sum of rows, two products each, in at most rows additions."""
+    """ds = rstd · (a - n · m), a = dy·w, m the mean of a·n: at most 5 operations on every term, and
+    for m a sum of L levels and 4 more. dweight: a sum of rows, two products each, in at most rows
+    additions."""
     columns = 200
     x, weight, _ = operands(rows, columns, dtype)
     dy = draw(3, rows, columns, dtype=dtype)
@@ -165,10 +175,17 @@ def test_gradients_are_those_of_float64(rows: int, dtype: torch.dtype) -> None:
     bound = 1.001 * (levels + 9) * UNIT * size + LAST[dtype] * exact.abs() * 1.01
     assert bool(((ds.double() - exact).abs() <= bound).all())
     terms = dy.double() * normed
-    assert bool(((dweight.double() - terms.sum(0)).abs() <= 1.001 * (rows + 2) * UNIT * terms.abs().sum(0)).all())
+    assert bool(
+        (
+            (dweight.double() - terms.sum(0)).abs()
+            <= 1.001 * (rows + 2) * UNIT * terms.abs().sum(0)
+        ).all()
+    )
     again = _backward(dy, summed, weight, rstd)
     assert same(again[1], dweight)
-    assert not bool(((ds.double() - 1.01 * exact).abs() <= bound).all()), "the control: a gradient one percent off"
+    assert not bool(((ds.double() - 1.01 * exact).abs() <= bound).all()), (
+        "the control: a gradient one percent off"
+    )
 
 
 def test_chunks_of_rows_are_added_in_order_and_none_is_missed() -> None:
@@ -178,4 +195,6 @@ def test_chunks_of_rows_are_added_in_order_and_none_is_missed() -> None:
     ones = torch.ones(rows, 40)
     dweight = _backward(dy, ones, torch.ones(40), torch.ones(rows))[1]
     assert torch.equal(dweight, dy.sum(0))
-    assert torch.equal(_backward(ones[:0], ones[:0], torch.ones(40), torch.ones(0))[1], torch.zeros(40))
+    assert torch.equal(
+        _backward(ones[:0], ones[:0], torch.ones(40), torch.ones(0))[1], torch.zeros(40)
+    )

@@ -1,4 +1,5 @@
-"""Casts and scales of the Triton kernels, against PyTorch's: every code, ties, limits, NaN and infinity."""
+"""Casts and scales of the Triton kernels, against PyTorch's: every code, ties, limits, NaN and
+infinity."""
 
 import pytest
 import torch
@@ -46,12 +47,15 @@ def _run(x: Tensor, to: str, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers() -> Tensor:
-    """Magnitudes from 2^-149 to 2^127, values halfway between neighbouring codes and beside them, and the limits."""
+    """Magnitudes from 2^-149 to 2^127, values halfway between neighbouring codes and beside them,
+    and the limits."""
     codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (codes[1:] + codes[:-1]) / 2
     beside = torch.cat([torch.nextafter(halves, halves.new_tensor(x)) for x in (0.0, 1e9)])
     wide = draw(0, 4096, dtype=torch.float32, spread=8.0)
-    limits = torch.tensor([0.0, 448.0, 448.01, 463.9, 464.0, 465.0, 1e30, 3.4e38, 2.0**-149, 2.0**-126, 2.0**-10])
+    limits = torch.tensor(
+        [0.0, 448.0, 448.01, 463.9, 464.0, 465.0, 1e30, 3.4e38, 2.0**-149, 2.0**-126, 2.0**-10]
+    )
     positive = torch.cat([codes, halves, beside, wide.abs(), limits])
     return torch.cat([positive, -positive])
 
@@ -70,9 +74,12 @@ def test_from_e4m3_is_every_codes_value() -> None:
 
 
 def test_int8_rounds_ties_to_even() -> None:
-    """Every half between -127 and 127, and what is beside it. The control: rounded half up, every other one differs."""
+    """Every half between -127 and 127, and what is beside it. The control: rounded half up, every
+    other one differs."""
     halves = torch.arange(-253, 254) / 2
-    x = torch.cat([halves, *(torch.nextafter(halves, torch.tensor(end)) for end in (-127.0, 127.0))])
+    x = torch.cat(
+        [halves, *(torch.nextafter(halves, torch.tensor(end)) for end in (-127.0, 127.0))]
+    )
     found = _run(x, "int8", torch.int8)
     assert same(found, x.round().to(torch.int8))
     assert int((found[: len(halves)] != (halves + 0.5).floor()).sum()) == 127
@@ -90,15 +97,22 @@ def test_to_bf16_rounds_to_nearest_even() -> None:
 def test_scales_are_the_quantizers(kind: str) -> None:
     for form, name in ((E4M3, kind), (INT8, f"{kind} of int8")):
         powers = form.max * 2.0 ** torch.arange(-135, 110.0)
-        amax = torch.cat([_numbers().abs(), powers, torch.nextafter(powers, torch.tensor(1e38))]).float()
+        amax = torch.cat(
+            [_numbers().abs(), powers, torch.nextafter(powers, torch.tensor(1e38))]
+        ).float()
         assert same(_run(amax, name, torch.float32), scales(amax, form, kind))
-        assert not same(_run(amax, name, torch.float32), scales(amax, E4M3 if form is INT8 else INT8, kind))
+        assert not same(
+            _run(amax, name, torch.float32), scales(amax, E4M3 if form is INT8 else INT8, kind)
+        )
         assert _run(torch.tensor([float("inf"), float("nan")]), name, torch.float32).isnan().all()
 
 
 def test_the_comparison_can_fail() -> None:
     """The control: without the clamp's limit, or rounded the other way, codes differ."""
     x = _numbers()
-    assert not same(_run(x * (1 + 2.0**-4), "e4m3", torch.uint8), x.clamp(-448, 448).to(E4M3.dtype).view(torch.uint8))
+    assert not same(
+        _run(x * (1 + 2.0**-4), "e4m3", torch.uint8),
+        x.clamp(-448, 448).to(E4M3.dtype).view(torch.uint8),
+    )
     floored = quantize(x.view(1, -1), QuantSpec(E4M3, "tensor", "fp32")).scale[0, 0]
     assert float(floored) != float(_run(x.abs().max().view(1), "ue8m0", torch.float32))

@@ -1,4 +1,5 @@
-"""Codes unpacked two at a time: every code in the interpreter, and what a GPU runs instead, carried out by the word."""
+"""Codes unpacked two at a time: every code in the interpreter, and what a GPU runs instead, carried
+out by the word."""
 
 import re
 
@@ -19,14 +20,20 @@ CODES = np.arange(256, dtype=np.uint8)
 @triton.jit
 def _unpack(codes_ptr, first_ptr, second_ptr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    first, second = numbers.pairs(tl.load(numbers.pair_pointer(codes_ptr) + at), first_ptr.dtype.element_ty)
+    first, second = numbers.pairs(
+        tl.load(numbers.pair_pointer(codes_ptr) + at), first_ptr.dtype.element_ty
+    )
     tl.store(first_ptr + at, first)
     tl.store(second_ptr + at, second)
 
 
 def _values(form: str) -> torch.Tensor:
     codes = torch.from_numpy(CODES)
-    return codes.view(torch.int8).float() if form == "int8" else codes.view(torch.float8_e4m3fn).float()
+    return (
+        codes.view(torch.int8).float()
+        if form == "int8"
+        else codes.view(torch.float8_e4m3fn).float()
+    )
 
 
 @pytest.mark.parametrize("like", [torch.float16, torch.bfloat16])
@@ -37,13 +44,16 @@ def test_every_code_is_its_value_in_both_places(form: str, like: torch.dtype) ->
     first, second = (torch.empty(256, dtype=like, device=DEVICE) for _ in range(2))
     given = codes.view(torch.int8) if form == "int8" else codes
     launch(_unpack, (1,), given.to(DEVICE), first, second, num_warps=4, COUNT=256)
-    assert torch.equal(values.to(like).float().nan_to_num(9999.0), values.nan_to_num(9999.0)), "no code is rounded"
+    assert torch.equal(values.to(like).float().nan_to_num(9999.0), values.nan_to_num(9999.0)), (
+        "no code is rounded"
+    )
     assert torch.equal(first.cpu().float().nan_to_num(9999.0), values.nan_to_num(9999.0))
     assert torch.equal(second.cpu().float().nan_to_num(9999.0), values.flip(0).nan_to_num(9999.0))
 
 
 def _carried_out(program: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a program of PTX leaves in $0 and $1: the few instructions that ours have, on arrays of words."""
+    """What a program of PTX leaves in $0 and $1: the few instructions that ours have, on arrays of
+    words."""
     found: dict[str, np.ndarray] = {"$2": words}
 
     def value(name: str) -> np.ndarray:
@@ -67,9 +77,20 @@ def _carried_out(program: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarra
             found[to] = {0x6A: (a & b) ^ c, 0xEA: (a & b) | c}[int(given[3], 0)]
         elif name == "prmt.b32":
             assert given[1:] == ["0", "0x3120"]
-            found[to] = value(given[0]).view(np.uint8).reshape(-1, 4)[:, [0, 2, 1, 3]].copy().view(np.uint32)[:, 0]
+            found[to] = (
+                value(given[0])
+                .view(np.uint8)
+                .reshape(-1, 4)[:, [0, 2, 1, 3]]
+                .copy()
+                .view(np.uint32)[:, 0]
+            )
         elif name == "sub.f16x2":
-            found[to] = (halves(given[0], kind) - halves(given[1], kind)).view(torch.int16).numpy().view(np.uint32)
+            found[to] = (
+                (halves(given[0], kind) - halves(given[1], kind))
+                .view(torch.int16)
+                .numpy()
+                .view(np.uint32)
+            )
         elif name == "fma.rn.bf16x2":
             a, b, c = (halves(one, kind).double() for one in given)
             found[to] = (a * b + c).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint32)
@@ -89,14 +110,20 @@ def _carried_out(program: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarra
         (numbers.E4M3_TO_FP16, "e4m3", torch.float16),
     ],
 )
-def test_the_words_of_a_gpu_have_the_same_values(program: tl.constexpr, form: str, like: torch.dtype) -> None:
-    """Every code at each of the four bytes of a word, beside others. The control: another constant."""
+def test_the_words_of_a_gpu_have_the_same_values(
+    program: tl.constexpr, form: str, like: torch.dtype
+) -> None:
+    """Every code at each of the four bytes of a word, beside others. The control: another
+    constant."""
     values = _values(form).nan_to_num(9999.0)
     at = np.stack([CODES, np.roll(CODES, 1), np.roll(CODES, 77), CODES[::-1]], 1).copy()
 
     def differing(text: str) -> int:
         parts = _carried_out(text, at.view(np.uint32)[:, 0])
-        found = [torch.from_numpy(part.view(np.int16).copy()).view(like).float().view(256, 2) for part in parts]
+        found = [
+            torch.from_numpy(part.view(np.int16).copy()).view(like).float().view(256, 2)
+            for part in parts
+        ]
         wanted = values[torch.from_numpy(at.astype(np.int64))]
         both = torch.stack([found[0][:, 0], found[1][:, 0], found[0][:, 1], found[1][:, 1]], 1)
         return int((both.nan_to_num(9999.0) != wanted).sum())
@@ -107,6 +134,8 @@ def test_the_words_of_a_gpu_have_the_same_values(program: tl.constexpr, form: st
         "0x00800080": "0x00400040",
         "cvt.rn.f16x2.e4m3x2 $1, high": "cvt.rn.f16x2.e4m3x2 $1, low",
     }
-    assert [differing(program.value.replace(*other)) > 0 for other in others.items() if other[0] in program.value] == [
-        True
-    ]
+    assert [
+        differing(program.value.replace(*other)) > 0
+        for other in others.items()
+        if other[0] in program.value
+    ] == [True]

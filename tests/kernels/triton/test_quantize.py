@@ -1,4 +1,5 @@
-"""The quantizer's kernels against the one quantizer, bit for bit; NaN and infinity; rows alone and in a batch."""
+"""The quantizer's kernels against the one quantizer, bit for bit; NaN and infinity; rows alone and
+in a batch."""
 
 import pytest
 import torch
@@ -29,12 +30,16 @@ def host(q: QTensor) -> QTensor:
 
 def equal(found: QTensor, wanted: QTensor) -> bool:
     found = host(found)
-    return found.spec == wanted.spec and same(found.data, wanted.data) and same(found.scale, wanted.scale)
+    return (
+        found.spec == wanted.spec
+        and same(found.data, wanted.data)
+        and same(found.scale, wanted.scale)
+    )
 
 
 def hard(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Magnitudes of all sizes, from below the smallest scale to near the largest number; zero blocks and signed
-    zeros."""
+    """Magnitudes of all sizes, from below the smallest scale to near the largest number; zero
+    blocks and signed zeros."""
     x = draw(seed, rows, columns, dtype=torch.float32, spread=4.0)
     part = max(columns // 4, 1)
     x[: rows // 2, :part] *= 2.0**-120
@@ -49,9 +54,13 @@ def hard(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_and_scales_are_the_quantizers(dtype: torch.dtype, granularity: str, scale: str) -> None:
+def test_codes_and_scales_are_the_quantizers(
+    dtype: torch.dtype, granularity: str, scale: str
+) -> None:
     spec = QuantSpec(E4M3, granularity, scale)
-    most = {"row": 5, "1x128": 35}.get(granularity, 258)  # a program of few rows takes the interpreter as long
+    most = {"row": 5, "1x128": 35}.get(
+        granularity, 258
+    )  # a program of few rows takes the interpreter as long
     for rows, columns in ((1, 20), (1, 128), (5, 300), (most, 270)):
         for x in (hard(rows, columns, dtype), draw(1, rows, columns, dtype=dtype, spread=1.0)):
             raised = flag()
@@ -69,7 +78,9 @@ def test_rows_of_any_stride_and_long_rows() -> None:
         spec = QuantSpec(E4M3, granularity)
         for x in (wide[:, 30:190], wide.t()[3:20], wide[1:2].expand(5, 400)):
             assert equal(kernel(x, spec, flag()), quantize(x.cpu(), spec)), granularity
-    assert equal(kernel(long, QuantSpec(E4M3, "row"), flag()), quantize(long.cpu(), QuantSpec(E4M3, "row")))
+    assert equal(
+        kernel(long, QuantSpec(E4M3, "row"), flag()), quantize(long.cpu(), QuantSpec(E4M3, "row"))
+    )
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -82,14 +93,18 @@ def test_along_tokens_is_the_composition(dtype: torch.dtype, scale: str) -> None
         for operand in (x, *saved):
             raised = flag()
             found = quantize_along_tokens(there(operand), spec, raised)
-            assert equal(found, REFERENCE.quantize_along_tokens(operand, spec, "x")), (rows, columns)
+            assert equal(found, REFERENCE.quantize_along_tokens(operand, spec, "x")), (
+                rows,
+                columns,
+            )
             assert found.data.stride() == (-(-rows // 16) * 16, 1)
             assert laid_out(found)
             assert raised.item() == 0
 
 
 def test_one_binary_serves_any_number_of_tokens() -> None:
-    """Triton compiles anew where an integer that it may specialize on is 1, or no multiple of 16."""
+    """Triton compiles anew where an integer that it may specialize on is 1, or no multiple of
+    16."""
     x, spec = draw(8, 258, 40).to(DEVICE), QuantSpec(E4M3, "1x128")
     free = {"rows", "old_row", "old_step"}  # `do_not_specialize` of the kernel
     seen = set()
@@ -99,7 +114,9 @@ def test_one_binary_serves_any_number_of_tokens() -> None:
                 quantize_along_tokens(operand, spec, flag())
             (launch,) = found
             given = dict(zip(launch.kernel.fn.__code__.co_varnames, launch.arguments))
-            numbers = {name: n for name, n in given.items() if isinstance(n, int) and name not in free}
+            numbers = {
+                name: n for name, n in given.items() if isinstance(n, int) and name not in free
+            }
             seen.add(tuple(sorted((name, n == 1, n % 16 == 0) for name, n in numbers.items())))
             assert numbers["pitch"] % 16 == 0
             assert given["rows"] == rows
@@ -109,14 +126,16 @@ def test_one_binary_serves_any_number_of_tokens() -> None:
 
 
 def laid_out(found: QTensor) -> bool:
-    """Scales side by side for many rows, as products load them; contiguous for few, and for other blocks."""
+    """Scales side by side for many rows, as products load them; contiguous for few, and for other
+    blocks."""
     across = found.spec.granularity == "1x128" and found.shape[0] > 64
     return (found.scale.t() if across else found.scale).is_contiguous()
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_scales_of_many_rows_stand_side_by_side(scale: str) -> None:
-    """As a product takes them, without a copy; the bits, and those of what is quantized again from them, stay."""
+    """As a product takes them, without a copy; the bits, and those of what is quantized again from
+    them, stay."""
     spec = QuantSpec(E4M3, "1x128", scale)
     for rows in (64, 65, 131):
         x = draw(7, rows, 300, spread=1.0)
@@ -131,12 +150,16 @@ def test_scales_of_many_rows_stand_side_by_side(scale: str) -> None:
             assert equal(again, REFERENCE.quantize_along_tokens(own, spec, "x"))
             assert laid_out(again)
             other = QTensor(own.data, own.scale.flip(0), spec)
-            assert not equal(again, REFERENCE.quantize_along_tokens(other, spec, "x")), "the control"
+            assert not equal(again, REFERENCE.quantize_along_tokens(other, spec, "x")), (
+                "the control"
+            )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_nan_and_infinity_set_the_flag_and_make_the_scale_nan(granularity: str, value: float) -> None:
+def test_nan_and_infinity_set_the_flag_and_make_the_scale_nan(
+    granularity: str, value: float
+) -> None:
     last = 8 if granularity == "row" else 129
     x = draw(5, last + 1, 200)
     x[last, 150] = value
@@ -149,7 +172,9 @@ def test_nan_and_infinity_set_the_flag_and_make_the_scale_nan(granularity: str, 
         high, wide = wanted.block
         broken = torch.zeros_like(wanted.scale, dtype=torch.bool)
         broken[last // high, 150 // wide] = True
-        assert torch.equal(found.scale.isnan(), broken), "NaN in the scale of that block, and in no other"
+        assert torch.equal(found.scale.isnan(), broken), (
+            "NaN in the scale of that block, and in no other"
+        )
         assert torch.equal(found.scale[~broken], wanted.scale[~broken])
         x[last, 150] = value
     raised = flag()
@@ -169,7 +194,10 @@ def test_a_nan_scale_of_a_saved_activation_is_noticed() -> None:
 def test_empty_matrices() -> None:
     for granularity in GRANULARITIES:
         spec = QuantSpec(E4M3, granularity)
-        assert equal(kernel(torch.empty(0, 200, device=DEVICE), spec, flag()), quantize(torch.empty(0, 200), spec))
+        assert equal(
+            kernel(torch.empty(0, 200, device=DEVICE), spec, flag()),
+            quantize(torch.empty(0, 200), spec),
+        )
     found = quantize_along_tokens(torch.empty(0, 200, device=DEVICE), QuantSpec(E4M3), flag())
     assert (found.shape, tuple(found.scale.shape)) == ((200, 0), (200, 0))
 
@@ -190,7 +218,8 @@ def test_rows_alone_have_the_bits_of_the_batch() -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    """The controls: the other scale format, the untransposed blocks, one unit in the last place of one number."""
+    """The controls: the other scale format, the untransposed blocks, one unit in the last place of
+    one number."""
     x = draw(8, 20, 200, spread=1.0)
     found = kernel(x.to(DEVICE), QuantSpec(E4M3, "1x128", "ue8m0"), flag())
     assert not same(host(found).data, quantize(x, QuantSpec(E4M3, "1x128", "fp32")).data)
@@ -205,7 +234,12 @@ def test_the_comparison_can_fail() -> None:
 
 def test_what_is_supported() -> None:
     assert all(supported(QuantSpec(E4M3, g, s)) for g in GRANULARITIES for s in SCALES)
-    others = (QuantSpec(E5M2), QuantSpec(E4M3, "tensor"), QuantSpec(E4M3, "1x32"), QuantSpec(E4M3, "1x128", "nvfp4"))
+    others = (
+        QuantSpec(E5M2),
+        QuantSpec(E4M3, "tensor"),
+        QuantSpec(E4M3, "1x32"),
+        QuantSpec(E4M3, "1x128", "nvfp4"),
+    )
     assert not any(supported(spec) for spec in others)
     with pytest.raises(AssertionError, match="no kernel quantizes"):
         kernel(torch.zeros(2, 2, device=DEVICE), others[1], flag())

@@ -1,4 +1,5 @@
-"""The router's kernel: float64 to a bound, choices and gates exactly those of its probabilities, rows in any batch."""
+"""The router's kernel: float64 to a bound, choices and gates exactly those of its probabilities,
+rows in any batch."""
 
 import math
 
@@ -18,7 +19,9 @@ SHAPES = [(6, 3), (60, 8), (128, 8), (5, 5), (130, 9), (1, 1)]
 """Experts, and how many serve a token."""
 
 
-def found(logits: Tensor, count: int, normalize: bool = True, given: Tensor | None = None) -> tuple[Tensor, ...]:
+def found(
+    logits: Tensor, count: int, normalize: bool = True, given: Tensor | None = None
+) -> tuple[Tensor, ...]:
     there = None if given is None else given.to(DEVICE)
     return tuple(x.cpu() for x in routing.route(logits.to(DEVICE), count, normalize, there))
 
@@ -30,7 +33,8 @@ def tied(rows: int, experts: int) -> Tensor:
 
 @pytest.mark.parametrize(("experts", "count"), SHAPES)
 def test_probabilities_are_float64s_to_a_bound(experts: int, count: int) -> None:
-    """The exponent's rounding and the exponential's, in numerator and denominator, log2 E additions, and a quotient."""
+    """The exponent's rounding and the exponential's, in numerator and denominator, log2 E
+    additions, and a quotient."""
     logits = draw(1, 19, experts, dtype=torch.float32) * 3
     probabilities, _, _ = found(logits, count)
     exact = torch.softmax(logits.double(), -1)
@@ -38,15 +42,25 @@ def test_probabilities_are_float64s_to_a_bound(experts: int, count: int) -> None
     bound = ((3 * spread + 3 * spread.amax() + 10 + math.log2(experts)) * UNIT) * exact
     assert bool(((probabilities.double() - exact).abs() <= bound).all())
     if experts > 1:
-        assert not bool(((probabilities.double() - exact * 1.01).abs() <= bound).all()), "the control: one percent off"
+        assert not bool(((probabilities.double() - exact * 1.01).abs() <= bound).all()), (
+            "the control: one percent off"
+        )
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("experts", "count"), SHAPES)
-def test_choices_and_gates_are_those_of_the_probabilities(experts: int, count: int, normalize: bool) -> None:
-    for logits in (draw(2, 19, experts, dtype=torch.float32), tied(19, experts), torch.zeros(3, experts)):
+def test_choices_and_gates_are_those_of_the_probabilities(
+    experts: int, count: int, normalize: bool
+) -> None:
+    for logits in (
+        draw(2, 19, experts, dtype=torch.float32),
+        tied(19, experts),
+        torch.zeros(3, experts),
+    ):
         probabilities, chosen, gates = found(logits, count, normalize)
-        assert torch.equal(chosen, probabilities.sort(dim=1, descending=True, stable=True).indices[:, :count])
+        assert torch.equal(
+            chosen, probabilities.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        )
         picked = probabilities.gather(1, chosen)
         assert same(gates, picked / ordered_sum(picked).unsqueeze(1) if normalize else picked)
         given = chosen.flip(1)
@@ -85,7 +99,9 @@ def test_a_row_of_nan_has_experts_that_exist_and_gates_of_nan() -> None:
         assert same(gates[row], clean[2][row])
 
 
-@pytest.mark.parametrize(("rows", "slots", "count"), [(1, 1, 2), (5, 2, 4), (70, 8, 128), (33, 3, 200), (1025, 8, 9)])
+@pytest.mark.parametrize(
+    ("rows", "slots", "count"), [(1, 1, 2), (5, 2, 4), (70, 8, 128), (33, 3, 200), (1025, 8, 9)]
+)
 def test_choices_are_sorted_by_counting_as_by_a_sort(rows: int, slots: int, count: int) -> None:
     """Up to as many as are counted, and beyond; some experts have no row."""
     random = torch.Generator().manual_seed(rows)

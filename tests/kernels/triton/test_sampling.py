@@ -1,8 +1,8 @@
 """Two-stage log-probabilities and draws over logits in memory, against the reference in float64.
 
-UNIT is half a unit in the last place of 1. Bounds are derived where they stand: a weight exp(x) is right to 3|x| + 4
-units (the rounding of x, of x · log2(e), and of the power), sums have at most 160 additions one after the other, and
-errors of z pass to a log-probability at most twice.
+UNIT is half a unit in the last place of 1. Bounds are derived where they stand: a weight exp(x) is
+right to 3|x| + 4 units (the rounding of x, of x · log2(e), and of the power), sums have at most 160
+additions one after the other, and errors of z pass to a log-probability at most twice.
 """
 
 import math
@@ -35,20 +35,26 @@ def logprob_bound(z: Tensor, error: float = 0.0) -> float:
     """How far a log-probability of scaled logits z may be off, if these are by `error`."""
     finite = z[torch.isfinite(z)]
     spread = float(finite.max() - finite.min())
-    return 2 * (error + 2 * UNIT * float(finite.abs().max())) + UNIT * (4 * spread + 170 + 2 * math.log(z.shape[-1]))
+    return 2 * (error + 2 * UNIT * float(finite.abs().max())) + UNIT * (
+        4 * spread + 170 + 2 * math.log(z.shape[-1])
+    )
 
 
 def entropy_bound(z: Tensor, error: float = 0.0) -> float:
-    """The same of the entropy: its derivatives by z add up to 2 log V at most, and it is a mean of at most `spread`."""
+    """The same of the entropy: its derivatives by z add up to 2 log V at most, and it is a mean of
+    at most `spread`."""
     finite = z[torch.isfinite(z)]
     spread = float(finite.max() - finite.min())
     return (1 + spread + 2 * math.log(z.shape[-1])) * logprob_bound(z, error)
 
 
-def check_draws(tokens: Tensor, logits: Tensor, keys: Tensor, temperature: float, error: float = 0.0) -> int:
+def check_draws(
+    tokens: Tensor, logits: Tensor, keys: Tensor, temperature: float, error: float = 0.0
+) -> int:
     """How many tokens are not the reference's; each must have a score within rounding of the best.
 
-    A score z - log(E) is off by that of z, 2^-20 of E, and the roundings of the logarithm (below 24) and of the sum.
+    A score z - log(E) is off by that of z, 2^-20 of E, and the roundings of the logarithm (below
+    24) and of the sum.
     """
     z = (logits / temperature).double()
     score = z - torch.log(reference.exponentials(keys, logits.shape[1]))
@@ -62,8 +68,10 @@ def check_draws(tokens: Tensor, logits: Tensor, keys: Tensor, temperature: float
 def _words(in_ptr, out_ptr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     c0, c1 = tl.load(in_ptr + at).to(tl.uint32), tl.load(in_ptr + COUNT + at).to(tl.uint32)
-    c2, c3 = tl.load(in_ptr + 2 * COUNT + at).to(tl.uint32), tl.load(in_ptr + 3 * COUNT + at).to(tl.uint32)
-    k0, k1 = tl.load(in_ptr + 4 * COUNT + at).to(tl.uint32), tl.load(in_ptr + 5 * COUNT + at).to(tl.uint32)
+    c2 = tl.load(in_ptr + 2 * COUNT + at).to(tl.uint32)
+    c3 = tl.load(in_ptr + 3 * COUNT + at).to(tl.uint32)
+    k0 = tl.load(in_ptr + 4 * COUNT + at).to(tl.uint32)
+    k1 = tl.load(in_ptr + 5 * COUNT + at).to(tl.uint32)
     w0, w1, w2, w3 = sampling.philox(c0, c1, c2, c3, k0, k1)
     tl.store(out_ptr + at, w0.to(tl.int64))
     tl.store(out_ptr + COUNT + at, w1.to(tl.int64))
@@ -86,9 +94,16 @@ def test_philox_words_are_the_references() -> None:
     words[:, 0], words[:, 1] = 0, 0xFFFFFFFF
     found = torch.empty(4, 512, dtype=torch.int64, device=DEVICE)
     launch(_words, (1,), words.to(DEVICE), found, num_warps=4, COUNT=512)
-    wanted = torch.stack(reference.philox((words[0], words[1], words[2], words[3]), (words[4], words[5])))
+    wanted = torch.stack(
+        reference.philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
+    )
     assert torch.equal(found.cpu(), wanted)
-    assert [f"{int(word):08x}" for word in found[:, 0]] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]  # published
+    assert [f"{int(word):08x}" for word in found[:, 0]] == [
+        "6627e8d5",
+        "e169c58d",
+        "bc57ac4c",
+        "9b00dbd8",
+    ]  # published
 
 
 def test_exponentials_are_precise_at_both_ends() -> None:
@@ -139,7 +154,12 @@ def test_truncated_tokens_have_no_probability_and_never_win() -> None:
     logprob, entropy = sampling.token_logprobs(logits[18:22].to(DEVICE), chosen.to(DEVICE), 1.0)
     p = 1 / (1 + math.exp(-1))
     mixed = -p * math.log(p) - (1 - p) * math.log(1 - p)
-    assert logprob.tolist() == [pytest.approx(math.log(p)), pytest.approx(math.log(1 - p)), -math.inf, 0.0]
+    assert logprob.tolist() == [
+        pytest.approx(math.log(p)),
+        pytest.approx(math.log(1 - p)),
+        -math.inf,
+        0.0,
+    ]
     assert entropy.tolist() == [pytest.approx(mixed), pytest.approx(mixed), 0.0, 0.0]
 
 
@@ -163,7 +183,8 @@ def test_rows_are_the_same_in_every_batch() -> None:
 
 
 def test_other_chunks_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: the size of the chunks is in the bits, so it must not depend on the batch."""
+    """The negative control: the size of the chunks is in the bits, so it must not depend on the
+    batch."""
     before = sampling.token_logprobs(LOGITS.to(DEVICE), TOKENS.to(DEVICE), 1.0)[0]
     monkeypatch.setattr(sampling, "CHUNK", 64)
     assert not same(sampling.token_logprobs(LOGITS.to(DEVICE), TOKENS.to(DEVICE), 1.0)[0], before)
@@ -172,7 +193,10 @@ def test_other_chunks_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_finite_logit_still_gives_a_token_of_the_vocabulary() -> None:
     logits = torch.zeros(4, 300)
     logits[0], logits[1] = -math.inf, math.nan
-    logits[2, [200, 210, 299]], logits[3, [270, 299]] = math.inf, math.inf  # a tie goes to the lowest
+    logits[2, [200, 210, 299]], logits[3, [270, 299]] = (
+        math.inf,
+        math.inf,
+    )  # a tie goes to the lowest
     tokens = sampling.sample(logits.to(DEVICE), keys_of(4).to(DEVICE), 1.0).cpu()
     assert tokens.tolist() == [0, 0, 200, 270]
     logprob, _ = sampling.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), 1.0)

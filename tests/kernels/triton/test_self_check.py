@@ -1,5 +1,5 @@
-"""The check that a GPU must pass before it is used: it passes in the interpreter, and notices each promise that is
-broken."""
+"""The check that a GPU must pass before it is used: it passes in the interpreter, and notices each
+promise that is broken."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -103,16 +103,24 @@ def _after_stored_rows(operator: Callable[..., Any]) -> Callable[..., Any]:
         (self_check._head, {"head_logprobs": _wrong}),
         (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),
         (self_check._quantized, {"gate_mul_quantized": _few_rows_differ}),
-        (self_check._quantized, {"quantize": lambda operator: lambda *given: _changed(operator(*given))}),
+        (
+            self_check._quantized,
+            {"quantize": lambda operator: lambda *given: _changed(operator(*given))},
+        ),
         (self_check._recurrent, {"short_convolution": _after_stored_rows}),
         (self_check._recurrent, {"short_convolution": _wrong}),
         (self_check._recurrent, {"delta_rule": _after_stored_rows}),
         (self_check._recurrent, {"delta_rule": _wrong}),
-        (self_check._rounded, {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))}),
+        (
+            self_check._rounded,
+            {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))},
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_hold_is_noticed(part: Callable[[TritonOps], Any], broken: dict[str, Any]) -> None:
+def test_what_does_not_hold_is_noticed(
+    part: Callable[[TritonOps], Any], broken: dict[str, Any]
+) -> None:
     """The control: what a GPU might do."""
     assert not all(holds for _, holds in part(_ops(**broken)))
 
@@ -120,18 +128,23 @@ def test_what_does_not_hold_is_noticed(part: Callable[[TritonOps], Any], broken:
 def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that is remembered too. The controls: where something else fails as well, or attention fails either way."""
+    """And that is remembered too. The controls: where something else fails as well, or attention
+    fails either way."""
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)  # put back at the end
     other, wrong = "attention over keys in INT8: decoded rows have other bits", ["output head: off"]
-    monkeypatch.setattr(self_check, "failures", lambda *given: [other, *wrong] if attention.keys_first() else [])
+    monkeypatch.setattr(
+        self_check, "failures", lambda *given: [other, *wrong] if attention.keys_first() else []
+    )
     ops = _ops()
     assert self_check.remembered(ops) == [other, "output head: off"]
     assert attention.keys_first()
     wrong.clear()
     assert self_check.remembered(ops) == []
     assert not attention.keys_first()
-    assert [path.name.split(".", 1)[1] for path in (tmp_path / "gpu").iterdir()] == ["rows-first.passed"]
+    assert [path.name.split(".", 1)[1] for path in (tmp_path / "gpu").iterdir()] == [
+        "rows-first.passed"
+    ]
     monkeypatch.setattr(attention, "_FEW_ROWS", 32)
     monkeypatch.setattr(self_check, "failures", lambda *given: pytest.fail("it was asked again"))
     assert self_check.remembered(ops) == []
@@ -145,7 +158,9 @@ def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
 def test_only_a_pass_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     results, asked = [["output head: off"], [], ["never asked"]], []
-    monkeypatch.setattr(self_check, "failures", lambda *given: asked.append(given) or results[len(asked) - 1])
+    monkeypatch.setattr(
+        self_check, "failures", lambda *given: asked.append(given) or results[len(asked) - 1]
+    )
     ops = _ops()
     assert self_check.remembered(ops) == ["output head: off"]
     assert self_check.remembered(ops, fp8=False) == []

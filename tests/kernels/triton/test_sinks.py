@@ -1,5 +1,5 @@
-"""Sinks in Triton's attention: against plain PyTorch with one more column of scores, and a row's bits in every company,
-wherever its splits are joined."""
+"""Sinks in Triton's attention: against plain PyTorch with one more column of scores, and a row's
+bits in every company, wherever its splits are joined."""
 
 from dataclasses import replace
 
@@ -23,7 +23,9 @@ LENGTHS = [5, 0, 1, 70]
 SINKS = torch.tensor([-2.0, 0.3, 1.0, 4.0, -1e30, 40.0])
 
 
-def forward(q: Tensor, store: KVStore, layout: Layout, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, store: KVStore, layout: Layout, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     given = None if sinks is None else sinks.to(DEVICE)
     out, lse = attention.attention(q.to(DEVICE), moved(store), layout.to(DEVICE), SCALE, 40, given)
     return out.cpu(), lse.cpu()
@@ -31,13 +33,15 @@ def forward(q: Tensor, store: KVStore, layout: Layout, sinks: Tensor | None) -> 
 
 @pytest.mark.parametrize("cache", STORES)
 def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
-    """Values and gradients, to some roundings of the largest, three query heads to a key head. The control are the
-    sinks of other heads."""
+    """Values and gradients, to some roundings of the largest, three query heads to a key head. The
+    control are the sinks of other heads."""
     given, rounding = problem(cache, (6, 2, 16), LENGTHS), 2.0**-18 if cache == "fp32" else 2.0**-6
     q, dout, store, layout = given
     out, lse = forward(q, store, layout, SINKS)
     arguments = (x.to(DEVICE) for x in (dout, q, out, lse))
-    gradients = attention_backward.attention_backward(*arguments, moved(store), layout.to(DEVICE), SCALE, 40)
+    gradients = attention_backward.attention_backward(
+        *arguments, moved(store), layout.to(DEVICE), SCALE, 40
+    )
     found = [out, lse, *(x.cpu() for x in gradients), sinks_backward(dout, out, lse, SINKS)]
     wanted, others = (with_a_column(given, values, 40) for values in (SINKS, SINKS.flip(0)))
     for ours, right, wrong in zip(found, wanted, others, strict=True):
@@ -48,14 +52,16 @@ def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
 
 def test_a_sink_far_below_is_none() -> None:
     q, _, store, layout = problem("e4m3", (6, 2, 16), [70])
-    for found, wanted in zip(forward(q, store, layout, SINKS), forward(q, store, layout, None), strict=True):
+    for found, wanted in zip(
+        forward(q, store, layout, SINKS), forward(q, store, layout, None), strict=True
+    ):
         assert same(found[:, 4], wanted[:, 4])
         assert not same(found[:, 3], wanted[:, 3])
 
 
 def test_a_rows_bits_do_not_depend_on_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded and in chunks, joined in memory and in registers, by shuffled pages: the bits of packed rows. The
-    control: another sink."""
+    """Decoded and in chunks, joined in memory and in registers, by shuffled pages: the bits of
+    packed rows. The control: another sink."""
     q, _, store, layout = problem("e4m3", (6, 2, 16), [70])
     whole = forward(q, store, layout, SINKS)
     table = torch.randperm(24, generator=torch.Generator().manual_seed(2)).view(1, -1).int()

@@ -18,4 +18,6 @@ def test_the_bits_are_the_references() -> None:
     for seed, step, first in ((-5, 3, 8), (2**63 - 1, 2**31, 8 * (2**32 - 900))):
         found = round_stochastically(x.to(DEVICE), seed, step, first).cpu()
         assert same(found, REFERENCE.round_stochastically(x, seed, step, first))
-        assert not same(found, REFERENCE.round_stochastically(x, seed, step + 1, first)), "the control"
+        assert not same(found, REFERENCE.round_stochastically(x, seed, step + 1, first)), (
+            "the control"
+        )

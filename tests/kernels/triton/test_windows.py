@@ -1,5 +1,5 @@
-"""Sliding windows in Triton's attention: against plain PyTorch with a mask, and a row's bits in every company, where
-splits and blocks of keys that no row sees are left out."""
+"""Sliding windows in Triton's attention: against plain PyTorch with a mask, and a row's bits in
+every company, where splits and blocks of keys that no row sees are left out."""
 
 import math
 from dataclasses import replace
@@ -27,23 +27,30 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_backward, name, lambda *_: (16, 16, 4, 1))
 
 
-def forward(q: torch.Tensor, store: KVStore, layout: Layout, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, store: KVStore, layout: Layout, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = attention.attention(q.to(DEVICE), moved(store), layout.to(DEVICE), SCALE, window)
     return out.cpu(), lse.cpu()
 
 
-def computed(given: tuple[torch.Tensor, torch.Tensor, KVStore, Layout], window: int | None) -> list[torch.Tensor]:
+def computed(
+    given: tuple[torch.Tensor, torch.Tensor, KVStore, Layout], window: int | None
+) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv)."""
     q, dout, store, layout = given
     out, lse = forward(q, store, layout, window)
     arguments = (x.to(DEVICE) for x in (dout, q, out, lse))
-    gradients = attention_backward.attention_backward(*arguments, moved(store), layout.to(DEVICE), SCALE, window)
+    gradients = attention_backward.attention_backward(
+        *arguments, moved(store), layout.to(DEVICE), SCALE, window
+    )
     return [out, lse, *(x.cpu() for x in gradients)]
 
 
 @pytest.mark.parametrize("cache", STORES)
 def test_a_row_attends_to_the_last_keys(cache: str) -> None:
-    """Values and gradients, to some roundings of the largest. The control is a window that is one key longer."""
+    """Values and gradients, to some roundings of the largest. The control is a window that is one
+    key longer."""
     given, rounding = problem(cache, (2, 1, 16), LENGTHS), 2.0**-18 if cache == "fp32" else 2.0**-6
     for window in (2, 33):
         wanted, longer = (masked(*given, size) for size in (window, window + 1))
@@ -54,7 +61,8 @@ def test_a_row_attends_to_the_last_keys(cache: str) -> None:
 
 
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
-    """The same bits; a shorter one changes those of the rows that it hides a key from, and no others."""
+    """The same bits; a shorter one changes those of the rows that it hides a key from, and no
+    others."""
     given = problem("e4m3", (2, 1, 16), [70])
     for found, wanted in zip(computed(given, 70), computed(given, None), strict=True):
         assert same(found, wanted)
@@ -64,9 +72,11 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
 
 
 @pytest.mark.parametrize("window", [3, 40])
-def test_a_rows_bits_do_not_depend_on_its_company(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded and in chunks, joined in memory and in registers, by shuffled pages: the bits of packed rows. Codes below
-    the window are others there. The control: one that is seen."""
+def test_a_rows_bits_do_not_depend_on_its_company(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded and in chunks, joined in memory and in registers, by shuffled pages: the bits of
+    packed rows. Codes below the window are others there. The control: one that is seen."""
     q, _, store, layout = problem("e4m3", (2, 1, 16), [70])
     whole = forward(q, store, layout, window)
     table = torch.randperm(24, generator=torch.Generator().manual_seed(2)).view(1, -1).int()
@@ -77,7 +87,10 @@ def test_a_rows_bits_do_not_depend_on_its_company(window: int, monkeypatch: pyte
             getattr(paged, name)[everything.slots] = getattr(store, name)[layout.slots]
         lowest, rows = max(0, first - window + 1), slice(first, first + count)
         below = everything.slots[:lowest]
-        paged.k[below], paged.v[below] = paged.k[below].flip(-1) ^ 0x80, paged.v[below].flip(-1) ^ 0x80
+        paged.k[below], paged.v[below] = (
+            paged.k[below].flip(-1) ^ 0x80,
+            paged.v[below].flip(-1) ^ 0x80,
+        )
         part = replace(Layout.build([count], [first], table, 3), num_slots=72)
         for most in (1 << 26, 0):
             monkeypatch.setattr(attention, "_MOST_PARTIALS", most)

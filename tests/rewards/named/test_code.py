@@ -1,4 +1,5 @@
-"""The `code` reward and its cage: what passes, and every limit with a control that shows it is the cage's doing."""
+"""The `code` reward and its cage: what passes, and every limit with a control that shows it is the
+cage's doing."""
 
 import os
 import socket
@@ -27,18 +28,26 @@ pytestmark = pytest.mark.usefixtures("cage")
 LIMITS = Limits(timeout_s=20, memory_mib=512, disk_mib=4, processes=16)
 
 
-def run(source: str, stdin: str = "", isolation: str = "namespaces", limits: Limits = LIMITS) -> Outcome:
+def run(
+    source: str, stdin: str = "", isolation: str = "namespaces", limits: Limits = LIMITS
+) -> Outcome:
     (outcome,) = run_caged({"program.py": source}, "program.py", [stdin], limits, isolation)
     return outcome
 
 
 def test_packages_may_stand_under_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an environment is made in /tmp, the cage has a /tmp that is not the program's own; it still has one."""
+    """Where an environment is made in /tmp, the cage has a /tmp that is not the program's own; it
+    still has one."""
     (tmp_path / "mine.py").write_text("answer = 42\n")
     tmp_path.chmod(0o755)  # the program is another user
     monkeypatch.setattr(launch, "_packages", lambda: [str(tmp_path)])
-    source = "import mine, tempfile\nwith tempfile.TemporaryFile() as file:\n    print(mine.answer, file.write(b'12'))"
-    (outcome,) = run_caged({"program.py": source}, "program.py", [""], LIMITS, "namespaces", packages=True)
+    source = (
+        "import mine, tempfile\nwith tempfile.TemporaryFile() as file:\n    "
+        "print(mine.answer, file.write(b'12'))"
+    )
+    (outcome,) = run_caged(
+        {"program.py": source}, "program.py", [""], LIMITS, "namespaces", packages=True
+    )
     assert (outcome.status, outcome.output) == (0, "42 2\n")
     environment = sysconfig.get_path("platstdlib")  # of a virtual environment, where this is one
     assert sys.prefix == sys.base_prefix or environment not in launch._python_paths()
@@ -63,14 +72,19 @@ TESTS = "assert double(1) == 2\nassert double(3) == 6\n"
         (GOOD, "def check(f):\n    assert f(2) == 5\ncheck(double)", 0.0),
         (
             GOOD,
-            "import math\nx = math.floor(2.5)\nassert double(x) == 4\nfor i in range(3):\n    assert i",
+            "import math\nx = math.floor(2.5)\nassert double(x) == 4\nfor i in range(3):\n    "
+            "assert i",
             0.5,
         ),
         ("def double(x):\n    return 2 +* x\n", TESTS, 0.0),
         ("def other(x):\n    return x\n", TESTS, 0.0),
         ("raise ValueError\n" + GOOD, TESTS, 0.0),
         (GOOD + "if __name__ == '__main__':\n    input()\n", TESTS, 1.0),
-        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n" + GOOD, TESTS, 1.0),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n" + GOOD,
+            TESTS,
+            1.0,
+        ),
         ("print(input())", TESTS, 0.0),
     ],
 )
@@ -84,15 +98,22 @@ CHEATS = {
     "leaves at once": "import os\nos._exit(0)",
     "leaves in the test": "import os\ndef double(x):\n    os._exit(0)",
     "raises SystemExit in the test": "def double(x):\n    raise SystemExit(0)",
-    "prints that it passed": "print('passed', 'OK', 0, 1)\nimport os\nos.write(1, b'0 0\\n0 1\\n')\nos._exit(0)",
-    "writes everywhere": "import os\nfor i in range(64):\n    try:\n        os.write(i, b'x 0\\nx 1\\n')\n"
+    "prints that it passed": "print('passed', 'OK', 0, 1)\nimport os\nos.write(1, b'0 0\\n0 "
+    "1\\n')\nos._exit(0)",
+    "writes everywhere": "import os\nfor i in range(64):\n    try:\n        os.write(i, b'x "
+    "0\\nx 1\\n')\n"
     "    except OSError:\n        pass\nos._exit(0)",
-    "redefines the helpers": "import builtins, math\nmath.isclose = lambda *a: True\nbuiltins.all = lambda x: True\n"
-    "builtins.isinstance = lambda *a: True\ndef check(f):\n    pass\ndef double(x):\n    return None",
-    "redefines AssertionError": "import builtins\nbuiltins.AssertionError = None\ndef double(x):\n    return 0",
-    "exits by a thread": "import threading, os\nthreading.Thread(target=lambda: os._exit(0)).start()\nimport time\n"
+    "redefines the helpers": "import builtins, math\nmath.isclose = lambda *a: True\n"
+    "builtins.all = lambda x: True\n"
+    "builtins.isinstance = lambda *a: True\ndef check(f):\n    pass\ndef double(x):\n    return "
+    "None",
+    "redefines AssertionError": "import builtins\nbuiltins.AssertionError = None\ndef "
+    "double(x):\n    return 0",
+    "exits by a thread": "import threading, os\nthreading.Thread(target=lambda: "
+    "os._exit(0)).start()\nimport time\n"
     "time.sleep(30)",
-    "kills its parents": "import os, signal\nfor pid in (os.getppid(), 1, -1):\n    try:\n        os.kill(pid, 9)\n"
+    "kills its parents": "import os, signal\nfor pid in (os.getppid(), 1, -1):\n    try:\n      "
+    "  os.kill(pid, 9)\n"
     "    except OSError:\n        pass\ndef double(x):\n    return 0",
     "reads stdin": "import sys\nexec(sys.stdin.read())",
     "closes everything": "import os\nos.closerange(0, 64)\n",
@@ -120,13 +141,20 @@ def test_pairs_of_input_and_output() -> None:
     source = "```python\nn = int(input())\nprint(n * n, end=' \\n\\n')\n```"
     assert rate(source, {"tests": "stdin"}, inputs=["2\n", "3"], outputs=["4", "9\n"]) == 1.0
     assert rate(source, {"tests": "stdin"}, inputs=["2\n", "3"], outputs=["4", "8\n"]) == 0.5
-    assert rate(source, {"tests": "stdin", "reward": "all"}, inputs=["2\n", "3"], outputs=["4", "8\n"]) == 0.0
-    assert rate(source, {"tests": "stdin"}, inputs=["2", "x"], outputs=["4", ""]) == 0.5  # it failed
+    assert (
+        rate(source, {"tests": "stdin", "reward": "all"}, inputs=["2\n", "3"], outputs=["4", "8\n"])
+        == 0.0
+    )
+    assert (
+        rate(source, {"tests": "stdin"}, inputs=["2", "x"], outputs=["4", ""]) == 0.5
+    )  # it failed
     both = '{"inputs": ["5"], "outputs": ["25"]}'
     assert rate(source, {"tests": "stdin", "column": "answer"}, answer=both) == 1.0
     hangs = "n = int(input())\nwhile n == 2:\n    pass\nprint(n * n)"
     options = {"tests": "stdin", "timeout_s": 2}
-    assert rate(hangs, options, inputs=["3", "2", "4"], outputs=["9", "4", "16"]) == pytest.approx(1 / 3)
+    assert rate(hangs, options, inputs=["3", "2", "4"], outputs=["9", "4", "16"]) == pytest.approx(
+        1 / 3
+    )
 
 
 OUTPUTS = [
@@ -168,7 +196,12 @@ STDIN = {
     "/dev/fd/0": ("import os\nprint(os.read(os.open('/dev/fd/0', 0), 9).decode())", "3", "3", 1.0),
     "descriptor 0": ("print(*open(0))", "3", "3", 1.0),
     "/dev/stdin of a child": ("import os\nos.system('cat /dev/stdin')", "3", "3", 1.0),
-    "/dev/stdout": ("with open('/dev/stdout', 'w') as out:\n    print(input(), file=out)", "3", "3", 1.0),
+    "/dev/stdout": (
+        "with open('/dev/stdout', 'w') as out:\n    print(input(), file=out)",
+        "3",
+        "3",
+        1.0,
+    ),
     "CRLF on stdin": ("print({'yes': 1}[input()], repr(input()))", "yes\r\nb\r\n", "1 'b'", 1.0),
     "CRLF expected": ("print(1)\nprint(2)", "", "1\r\n2\r\n", 1.0),
     "not UTF-8": ("import sys\nsys.stdout.buffer.write(b'\\xff')", "", "\ufffd", 0.0),
@@ -200,7 +233,9 @@ def test_a_program_reads_and_ends_as_programs_do(name: str, isolation: str) -> N
 
 def test_what_is_printed_above_a_mebibyte_is_an_option() -> None:
     source, row = "print('ab\\n' * 700_000)", {"inputs": [""], "outputs": ["ab\n" * 700_000]}
-    with pytest.raises(ValueError, match=r"column 'outputs': 2100000 bytes expected; options.output_mib: 1 lets a"):
+    with pytest.raises(
+        ValueError, match=r"column 'outputs': 2100000 bytes expected; options.output_mib: 1 lets a"
+    ):
         rate(source, {"tests": "stdin"}, **row)
     assert rate(source, {"tests": "stdin", "output_mib": 3}, **row) == 1.0
 
@@ -208,7 +243,8 @@ def test_what_is_printed_above_a_mebibyte_is_an_option() -> None:
 def test_nothing_of_one_run_is_alive_in_the_next() -> None:
     source = (
         "import os, time\n"
-        "def alive(p):\n    try:\n        os.kill(p, 0)\n    except OSError:\n        return False\n    return True\n"
+        "def alive(p):\n    try:\n        os.kill(p, 0)\n    except OSError:\n        return "
+        "False\n    return True\n"
         "print(sum(alive(p) for p in range(2, 300)))\n"
         "if os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\n"
     )
@@ -221,13 +257,21 @@ BAD_ROWS = [
     ({}, {"tests": "assert ("}, "column 'tests': not Python"),
     ({}, {"tests": "x = 1"}, "column 'tests': no test in it: nothing asserts or calls"),
     ({}, {"tests": []}, "column 'tests': no test in it"),
-    ({"tests": "stdin"}, {"inputs": ["1"], "outputs": []}, "column 'inputs': 1 inputs for 0 outputs"),
+    (
+        {"tests": "stdin"},
+        {"inputs": ["1"], "outputs": []},
+        "column 'inputs': 1 inputs for 0 outputs",
+    ),
     (
         {"tests": "stdin"},
         {"inputs": [1], "outputs": ["1"]},
         "column 'inputs': inputs and outputs must be lists of text",
     ),
-    ({"tests": "stdin", "column": "a"}, {"a": "{}"}, "column 'a': expected an object with inputs and outputs"),
+    (
+        {"tests": "stdin", "column": "a"},
+        {"a": "{}"},
+        "column 'a': expected an object with inputs and outputs",
+    ),
     (
         {"tests": "stdin", "column": "a"},
         {"a": {"inputs": [], "outputs": [], "fn_name": "f"}},
@@ -237,17 +281,23 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("options", "row", "message"), BAD_ROWS)
-def test_rows_that_cannot_be_used(options: dict[str, Any], row: dict[str, Any], message: str) -> None:
+def test_rows_that_cannot_be_used(
+    options: dict[str, Any], row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         rate(GOOD, options, **row)
 
 
 def test_steps_tell_tests_from_what_prepares_them() -> None:
-    steps = steps_of("import os\nx = 1\nassert x\ndef f():\n    assert 1\nf()\nwith open('a'):\n    assert 2", "tests")
+    steps = steps_of(
+        "import os\nx = 1\nassert x\ndef f():\n    assert 1\nf()\nwith open('a'):\n    assert 2",
+        "tests",
+    )
     assert [step["token"] for step in steps] == [None, None, 0, None, 1, 2]
 
 
-# Every limit, and the control in which the same program does without the cage what it could not do inside.
+# Every limit, and the control in which the same program does without the cage what it could not do
+# inside.
 
 
 @pytest.fixture
@@ -267,7 +317,9 @@ def _accept(server: socket.socket) -> None:
 
 
 def test_no_network(port: int) -> None:
-    source = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('connected')"
+    source = (
+        f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('connected')"
+    )
     assert run(source, isolation="none").output == "connected\n"
     caged = run(source)
     assert (caged.status, caged.output) == (1, "")
@@ -280,7 +332,9 @@ def test_no_socket_of_the_machine(tmp_path: Path) -> None:
         server.listen()
         os.chmod(path, 0o777)
         os.chmod(tmp_path, 0o755)
-        source = f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})\nprint('connected')"
+        source = (
+            f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})\nprint('connected')"
+        )
         assert run(source, isolation="none").output == "connected\n"
         assert run(source).output == ""
 
@@ -292,7 +346,10 @@ def test_no_file_outside_is_written_or_read(tmp_path: Path) -> None:
         assert run(source, isolation="none").output
         assert (caged := run(source)).output == "", caged
     mark = tmp_path / "mark"
-    source = f"import os\nos.makedirs({str(tmp_path)!r}, exist_ok=True)\nopen({str(mark)!r}, 'w').write('x')"
+    source = (
+        f"import os\nos.makedirs({str(tmp_path)!r}, exist_ok=True)\nopen({str(mark)!r}, "
+        "'w').write('x')"
+    )
     run(source)
     assert not mark.exists()
     run(source, isolation="none")
@@ -300,8 +357,10 @@ def test_no_file_outside_is_written_or_read(tmp_path: Path) -> None:
     everywhere = (
         "import os\nfound = []\n"
         "for top in ('/', '/usr', '/usr/lib', os.path.dirname(os.__file__), '/dev'):\n"
-        "    try:\n        open(top + '/mark', 'w')\n        found.append(top)\n    except OSError:\n        pass\n"
-        "print(found, os.listdir('/home') if os.path.exists('/home') else [], os.path.exists('/proc/1'))\n"
+        "    try:\n        open(top + '/mark', 'w')\n        found.append(top)\n    except "
+        "OSError:\n        pass\n"
+        "print(found, os.listdir('/home') if os.path.exists('/home') else [], "
+        "os.path.exists('/proc/1'))\n"
     )
     assert run(everywhere).output == "[] [] False\n"
 
@@ -310,7 +369,10 @@ def test_the_working_directory_is_fresh_writable_and_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where no other process makes any
-    source = "import os, tempfile\nprint(os.getcwd(), os.listdir())\nopen('a', 'w').write('x')\ntempfile.mkdtemp()"
+    source = (
+        "import os, tempfile\nprint(os.getcwd(), os.listdir())\nopen('a', 'w').write('x')\n"
+        "tempfile.mkdtemp()"
+    )
     for isolation in ("namespaces", "none"):
         first, second = run(source, isolation=isolation), run(source, isolation=isolation)
         assert first.status == second.status == 0
@@ -326,7 +388,10 @@ def test_memory_is_limited() -> None:
 
 
 def test_files_are_limited_one_and_all() -> None:
-    one = "f = open('a', 'wb')\nfor _ in range(16):\n    f.write(bytes(1 << 20))\n    f.flush()\nprint('done')"
+    one = (
+        "f = open('a', 'wb')\nfor _ in range(16):\n    f.write(bytes(1 << 20))\n    "
+        "f.flush()\nprint('done')"
+    )
     many = "for i in range(16):\n    open(str(i), 'wb').write(bytes(1 << 20))\nprint('done')"
     for source in (one, many):
         assert run(source).output == ""
@@ -399,7 +464,8 @@ def test_a_child_in_the_background_dies_with_the_program() -> None:
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
-        f"        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(30)', {MARK!r}])\n"
+        "        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; "
+        f"time.sleep(30)', {MARK!r}])\n"
         "    os._exit(0)\n"
         "time.sleep(1)\n"
         "print('left')\n"
@@ -416,7 +482,10 @@ def test_a_child_in_the_background_dies_with_the_program() -> None:
 
 def test_everything_dies_with_the_worker() -> None:
     """A pool that kills its worker at the deadline kills the cage too."""
-    source = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-S', '-c', 'while 1: pass', {MARK!r}])"
+    source = (
+        "import os, sys\nos.execv(sys.executable, [sys.executable, '-S', '-c', 'while 1: "
+        f"pass', {MARK!r}])"
+    )
     for isolation in ("namespaces", "none"):
         options = {"timeout_s": 500.0, "isolation": isolation}  # longer than the test waits
         with RewardPool([RewardSpec("code", options=options, deadline_s=600)]) as pool:
@@ -437,7 +506,8 @@ def test_no_privileges_and_a_small_environment() -> None:
         "import ctypes, os\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
         "print(os.getuid(), libc.prctl(39, 0, 0, 0, 0), sorted(os.environ))\n"
-        "print(libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, None), libc.sethostname(b'x', 1), os.getpid() > 1)\n"
+        "print(libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, None), libc.sethostname(b'x', 1), "
+        "os.getpid() > 1)\n"
         "print(libc.ptrace(16, 1, None, None))\n"  # attach to the first process
     )
     first, second, third = run(source).output.splitlines()
@@ -455,22 +525,34 @@ def test_packages_are_imported_only_where_that_is_asked() -> None:
 
 
 def test_where_there_are_no_namespaces_nothing_runs_and_the_option_is_named(tmp_path: Path) -> None:
-    """In a cage no further one can be made, as in a container that forbids it: limits on namespaces are inherited."""
+    """In a cage no further one can be made, as in a container that forbids it: limits on namespaces
+    are inherited."""
     program_text = (
         "import sys\n"
         f"sys.path[:0] = {[str(Path(__file__).parents[3] / 'src')]!r}\n"
         "from isobit.errors import IsobitError\n"
         "from isobit.rewards.sandbox.launch import check_cage\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
-        "try:\n    check_cage('namespaces', False)\nexcept IsobitError as error:\n    print(error)\n"
+        "try:\n    check_cage('namespaces', False)\nexcept IsobitError as error:\n    "
+        "print(error)\n"
         "check_cage('none', False)\nprint('none works')\n"
     )
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", program_text]
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        program_text,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     if "max_user_namespaces" in done.stderr or done.returncode != 0:
         pytest.skip(f"namespaces cannot be forbidden here: {done.stderr[-200:]}")
     error, works = done.stdout.splitlines()
-    assert error.startswith("reward code: this machine cannot isolate programs: namespaces cannot be made (No space")
+    assert error.startswith(
+        "reward code: this machine cannot isolate programs: namespaces cannot be made (No space"
+    )
     assert error.endswith("reach network and files with options.isolation: none")
     assert works == "none works"
 
@@ -480,14 +562,17 @@ def test_in_a_pool_several_run_at_a_time_and_a_bad_row_is_named() -> None:
         texts = [GOOD, "def double(x):\n    return x", "while True: pass"]
         rows = [{"tests": TESTS}] * 3
         assert [r.total for r in pool.score(["p"] * 3, texts, rows)] == [1.0, 0.0, 0.0]
-        with pytest.raises(RunFailed, match=r"reward function code, sample 1 .*ValueError: column 'tests': no test"):
+        with pytest.raises(
+            RunFailed, match=r"reward function code, sample 1 .*ValueError: column 'tests': no test"
+        ):
             pool.score(["p"] * 2, [GOOD] * 2, [{"tests": TESTS}, {"tests": "x = 1"}])
 
 
 def test_on_other_systems_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(
-        IsobitError, match=r"cannot isolate programs: namespaces are Linux's; .*options\.isolation: none"
+        IsobitError,
+        match=r"cannot isolate programs: namespaces are Linux's; .*options\.isolation: none",
     ):
         check_cage("namespaces", False)
 

@@ -6,7 +6,10 @@ from isobit.rewards.named.fences import program
 
 CODE = "def double(x):\n    return 2 * x\n"
 BLOCK = f"```python\n{CODE}```"
-DOCUMENTED = 'def double(x):\n    """Twice.\n\n    ```{language}\n    double(1)\n    ```\n    """\n    return 2 * x\n'
+DOCUMENTED = (
+    'def double(x):\n    """Twice.\n\n    ```{language}\n    double(1)\n    ```\n    '
+    '"""\n    return 2 * x\n'
+)
 
 
 def moved(text: str, by: str = "   ") -> str:
@@ -26,8 +29,14 @@ FOUND = {
     "after a tag": (f"<think>easy</think><answer>{BLOCK}</answer>", CODE),
     "in a tag without a fence": (f"<think>easy</think>\n<answer>{CODE}</answer>", CODE),
     "closed behind the code": (f"```python\n{CODE.rstrip()}```", CODE.rstrip()),
-    "closed behind the code, with a tag": (f"```python\n{CODE.rstrip()}```</answer>", CODE.rstrip()),
-    "closed behind the code, twice": (f"```python\na = 1```\nor\n```python\n{CODE.rstrip()}```\nDone.", CODE.rstrip()),
+    "closed behind the code, with a tag": (
+        f"```python\n{CODE.rstrip()}```</answer>",
+        CODE.rstrip(),
+    ),
+    "closed behind the code, twice": (
+        f"```python\na = 1```\nor\n```python\n{CODE.rstrip()}```\nDone.",
+        CODE.rstrip(),
+    ),
     "not closed": (f"```python\n{CODE}", CODE),
     "cut off": ("so\n```python\ncut off", "cut off"),
     "tildes": (f"~~~python\n{CODE}~~~\n", CODE),
@@ -43,7 +52,10 @@ FOUND = {
     "a stray fence behind words": (f"I type ```\nand then:\n\n{BLOCK}\n", CODE),
     "a draft in thoughts": (f"<think>\n```python\nx = 1\n```\n</think>\n{CODE}", "\n" + CODE),
     "the program in thoughts": (f"<think>\n{BLOCK}\n</think>\nDone", CODE),
-    "a fence in a docstring": (f"```python\n{DOCUMENTED.format(language='')}```\n", DOCUMENTED.format(language="")),
+    "a fence in a docstring": (
+        f"```python\n{DOCUMENTED.format(language='')}```\n",
+        DOCUMENTED.format(language=""),
+    ),
     "Python in a docstring": (
         f"```python\n{DOCUMENTED.format(language='python')}```\nDone.",
         DOCUMENTED.format(language="python"),
@@ -88,4 +100,6 @@ def test_what_a_parser_would_choke_on_is_read_all_the_same(text: str) -> None:
 
 def test_python_reads_so_many_characters_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isobit.rewards.named.fences._Parser.__init__.__defaults__", (10,))
-    assert program(f"```python\n{CODE.rstrip()}```\n") == CODE.rstrip()  # as if it were no Python: to the first fence
+    assert (
+        program(f"```python\n{CODE.rstrip()}```\n") == CODE.rstrip()
+    )  # as if it were no Python: to the first fence

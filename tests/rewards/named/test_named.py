@@ -54,12 +54,28 @@ def test_exact_match(options: dict[str, Any], text: str, answer: Any, reward: fl
 
 
 def test_an_answer_that_is_none_of_text_and_number_is_an_error() -> None:
-    for answer in (None, {}, [], [None], True, float("nan"), [["x"]], [{"role": "user", "content": "x"}]):
+    for answer in (
+        None,
+        {},
+        [],
+        [None],
+        True,
+        float("nan"),
+        [["x"]],
+        [{"role": "user", "content": "x"}],
+    ):
         for name in ("exact_match", "math"):
-            with pytest.raises(ValueError, match="column 'answer': expected text or a number, or a list of them, got "):
+            with pytest.raises(
+                ValueError,
+                match="column 'answer': expected text or a number, or a list of them, got ",
+            ):
                 rate(name, "x", answer=answer)
     said = [{"role": "assistant", "content": "x"}]
-    assert [rate("exact_match", "x", answer=answer) for answer in (said, ["y", said], "y")] == [1, 1, 0]
+    assert [rate("exact_match", "x", answer=answer) for answer in (said, ["y", said], "y")] == [
+        1,
+        1,
+        0,
+    ]
 
 
 def test_fuzzy_match() -> None:
@@ -99,11 +115,20 @@ def test_format(options: dict[str, Any], text: str, reward: float) -> None:
 
 @pytest.mark.parametrize(
     ("length", "linear", "cosine"),
-    [(0, 0, 0), (10, 0, 0), (15, -0.25, (math.cos(math.pi / 4) - 1) / 2), (20, -0.5, -0.5), (30, -1, -1), (99, -1, -1)],
+    [
+        (0, 0, 0),
+        (10, 0, 0),
+        (15, -0.25, (math.cos(math.pi / 4) - 1) / 2),
+        (20, -0.5, -0.5),
+        (30, -1, -1),
+        (99, -1, -1),
+    ],
 )
 def test_length_penalty(length: int, linear: float, cosine: float) -> None:
     limits = {"soft_limit": 10, "hard_limit": 30}
-    assert rate("length_penalty", "x" * length, {**limits, "unit": "characters"}) == pytest.approx(linear)
+    assert rate("length_penalty", "x" * length, {**limits, "unit": "characters"}) == pytest.approx(
+        linear
+    )
     options = {**limits, "shape": "cosine"}
     assert rate("length_penalty", "x", options, token_ids=[1] * length) == pytest.approx(cosine)
 
@@ -155,18 +180,26 @@ def test_math_out_of_time_is_unscored_and_never_zero(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_completion_does_to_a_reward_by_name_never_ends_the_run() -> None:
-    """Out of its own time, or holding the interpreter until the deadline: unscored with the reason under `stop` too."""
+    """Out of its own time, or holding the interpreter until the deadline: unscored with the reason
+    under `stop` too."""
     pytest.importorskip("math_verify")
     with RewardPool([RewardSpec("math", options={"timeout_s": 1})], on_error="stop") as pool:
         texts = [r"\boxed{5}", r"\boxed{9^{9^{9}}}", r"\boxed{4}"]
         rewards = pool.score(["p"] * 3, texts, [{"answer": "5"}] * 3)
     assert [r.total for r in rewards] == [1.0, None, 0.0]
-    assert rewards[1].error == "reward function math, sample 1 (prompt 'p'): math-verify took more than 1 s"
+    assert (
+        rewards[1].error
+        == "reward function math, sample 1 (prompt 'p'): math-verify took more than 1 s"
+    )
     assert rewards[0].error is None
-    with RewardPool([RewardSpec("format", options={"pattern": "(a+)+"}, deadline_s=1)], on_error="stop") as pool:
+    with RewardPool(
+        [RewardSpec("format", options={"pattern": "(a+)+"}, deadline_s=1)], on_error="stop"
+    ) as pool:
         rewards = pool.score(["p"] * 3, ["aa", "a" * 60 + "b", "b"], [{}] * 3)
     assert [r.total for r in rewards] == [1.0, None, 0.0]
-    assert re.search(r"reward function format, sample 1 .*no answer within 1 s, killed", rewards[1].error or "")
+    assert re.search(
+        r"reward function format, sample 1 .*no answer within 1 s, killed", rewards[1].error or ""
+    )
 
 
 def test_by_name_they_are_summed_with_functions_and_get_chats_and_tokens(tmp_path: Path) -> None:
@@ -180,42 +213,104 @@ def test_by_name_they_are_summed_with_functions_and_get_chats_and_tokens(tmp_pat
     ]
     chat = [{"role": "user", "content": "q"}]
     with RewardPool(specs) as pool:
-        rewards = pool.score([chat, "p"], ["[a]", "b"], [{"answer": "[a]"}, {"answer": "b"}], [[1], [1, 2]])
-    assert rewards[0].by_function == {"exact_match": 1, "brackets": 1, "length_penalty": 0, "half": 0.5}
+        rewards = pool.score(
+            [chat, "p"], ["[a]", "b"], [{"answer": "[a]"}, {"answer": "b"}], [[1], [1, 2]]
+        )
+    assert rewards[0].by_function == {
+        "exact_match": 1,
+        "brackets": 1,
+        "length_penalty": 0,
+        "half": 0.5,
+    }
     assert [r.total for r in rewards] == [3.5, 2 + 0 - 2 + 0.5]
 
 
 def test_a_missing_column_and_a_bad_row_name_their_place() -> None:
     with RewardPool([RewardSpec("exact_match")]) as pool:
-        with pytest.raises(IsobitError, match="reward function exact_match: the data has no column 'answer'; did you"):
+        with pytest.raises(
+            IsobitError,
+            match="reward function exact_match: the data has no column 'answer'; did you",
+        ):
             pool.check_columns(["answers"])
         with pytest.raises(
-            RunFailed, match=r"reward function exact_match, sample 1 \(prompt 'q'\): ValueError: column"
+            RunFailed,
+            match=r"reward function exact_match, sample 1 \(prompt 'q'\): ValueError: column",
         ):
             pool.score(["p", "q"], ["x", "x"], [{"answer": "x"}, {"answer": None}])
 
 
 BAD = [
-    ({"function": "maths"}, "function: unknown reward 'maths'; did you mean 'math'? by name there are math, exact"),
-    ({"function": "zzz"}, "function: unknown reward 'zzz'; by name there are math, exact_match, fuzzy_match, format"),
-    ({"function": "format", "options": {"patern": "x"}}, "options.patern: unknown, did you mean 'pattern'?"),
+    (
+        {"function": "maths"},
+        "function: unknown reward 'maths'; did you mean 'math'? by name there are math, exact",
+    ),
+    (
+        {"function": "zzz"},
+        "function: unknown reward 'zzz'; by name there are math, exact_match, fuzzy_match, format",
+    ),
+    (
+        {"function": "format", "options": {"patern": "x"}},
+        "options.patern: unknown, did you mean 'pattern'?",
+    ),
     ({"function": "format"}, "options.pattern: required, such as"),
-    ({"function": "format", "options": {"pattern": "("}}, "options.pattern: not a regular expression: missing )"),
+    (
+        {"function": "format", "options": {"pattern": "("}},
+        "options.pattern: not a regular expression: missing )",
+    ),
     ({"function": "format", "options": {"pattern": 3}}, "options.pattern: expected text, got 3"),
-    ({"function": "format", "options": {"pattern": "x", "match": "any"}}, "options.match: expected full or search"),
-    ({"function": "format", "options": {"pattern": "x", "flags": "q"}}, "options.flags: expected letters of a, i, m"),
-    ({"function": "exact_match", "options": {"extract": "["}}, "options.extract: not a regular expression"),
-    ({"function": "exact_match", "options": {"ignore_case": 1}}, "options.ignore_case: expected true or false, got 1"),
-    ({"function": "fuzzy_match", "options": {"threshold": 2}}, "options.threshold: expected at most 1, got 2"),
-    ({"function": "math", "options": {"timeout_s": 0}}, "options.timeout_s: expected at least 0.1, got 0"),
-    ({"function": "math", "options": {"timeout_s": 40}}, "options.timeout_s: must be below deadline_s, got 40 and 30"),
-    ({"function": "math", "deadline_s": 5}, "options.timeout_s: must be below deadline_s, got 5 and 5"),
+    (
+        {"function": "format", "options": {"pattern": "x", "match": "any"}},
+        "options.match: expected full or search",
+    ),
+    (
+        {"function": "format", "options": {"pattern": "x", "flags": "q"}},
+        "options.flags: expected letters of a, i, m",
+    ),
+    (
+        {"function": "exact_match", "options": {"extract": "["}},
+        "options.extract: not a regular expression",
+    ),
+    (
+        {"function": "exact_match", "options": {"ignore_case": 1}},
+        "options.ignore_case: expected true or false, got 1",
+    ),
+    (
+        {"function": "fuzzy_match", "options": {"threshold": 2}},
+        "options.threshold: expected at most 1, got 2",
+    ),
+    (
+        {"function": "math", "options": {"timeout_s": 0}},
+        "options.timeout_s: expected at least 0.1, got 0",
+    ),
+    (
+        {"function": "math", "options": {"timeout_s": 40}},
+        "options.timeout_s: must be below deadline_s, got 40 and 30",
+    ),
+    (
+        {"function": "math", "deadline_s": 5},
+        "options.timeout_s: must be below deadline_s, got 5 and 5",
+    ),
     ({"function": "length_penalty"}, "options.hard_limit: must be above soft_limit, got 0 and 0"),
-    ({"function": "length_penalty", "options": {"soft_limit": True}}, "options.soft_limit: expected a whole number"),
-    ({"function": "code", "options": {"isolation": "some"}}, "options.isolation: expected namespaces or none, got"),
-    ({"function": "code", "options": {"memory_mib": 1}}, "options.memory_mib: expected at least 32, got 1"),
-    ({"function": "code", "options": {"column": ""}}, "options.column: expected the name of a column"),
-    ({"function": "my.py:f", "options": {"x": 1}}, "options: a function of your own takes none; only rewards by name"),
+    (
+        {"function": "length_penalty", "options": {"soft_limit": True}},
+        "options.soft_limit: expected a whole number",
+    ),
+    (
+        {"function": "code", "options": {"isolation": "some"}},
+        "options.isolation: expected namespaces or none, got",
+    ),
+    (
+        {"function": "code", "options": {"memory_mib": 1}},
+        "options.memory_mib: expected at least 32, got 1",
+    ),
+    (
+        {"function": "code", "options": {"column": ""}},
+        "options.column: expected the name of a column",
+    ),
+    (
+        {"function": "my.py:f", "options": {"x": 1}},
+        "options: a function of your own takes none; only rewards by name",
+    ),
 ]
 
 
@@ -236,18 +331,27 @@ def test_the_command_line_names_them_too() -> None:
     spec = parse_reward('format:{"pattern": "a:b"}')
     assert spec == RewardSpec("format", options={"pattern": "a:b"})
     assert json.loads(spec.reference.partition(":")[2]) == {"pattern": "a:b"}
-    with pytest.raises(IsobitError, match=r"reward 'format:\{x\}': the options are not a JSON object"):
+    with pytest.raises(
+        IsobitError, match=r"reward 'format:\{x\}': the options are not a JSON object"
+    ):
         parse_reward("format:{x}")
-    with pytest.raises(IsobitError, match=r"reward format: options\.patern: unknown, did you mean 'pattern'"):
+    with pytest.raises(
+        IsobitError, match=r"reward format: options\.patern: unknown, did you mean 'pattern'"
+    ):
         RewardPool([parse_reward('format:{"patern": "x"}')])
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "extra"), [("math", "math_verify", "math"), ("fuzzy_match", "rapidfuzz", "text")]
+    ("name", "module", "extra"),
+    [("math", "math_verify", "math"), ("fuzzy_match", "rapidfuzz", "text")],
 )
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str) -> None:
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(IsobitError, match=rf'reward {name} needs [\w-]+: pip install "isobit\[{extra}\]"'):
+    with pytest.raises(
+        IsobitError, match=rf'reward {name} needs [\w-]+: pip install "isobit\[{extra}\]"'
+    ):
         build(name, {}).prepare()
 
 

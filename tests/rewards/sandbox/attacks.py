@@ -1,7 +1,8 @@
 """Programs that try to score without solving the task, to leave the cage, or to end what runs them.
 
-The task is `double`. An attack that needs a success of its own (a system call, a file) doubles only if it has it, so
-that the score says whether it did. HONEST are right programs that look like a family's attacks.
+The task is `double`. An attack that needs a success of its own (a system call, a file) doubles only
+if it has it, so that the score says whether it did. HONEST are right programs that look like a
+family's attacks.
 """
 
 TESTS = """
@@ -31,14 +32,21 @@ def tries(body: str) -> str:
     """A program that doubles if the body, which sets `done`, succeeds."""
     indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
     head = "import ctypes, os, sys\nlibc = ctypes.CDLL(None, use_errno=True)\ndone = False\n"
-    return f"{head}try:\n{indented}except BaseException:\n    pass\ndef double(x):\n    return 2 * x if done else 0.5\n"
+    return (
+        f"{head}try:\n{indented}except BaseException:\n    pass\ndef double(x):\n    return "
+        "2 * x if done else 0.5\n"
+    )
 
 
 def call(number: str, *arguments: str) -> str:
-    """A program that doubles if a system call succeeds; the number for x86_64, and `:` that for aarch64."""
+    """A program that doubles if a system call succeeds; the number for x86_64, and `:` that for
+    aarch64."""
     x86, arm = (number.split(":") * 2)[:2]
     long = ", ".join(f"ctypes.c_long({argument})" for argument in ("number", *arguments))
-    return tries(f"number = {arm} if os.uname().machine == 'aarch64' else {x86}\ndone = libc.syscall({long}) >= 0")
+    return tries(
+        f"number = {arm} if os.uname().machine == 'aarch64' else {x86}\ndone = "
+        f"libc.syscall({long}) >= 0"
+    )
 
 
 def returns(value: str, before: str = "") -> str:
@@ -124,14 +132,18 @@ SIGNALS = {
     "kills its group": "import os\nos.kill(0, 9)",
     "interrupts the first process": "import os\nos.kill(1, 2)\n" + WRONG,
     "kills all it can": "import os\nos.kill(-1, 9)\n" + WRONG,
-    "every signal to the first process": "import os\nfor n in range(1, 65):\n    try:\n        os.kill(1, n)\n"
+    "every signal to the first process": "import os\nfor n in range(1, 65):\n    try:\n        "
+    "os.kill(1, n)\n"
     "    except OSError:\n        pass\n" + WRONG,
     "kills its group when called": "import os\ndef double(x):\n    os.killpg(os.getpgrp(), 9)",
     "kills its parent's group": "import os\nos.killpg(os.getpgid(os.getppid()), 9)\n" + WRONG,
     "joins its parent's group": tries("os.setpgid(0, os.getpgid(1))\ndone = True"),
-    "takes time from the first process": tries("import resource\nresource.prlimit(1, 0, (0, 0))\ndone = True"),
+    "takes time from the first process": tries(
+        "import resource\nresource.prlimit(1, 0, (0, 0))\ndone = True"
+    ),
     "slows the first process": "import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)\n"
-    "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))\nfor _ in range(3):\n    os.fork()\n"
+    "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))\nfor _ in range(3):\n    "
+    "os.fork()\n"
     "while True:\n    pass\n",
     "traces the first process": tries("done = libc.ptrace(16, 1, None, None) == 0"),
     "aborts": "import os\nos.abort()",
@@ -142,9 +154,12 @@ SIGNALS = {
 CALLS = {
     "unshare": call("272:97", "0x10000000"),
     "unshare of a PID namespace": call("272:97", "0x20000000"),
-    "clone with a user namespace": call("56:220", "0x10000011", "0", "0", "0", "0") + "if done is True and "
+    "clone with a user namespace": call("56:220", "0x10000011", "0", "0", "0", "0")
+    + "if done is True and "
     "libc.getpid() == 1:\n    os._exit(0)\n",
-    "io_uring": tries("area = ctypes.create_string_buffer(256)\ndone = libc.syscall(425, 4, area) >= 0"),
+    "io_uring": tries(
+        "area = ctypes.create_string_buffer(256)\ndone = libc.syscall(425, 4, area) >= 0"
+    ),
     "userfaultfd": call("323:282", "1"),
     "a key": tries(
         "number = 217 if os.uname().machine == 'aarch64' else 248\n"
@@ -168,43 +183,55 @@ OUTSIDE = {
     "writes beside itself": tries("open('/harness.py', 'w')\ndone = True"),
     "finds the tests": tries(
         "done = any(b'assert double(1)' in open(f'{top}/{name}', 'rb').read()"
-        " for top in ('/', '/isobit-work', '/tmp') for name in os.listdir(top) if name != 'program.py'"
+        " for top in ('/', '/isobit-work', '/tmp') for name in os.listdir(top) if name != "
+        "'program.py'"
         " and os.path.isfile(f'{top}/{name}'))"
     ),
     "connects": tries("import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\ndone = True"),
     "finds other processes": tries(
-        "others = [p for p in range(2, 400) if p != os.getpid() and not os.kill(p, 0)]\ndone = bool(others)"
+        "others = [p for p in range(2, 400) if p != os.getpid() and not os.kill(p, 0)]\ndone = "
+        "bool(others)"
     ),
 }
 HELPERS = {
     "sorted": "def sorted(*given, **named):\n    return [2, 4]\n" + WRONG,
-    "abs, all, isinstance, set and str": "abs = lambda x: 0\nall = isinstance = lambda *given: True\n"
+    "abs, all, isinstance, set and str": "abs = lambda x: 0\nall = isinstance = lambda *given: "
+    "True\n"
     "set = lambda x: {10}\nstr = lambda x: '8'\nrange = lambda *given: []\n" + WRONG,
     "builtins": "import builtins\nbuiltins.abs = lambda x: 0\n"
     "builtins.all = builtins.isinstance = lambda *given: True\n"
     "builtins.sorted = lambda x: [2, 4]\nbuiltins.range = lambda *given: []\n" + WRONG,
     "math": "import math\nmath.isclose = lambda *given, **named: True\n" + WRONG,
-    "a false module math": "import sys, types\nfake = types.ModuleType('math')\nfake.isclose = lambda *given: True\n"
+    "a false module math": "import sys, types\nfake = types.ModuleType('math')\nfake.isclose = "
+    "lambda *given: True\n"
     "sys.modules['math'] = math = fake\n" + WRONG,
     "check": "def check(f):\n    pass\n" + WRONG,
     "AssertionError": "import builtins\nbuiltins.AssertionError = AssertionError = None\n" + WRONG,
-    "an import hook": "import builtins\nbuiltins.__import__ = lambda *given: __builtins__\n" + WRONG,
-    "the compiler": "import builtins\nbuiltins.compile = lambda *given, **named: None\nbuiltins.exec = print\n" + WRONG,
+    "an import hook": "import builtins\nbuiltins.__import__ = lambda *given: __builtins__\n"
+    + WRONG,
+    "the compiler": (
+        "import builtins\nbuiltins.compile = lambda *given, **named: None\nbuiltins.exec = print\n"
+    )
+    + WRONG,
 }
 VALUES = {
     "equals everything": returns("Any()", EVERYTHING),
     "a class that equals everything": returns(
         "Any",
         "class Meta(type):\n    __eq__ = lambda self, other: True\n"
-        "    __ne__ = lambda self, other: False\n    __hash__ = lambda self: 0\nclass Any(metaclass=Meta):\n    pass\n",
+        "    __ne__ = lambda self, other: False\n    __hash__ = lambda self: 0\nclass "
+        "Any(metaclass=Meta):\n    pass\n",
     ),
-    "an int that equals everything": returns("N()", DERIVED.format(base="int")).replace("N()", "N(77)"),
+    "an int that equals everything": returns("N()", DERIVED.format(base="int")).replace(
+        "N()", "N(77)"
+    ),
     "a float that equals everything": returns("N(77.5)", DERIVED.format(base="float")),
     "a str that equals everything": returns("N('77')", DERIVED.format(base="str")),
     "a list that equals everything": returns("N([77])", DERIVED.format(base="list")),
     "in a list": returns("[Any()]", EVERYTHING),
     "unequal to nothing": returns("float('nan')"),
-    "double is such an object": EVERYTHING + "Any.__call__ = lambda self, x: self\ndouble = Any()\n",
+    "double is such an object": EVERYTHING
+    + "Any.__call__ = lambda self, x: self\ndouble = Any()\n",
     "raises what passes": returns("fail()", "def fail():\n    raise StopIteration\n"),
     "a list without end": returns(
         "N()",
@@ -215,32 +242,44 @@ VALUES = {
 }
 PROTOCOL = {
     "prints the tokens": RAW + "write(b''.join(b'%d\\n' % i for i in range(20)))\n" + WRONG,
-    "writes to every descriptor": "import os\nfor n in range(64):\n    try:\n        os.write(n, b'0\\n1\\n2\\n3\\n')\n"
+    "writes to every descriptor": "import os\nfor n in range(64):\n    try:\n        "
+    "os.write(n, b'0\\n1\\n2\\n3\\n')\n"
     "    except OSError:\n        pass\nos._exit(0)",
     "closes everything": "import os\nos.closerange(0, 64)\n" + WRONG,
     "searches its process": SEARCH,
     "a length of 16 EB": RAW + "write(b'\\xff' * 8 + b'[]')\n" + WRONG,
     "depth": RAW + "write((200000).to_bytes(8, 'big') + b'[' * 200000)\n" + WRONG,
-    "an unknown class": SAYS.format(reply="{'value': {'dict': [['double', {'os.system': 'true'}]]}}"),
+    "an unknown class": SAYS.format(
+        reply="{'value': {'dict': [['double', {'os.system': 'true'}]]}}"
+    ),
     "answers itself with a Remote": SAYS.format(reply="{'value': {'object': 0}}"),
-    "a class for a function": SAYS.format(reply="{'value': {'dict': [['double', {'type': 'bool'}]]}}"),
-    "the tests' own module": SAYS.format(reply="{'value': {'dict': [['double', {'module': '__main__'}]]}}"),
+    "a class for a function": SAYS.format(
+        reply="{'value': {'dict': [['double', {'type': 'bool'}]]}}"
+    ),
+    "the tests' own module": SAYS.format(
+        reply="{'value': {'dict': [['double', {'module': '__main__'}]]}}"
+    ),
     "calls back what was not given": SAYS.format(reply="{'call': 0, 'arguments': [], 'named': {}}"),
     "other names than asked": SAYS.format(
-        reply="{'value': {'dict': [['abs', {'object': 0}], ['check', {'type': 'str'}], ['sorted', {'type': 'list'}],"
+        reply="{'value': {'dict': [['abs', {'object': 0}], ['check', {'type': 'str'}], "
+        "['sorted', {'type': 'list'}],"
         " ['math', {'object': 1}], ['__builtins__', {'dict': []}]]}}"
     ),
     "says yes to every question": ANSWERS + WRONG + YES + "answer_all(yes)\n",
-    "raises AssertionError": SAYS.format(reply="{'raise': ['AssertionError', []], 'class': 0, 'name': 'x'}"),
+    "raises AssertionError": SAYS.format(
+        reply="{'raise': ['AssertionError', []], 'class': 0, 'name': 'x'}"
+    ),
     "raises no exception": SAYS.format(reply="{'raise': ['int', [0]], 'class': None, 'name': 'x'}"),
 }
 TAKES = {
     "never ends": "while True:\n    pass\n",
     "sleeps in a test": "import time\ndef double(x):\n    time.sleep(60)\n",
-    "a fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n",
+    "a fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n  "
+    "      pass\n",
     "memory": "hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 20))\n",
     "an answer of 300 MB": returns("'a' * (300 << 20)"),
-    "files": "import os\nfor i in range(100):\n    open(str(i), 'wb').write(bytes(1 << 20))\n" + WRONG,
+    "files": "import os\nfor i in range(100):\n    open(str(i), 'wb').write(bytes(1 << 20))\n"
+    + WRONG,
 }
 FAMILIES = {
     "signals": SIGNALS,
@@ -259,13 +298,19 @@ def right(request):
 answer_all(right)
 """
 HONEST = {
-    "signals": "import os, signal\nsignal.signal(10, lambda *given: None)\nos.kill(os.getpid(), 10)\n" + GOOD,
-    "calls": "import subprocess, sys, threading, socket, os\nthread = threading.Thread(target=print)\nthread.start()\n"
+    "signals": (
+        "import os, signal\nsignal.signal(10, lambda *given: None)\nos.kill(os.getpid(), 10)\n"
+    )
+    + GOOD,
+    "calls": "import subprocess, sys, threading, socket, os\nthread = "
+    "threading.Thread(target=print)\nthread.start()\n"
     "thread.join()\nassert subprocess.run([sys.executable, '-S', '-c', 'pass']).returncode == 0\n"
     "socket.socketpair()\n" + GOOD,
     "outside": "open('a', 'w').write('b')\nassert open('a').read() == 'b'\n" + GOOD,
-    "helpers": "def sorted(x):\n    return x\ndef check(x):\n    return 2 * x\ndef double(x):\n    return check(x)\n",
-    "values": "class Int(int):\n    pass\nclass Double:\n    def __call__(self, x):\n        return int(Int(2 * x))\n"
+    "helpers": "def sorted(x):\n    return x\ndef check(x):\n    return 2 * x\ndef double(x):\n "
+    "   return check(x)\n",
+    "values": "class Int(int):\n    pass\nclass Double:\n    def __call__(self, x):\n        "
+    "return int(Int(2 * x))\n"
     "double = Double()\n",
     "protocol": "print('0 1 2 3')\n" + ANSWERS + WRONG + ANSWERS_RIGHT,
     "takes": "data = bytearray(100 << 20)\n" + GOOD,
@@ -273,8 +318,10 @@ HONEST = {
 STDIN = {
     "kills its group": "import os\nos.kill(0, 9)",
     "interrupts the first process": "import os\nos.kill(1, 2)\ninput()",
-    "stays for the next run": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1)\n    print(6)\n",
+    "stays for the next run": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    "
+    "time.sleep(1)\n    print(6)\n",
     "prints without end": "while True:\n    print('4')\n",
-    "reads what is expected": "import os\nfor n in range(64):\n    try:\n        os.lseek(n, 0, 0)\n"
+    "reads what is expected": "import os\nfor n in range(64):\n    try:\n        os.lseek(n, 0, "
+    "0)\n"
     "        print(os.read(n, 99))\n    except OSError:\n        pass\n",
 }

@@ -1,4 +1,5 @@
-"""Each attack scores 0 and ends nothing; beside each family a right program scores 1, and each hole would be seen."""
+"""Each attack scores 0 and ends nothing; beside each family a right program scores 1, and each hole
+would be seen."""
 
 import shutil
 import subprocess
@@ -43,7 +44,10 @@ def test_an_attack_scores_nothing_and_ends_nothing(family: str) -> None:
     programs = {**attacks.FAMILIES[family], "honest": attacks.HONEST[family]}
     found = rewards(list(programs.values()), {"tests": attacks.TESTS}, OPTIONS)
     *scores, again = [reward.total for reward in found]
-    assert dict(zip(programs, scores)) == {**dict.fromkeys(attacks.FAMILIES[family], 0.0), "honest": 1.0}
+    assert dict(zip(programs, scores)) == {
+        **dict.fromkeys(attacks.FAMILIES[family], 0.0),
+        "honest": 1.0,
+    }
     assert again == 1.0
     assert [reward.error for reward in found if reward.error] == []
 
@@ -51,7 +55,9 @@ def test_an_attack_scores_nothing_and_ends_nothing(family: str) -> None:
 def test_an_attack_on_pairs_scores_nothing_and_ends_nothing() -> None:
     programs = {**attacks.STDIN, "honest": attacks.GOOD_STDIN}
     row = {"inputs": attacks.INPUTS, "outputs": attacks.OUTPUTS}
-    *scores, again = [r.total for r in rewards(list(programs.values()), row, {**OPTIONS, "tests": "stdin"})]
+    *scores, again = [
+        r.total for r in rewards(list(programs.values()), row, {**OPTIONS, "tests": "stdin"})
+    ]
     assert dict(zip(programs, scores)) == {**dict.fromkeys(attacks.STDIN, 0.0), "honest": 1.0}
     assert again == 1.0
 
@@ -115,7 +121,8 @@ def together(source: str) -> int:
     return len(outcome.output)
 
 
-# A child kills the group that its parent has left: were the program itself killed, its end might be reported first.
+# A child kills the group that its parent has left: were the program itself killed, its end might be
+# reported first.
 KILLS_ITS_GROUP = """
 import contextlib, os, time
 left, leave = os.pipe()
@@ -127,7 +134,9 @@ with contextlib.suppress(PermissionError):  # the leader of a session stays in i
 os.write(leave, b"+")
 time.sleep(3)
 """
-INTERRUPTS = attacks.SIGNALS["interrupts the first process"] + "\nimport time\ntime.sleep(3)"  # else it may end first
+INTERRUPTS = (
+    attacks.SIGNALS["interrupts the first process"] + "\nimport time\ntime.sleep(3)"
+)  # else it may end first
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,9 @@ INTERRUPTS = attacks.SIGNALS["interrupts the first process"] + "\nimport time\nt
     ],
     ids=["session", "signals"],
 )
-def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: str, tmp_path: Path) -> None:
+def test_without_its_session_and_signals_the_cage_is_ended(
+    wall: str, attack: str, tmp_path: Path
+) -> None:
     """In a session of its own, since such an attack reaches the whole process group."""
     jail = tmp_path / "isobit" / "rewards" / "sandbox" / "jail.py"
     shutil.copytree(Path(launch.__file__).parent, jail.parent)
@@ -148,14 +159,17 @@ def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: st
         "import signal, sys\nfrom isobit.rewards.sandbox import launch\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # a shell's background jobs ignore it
         "launch._SOURCE = sys.argv[1]\n"
-        "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, 16), 'namespaces'))\n"
+        "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, "
+        "16), 'namespaces'))\n"
     )
 
     def ended(text: str) -> bool:
         """Whether the attack ends the cage, or the process that made it."""
         jail.write_text(text)
         command = [sys.executable, "-c", program, str(tmp_path), attack]
-        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, start_new_session=True, check=False
+        )
         assert done.returncode or done.stdout.startswith("[")
         return bool(done.returncode) or done.stdout == "[]\n"
 

@@ -1,4 +1,5 @@
-"""Tests on one side of a pipe and the program on the other: right programs pass as they would in one process."""
+"""Tests on one side of a pipe and the program on the other: right programs pass as they would in
+one process."""
 
 import collections
 import datetime
@@ -70,22 +71,46 @@ def mine(): return Mine(a=1)
 def queue(): return deque([1, 2])
 """
 RIGHT = {
-    "equality": (SAME, ("assert f(1) == 2 - 1\nassert f([1, (2, {3})]) == [1, (2, {3})]\nassert f(2**80) == 2**80")),
-    "constants": (SAME, ("assert f(None) is None\nassert f(True) is True\nassert not f('')\nassert f(1.5) > 1")),
+    "equality": (
+        SAME,
+        (
+            "assert f(1) == 2 - 1\nassert f([1, (2, {3})]) == [1, (2, {3})]\nassert f(2**80) == "
+            "2**80"
+        ),
+    ),
+    "constants": (
+        SAME,
+        ("assert f(None) is None\nassert f(True) is True\nassert not f('')\nassert f(1.5) > 1"),
+    ),
     "helpers": (
         SAME,
-        ("assert sorted(f((3, 1))) == [1, 3]\nassert set(f([1, 1])) == {1}\nassert isinstance(f(1), int)"),
+        (
+            "assert sorted(f((3, 1))) == [1, 3]\nassert set(f([1, 1])) == {1}\nassert "
+            "isinstance(f(1), int)"
+        ),
     ),
-    "text": (SAME, ("assert f('\\u00e9\\ud800\\0') == '\\u00e9\\ud800\\0'\nassert f(b'\\xff') == b'\\xff'")),
+    "text": (
+        SAME,
+        ("assert f('\\u00e9\\ud800\\0') == '\\u00e9\\ud800\\0'\nassert f(b'\\xff') == b'\\xff'"),
+    ),
     "numbers": (
         SAME,
-        ("import math\nassert math.isclose(f(1.4), 1.4)\nassert math.isnan(f(math.nan))\nassert f(1j) == 1j"),
+        (
+            "import math\nassert math.isclose(f(1.4), 1.4)\nassert math.isnan(f(math.nan))\n"
+            "assert f(1j) == 1j"
+        ),
     ),
     "HumanEval": (
         SAME,
-        ("METADATA = {}\n\ndef check(candidate):\n    assert abs(candidate(3.5) - 3.5) < 1e-6\ncheck(f)"),
+        (
+            "METADATA = {}\n\ndef check(candidate):\n    assert abs(candidate(3.5) - 3.5) < "
+            "1e-6\ncheck(f)"
+        ),
     ),
-    "a list": (("def sum(a, b):\n    return 6"), ["assert sum(10, 15) == 6", "assert sum(100, 150) == 6"]),
+    "a list": (
+        ("def sum(a, b):\n    return 6"),
+        ["assert sum(10, 15) == 6", "assert sum(100, 150) == 6"],
+    ),
     "modules": (
         ("import math, os.path as p\nfrom math import gcd"),
         ("assert gcd(4, 6) == 2\nassert p.join('a') == 'a'"),
@@ -121,7 +146,10 @@ RIGHT = {
     ),
     "exceptions": (
         STACK,
-        ("try:\n    Stack().pop()\n    assert False\nexcept Empty as e:\n    assert e.args == ('nothing', 3)"),
+        (
+            "try:\n    Stack().pop()\n    assert False\nexcept Empty as e:\n    assert e.args "
+            "== ('nothing', 3)"
+        ),
     ),
     "builtin exceptions": (
         ("def f(x):\n    return [][x]"),
@@ -152,7 +180,10 @@ RIGHT = {
     ),
     "generators": (
         KINDS,
-        ("assert list(two()) == [1, 2]\nassert next(two()) == 1\nassert sum(two()) == 3\nassert 2 in two()"),
+        (
+            "assert list(two()) == [1, 2]\nassert next(two()) == 1\nassert sum(two()) == 3\n"
+            "assert 2 in two()"
+        ),
     ),
     "numbers of classes": (
         SAME,
@@ -199,11 +230,14 @@ RIGHT = {
         ),
     ),
     "iterators of the program": (
-        "class Up:\n    def __init__(self):\n        self.n = 0\n    def __iter__(self):\n        return self\n"
+        "class Up:\n    def __init__(self):\n        self.n = 0\n    def __iter__(self):\n      "
+        "  return self\n"
         "    def __next__(self):\n        if self.n == 2:\n            raise StopIteration\n"
         "        self.n += 1\n        return self.n\ndef gen():\n    return (yield 1)\n",
-        "assert list(Up()) == [1, 2]\nup = Up()\nassert [next(up), next(up), next(up, None)] == [1, 2, None]\n"
-        "g = gen()\nassert next(g) == 1\ntry:\n    next(g)\nexcept StopIteration:\n    pass\nelse:\n    assert 0",
+        "assert list(Up()) == [1, 2]\nup = Up()\nassert [next(up), next(up), next(up, None)] == "
+        "[1, 2, None]\n"
+        "g = gen()\nassert next(g) == 1\ntry:\n    next(g)\nexcept StopIteration:\n    pass\n"
+        "else:\n    assert 0",
     ),
     "exits": (
         "def f(x):\n    exit(x)",
@@ -211,10 +245,14 @@ RIGHT = {
     ),
     "names of the tests and of the program": (
         "count = 0\nresult = None\ndef f():\n    global count\n    count += 1\n    return count\n",
-        "assert count == 0\nresult = f()\nassert result == 1 and count == 1\ncount = 7\nf()\nassert count == 7",
+        "assert count == 0\nresult = f()\nassert result == 1 and count == 1\ncount = 7\nf()\n"
+        "assert count == 7",
     ),
     "a name that becomes the tests'": ("def s(x):\n    return [x]", "s = s(1)\nassert s == [1]"),
-    "variables": (("n = 3\ndef f():\n    global n\n    n += 1"), ("assert n == 3\nf()\nassert n == 4")),
+    "variables": (
+        ("n = 3\ndef f():\n    global n\n    n += 1"),
+        ("assert n == 3\nf()\nassert n == 4"),
+    ),
 }
 
 
@@ -232,28 +270,52 @@ def test_a_right_program_passes(name: str) -> None:
 @pytest.mark.usefixtures("cage")
 def test_what_is_left_out() -> None:
     """Documented in `examiner.py`; a change here is one of the documentation too."""
-    assert score("async def f():\n    return 1", "import asyncio\nassert asyncio.run(f()) == 1") == 0
+    assert (
+        score("async def f():\n    return 1", "import asyncio\nassert asyncio.run(f()) == 1") == 0
+    )
     assert score("class A:\n    pass", "class B(A):\n    pass\nassert B()") == 0
-    assert score("def f():\n    return helper()", "def helper():\n    return 1\nassert f() == 1") == 0
+    assert (
+        score("def f():\n    return helper()", "def helper():\n    return 1\nassert f() == 1") == 0
+    )
     assert score(SAME, "class A:\n    pass\nassert f(A())") == 0
-    manager = "class M:\n    def __enter__(self):\n        pass\n    def __exit__(self, *given):\n        return True\n"
+    manager = (
+        "class M:\n    def __enter__(self):\n        pass\n    def __exit__(self, "
+        "*given):\n        return True\n"
+    )
     assert score(manager, "with M():\n    raise ValueError\nassert M") == 0
     stops = "def f():\n    raise StopIteration"
     assert score(stops, ["try:\n    f()\nexcept StopIteration:\n    pass"]) == 0
-    assert score("import math as m", "assert m.sqrt(4) == 2 and m is not None") == 1  # calls into the program's
+    assert (
+        score("import math as m", "assert m.sqrt(4) == 2 and m is not None") == 1
+    )  # calls into the program's
     assert score("def f(x):\n    x.clear()\n    return x", "a = [1]\nassert f(a) == a") == 0
 
 
 @pytest.mark.usefixtures("cage")
 def test_arrays_are_compared_by_the_tests() -> None:
     pytest.importorskip("numpy")
-    source = "import numpy as np\ndef f(x):\n    return np.array(x) * 2\ndef g(x):\n    return np.float64(x)\n"
-    tests = "assert np.allclose(f([1, 2]), [2, 4])\nassert math.isclose(g(1.5), 1.5)\nassert f([1]).tolist() == [2]"
-    assert score(source, tests, packages=True, memory_mib=2048) == 1.0
-    lies = (
-        source + "class A(np.ndarray):\n    __eq__ = lambda *given: True\ndef f(x):\n    return np.zeros(2).view(A)\n"
+    source = (
+        "import numpy as np\ndef f(x):\n    return np.array(x) * 2\ndef g(x):\n    return "
+        "np.float64(x)\n"
     )
-    assert score(lies, "import numpy\nassert numpy.allclose(f([1, 2]), [2, 4])", packages=True, memory_mib=2048) == 0
+    tests = (
+        "assert np.allclose(f([1, 2]), [2, 4])\nassert math.isclose(g(1.5), 1.5)\nassert "
+        "f([1]).tolist() == [2]"
+    )
+    assert score(source, tests, packages=True, memory_mib=2048) == 1.0
+    lies = source + (
+        "class A(np.ndarray):\n    __eq__ = lambda *given: True\ndef f(x):\n    return "
+        "np.zeros(2).view(A)\n"
+    )
+    assert (
+        score(
+            lies,
+            "import numpy\nassert numpy.allclose(f([1, 2]), [2, 4])",
+            packages=True,
+            memory_mib=2048,
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +336,12 @@ def test_arrays_are_compared_by_the_tests() -> None:
         ("s = s(1)\nassert s.x", ["s"], {}),
         ("n += 1\nassert n == 2", ["n"], {}),
         ("def check():\n    assert n == f()\nn = 0\ncheck()", ["f"], {}),
-        ("def count():\n    global n\n    n = 1\ndef check():\n    assert n == f()\ncount()\ncheck()", ["f"], {}),
+        (
+            "def count():\n    global n\n    n = 1\ndef check():\n    assert n == f()\ncount()\n"
+            "check()",
+            ["f"],
+            {},
+        ),
         ("try:\n    n = f()\nexcept ValueError:\n    pass\nassert n == 3", ["f"], {}),
         ("for n in f():\n    pass\nassert n == 3", ["f"], {}),
         ("with f() as n:\n    pass\nassert n == 3", ["f"], {}),
@@ -284,7 +351,9 @@ def test_arrays_are_compared_by_the_tests() -> None:
         ("assert f(__name__, __file__) and __builtins__", ["f"], {}),
     ],
 )
-def test_the_names_that_are_the_programs(tests: str, names: list[str], modules: dict[str, str]) -> None:
+def test_the_names_that_are_the_programs(
+    tests: str, names: list[str], modules: dict[str, str]
+) -> None:
     steps = steps_of(tests, "tests")
     scored = [step["source"] for step in steps if step["token"] is not None]
     assert names_of([step["source"] for step in steps], scored) == (names, modules)
@@ -294,16 +363,31 @@ def refuse(*given: Any) -> Any:
     raise TypeError(given)
 
 
-NUMBERS = (st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.decimals(allow_nan=False))
+NUMBERS = (
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.decimals(allow_nan=False),
+)
 SCALARS = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.integers(1 << 52, 1 << 200), st.binary(), *NUMBERS),
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(1 << 52, 1 << 200),
+        st.binary(),
+        *NUMBERS,
+    ),
     *(st.fractions(), st.dates(), st.datetimes(), st.timedeltas(), st.times()),
     *(st.text(st.characters(exclude_categories=())), st.just(range(1, 9, 2))),
 )
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
-        *(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.lists(SCALARS, max_size=3).map(set)),
+        *(
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=4).map(tuple),
+            st.lists(SCALARS, max_size=3).map(set),
+        ),
         *(st.dictionaries(SCALARS, inner, max_size=3), st.lists(inner).map(collections.deque)),
         st.dictionaries(SCALARS, inner, max_size=3).map(collections.OrderedDict),
     ),
@@ -321,10 +405,25 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 
 def test_only_exact_classes_are_plain() -> None:
     """A class that calls itself by a plain one's name is not taken for it."""
-    for value in (type("int", (int,), {})(1), type("Counter", (dict,), {})(), object(), len, math, int, KeyError):
+    for value in (
+        type("int", (int,), {})(1),
+        type("Counter", (dict,), {})(),
+        object(),
+        len,
+        math,
+        int,
+        KeyError,
+    ):
         with pytest.raises(TypeError):
             wire.encode(value, refuse)
-    for body in ({"os": 1}, {"int": [1]}, {"range": "a"}, {"type": "nothing"}, {"set": [[1]]}, {"int": "1", "set": []}):
+    for body in (
+        {"os": 1},
+        {"int": [1]},
+        {"range": "a"},
+        {"type": "nothing"},
+        {"set": [[1]]},
+        {"int": "1", "set": []},
+    ):
         with pytest.raises((TypeError, ValueError, KeyError)):
             wire.decode(body, refuse)
     known = (Fraction(1, 2), Decimal("0.1"), datetime.date(2020, 1, 1))
@@ -332,15 +431,30 @@ def test_only_exact_classes_are_plain() -> None:
 
 
 def test_no_live_object_crosses() -> None:
-    """What the program's process says is not trusted: no module is imported for it, and no class caught by it is an
-    AssertionError."""
+    """What the program's process says is not trusted: no module is imported for it, and no class
+    caught by it is an AssertionError."""
     tests = Connection(0, 1)
     assert tests.decode({"type": "int"}) is int
     assert tests.decode({"type": "IndexError"}) is IndexError
-    for body in ({"module": "math"}, {"builtin": "len"}, {"function": 0}, {"type": "os"}, {"iterator": []}):
+    for body in (
+        {"module": "math"},
+        {"builtin": "len"},
+        {"function": 0},
+        {"type": "os"},
+        {"iterator": []},
+    ):
         with pytest.raises(wire.Gone):
             tests.decode(body)
-    for kind in ("AssertionError", "Exception", "BaseException", "object", "type", "map", "super", "property"):
+    for kind in (
+        "AssertionError",
+        "Exception",
+        "BaseException",
+        "object",
+        "type",
+        "map",
+        "super",
+        "property",
+    ):
         with pytest.raises(wire.Gone):
             tests.decode({"type": kind})
     program = Program(0, 1)

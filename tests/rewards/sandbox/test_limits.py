@@ -16,8 +16,12 @@ from isobit.rewards.sandbox.launch import Limits, Outcome, run_caged
 pytestmark = pytest.mark.usefixtures("cage")
 
 
-def run(source: str, processes: int = 8, name: str = "program.py", timeout_s: float = 10) -> Outcome:
-    (outcome,) = run_caged({name: source}, name, [""], Limits(timeout_s, 256, 4, processes), "namespaces")
+def run(
+    source: str, processes: int = 8, name: str = "program.py", timeout_s: float = 10
+) -> Outcome:
+    (outcome,) = run_caged(
+        {name: source}, name, [""], Limits(timeout_s, 256, 4, processes), "namespaces"
+    )
     return outcome
 
 
@@ -74,22 +78,34 @@ print(made)
 
 @pytest.mark.parametrize(
     "make",
-    ["os.symlink('a', str(made))", "os.mkdir(str(made))", "os.mkfifo(str(made))", "open(str(made), 'w').close()"],
+    [
+        "os.symlink('a', str(made))",
+        "os.mkdir(str(made))",
+        "os.mkfifo(str(made))",
+        "open(str(made), 'w').close()",
+    ],
 )
 def test_files_are_counted_too(make: str) -> None:
     """Of 4 MiB: an empty file is of no size, and takes the kernel's memory all the same."""
     assert int(run(LINKS.format(make=make)).output) == 4 * 256 - 1  # the directory itself is one
     assert (
-        int(run(LINKS.format(make="os.symlink('a', str(made)); os.unlink(str(made))"), timeout_s=60).output) == 100_000
+        int(
+            run(
+                LINKS.format(make="os.symlink('a', str(made)); os.unlink(str(made))"), timeout_s=60
+            ).output
+        )
+        == 100_000
     )
 
 
 def test_supplementary_groups_are_left_outside() -> None:
-    """Where the kernel allows it, which is for root; an ordinary user's stay, and rewards.md says so."""
+    """Where the kernel allows it, which is for root; an ordinary user's stay, and rewards.md says
+    so."""
     if os.geteuid() != 0:
         pytest.skip("only root may leave its groups")
     program = (
-        "import os\nfrom isobit.rewards.sandbox.launch import Limits, run_caged\nassert os.getgroups() == [4321]\n"
+        "import os\nfrom isobit.rewards.sandbox.launch import Limits, run_caged\nassert "
+        "os.getgroups() == [4321]\n"
         "for isolation in ('namespaces', 'none'):\n"
         "    files, limits = {'p.py': 'import os; print(os.getgroups())'}, Limits(9, 256, 4, 8)\n"
         "    print(run_caged(files, 'p.py', [''], limits, isolation)[0])"
@@ -114,7 +130,9 @@ def _called(name: str) -> Iterator[int]:
 def test_where_memory_runs_out_the_kernel_begins_with_the_cage() -> None:
     name = f"victim-{os.getpid()}.py"
     found: list[Outcome] = []
-    thread = threading.Thread(target=lambda: found.append(run("import time\ntime.sleep(60)", name=name, timeout_s=30)))
+    thread = threading.Thread(
+        target=lambda: found.append(run("import time\ntime.sleep(60)", name=name, timeout_s=30))
+    )
     thread.start()
     victim = None
     while thread.is_alive() and victim is None:

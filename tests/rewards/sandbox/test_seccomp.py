@@ -1,4 +1,5 @@
-"""The filter on system calls: what the kernel answers inside, and the table against the kernel's headers."""
+"""The filter on system calls: what the kernel answers inside, and the table against the kernel's
+headers."""
 
 import errno
 import json
@@ -28,8 +29,11 @@ print(json.dumps([answer(*call) for call in json.load(sys.stdin)]))
 
 
 def answers(calls: list[tuple[int, int]], isolation: str = "namespaces") -> list[int]:
-    """What the kernel says to each call of a number and a first argument: an errno, 0 if it did it."""
-    (outcome,) = run_caged({"program.py": CALLS}, "program.py", [json.dumps(calls)], LIMITS, isolation)
+    """What the kernel says to each call of a number and a first argument: an errno, 0 if it did
+    it."""
+    (outcome,) = run_caged(
+        {"program.py": CALLS}, "program.py", [json.dumps(calls)], LIMITS, isolation
+    )
     return json.loads(outcome.output)
 
 
@@ -41,7 +45,9 @@ def test_every_denied_call_is_denied() -> None:
 
 
 def test_calls_are_told_apart_by_their_first_argument() -> None:
-    clone, prlimit, socket = seccomp._CLONE[MACHINE], seccomp._PRLIMIT[MACHINE], seccomp._SOCKET[MACHINE]
+    clone = seccomp._CLONE[MACHINE]
+    prlimit = seccomp._PRLIMIT[MACHINE]
+    socket = seccomp._SOCKET[MACHINE]
     families = [(socket, family) for family in (16, 17, 38, 40)]
     spaces = [(clone, 1 << bit) for bit in (17, 25, 26, 27, 28, 29, 30)]
     assert answers([*families, *spaces, (prlimit, 1)]) == [errno.EPERM] * 12
@@ -49,9 +55,19 @@ def test_calls_are_told_apart_by_their_first_argument() -> None:
 
 
 def test_the_answers_are_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the filter the same calls answer something else, inside the same namespaces."""
+    """The control: without the filter the same calls answer something else, inside the same
+    namespaces."""
     numbers = seccomp.denied(MACHINE)
-    names = ["unshare", "memfd_create", "shmget", "msgget", "semget", "keyctl", "userfaultfd", "io_uring_setup"]
+    names = [
+        "unshare",
+        "memfd_create",
+        "shmget",
+        "msgget",
+        "semget",
+        "keyctl",
+        "userfaultfd",
+        "io_uring_setup",
+    ]
     calls = [(numbers[name], 0) for name in names]
     assert answers(calls) == [errno.EPERM] * len(calls)
     allowing = bytes.fromhex("060000000000ff7f")
@@ -62,12 +78,18 @@ def test_the_answers_are_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(IsobitError, match=r"system calls are filtered only on x86_64 and aarch64; .*isolation: none"):
+    with pytest.raises(
+        IsobitError,
+        match=r"system calls are filtered only on x86_64 and aarch64; .*isolation: none",
+    ):
         check_cage("namespaces", False)
     check_cage("none", False)
 
 
-HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+HEADERS = {
+    "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
+    "aarch64": "/usr/include/asm-generic/unistd.h",
+}
 
 
 @pytest.mark.parametrize("machine", HEADERS)
@@ -79,5 +101,7 @@ def test_the_table_is_the_kernels(machine: str) -> None:
     known = {name: int(number) for name, number in found}
     table = {**seccomp.denied(machine), "clone3": seccomp._CLONE3, "clone": seccomp._CLONE[machine]}
     table |= {"prlimit64": seccomp._PRLIMIT[machine], "socket": seccomp._SOCKET[machine]}
-    assert {name: number for name, number in table.items() if known.get(name, number) != number} == {}
+    assert {
+        name: number for name, number in table.items() if known.get(name, number) != number
+    } == {}
     assert len(table.keys() & known.keys()) > 60

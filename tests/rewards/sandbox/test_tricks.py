@@ -1,4 +1,5 @@
-"""No trick passes a test; the right program beside each does, and in one process with the tests most tricks would."""
+"""No trick passes a test; the right program beside each does, and in one process with the tests
+most tricks would."""
 
 import pytest
 
@@ -18,8 +19,13 @@ def test_a_trick_scores_nothing(name: str) -> None:
     task = tricks.TASKS[name]
     programs = {"right": task.right, **task.tricks}
     with RewardPool([RewardSpec("code", options=OPTIONS)], num_workers=2) as pool:
-        found = pool.score(["p"] * len(programs), list(programs.values()), [{"tests": task.tests}] * len(programs))
-    assert {n: r.total for n, r in zip(programs, found)} == {**dict.fromkeys(task.tricks, 0.0), "right": 1.0}
+        found = pool.score(
+            ["p"] * len(programs), list(programs.values()), [{"tests": task.tests}] * len(programs)
+        )
+    assert {n: r.total for n, r in zip(programs, found)} == {
+        **dict.fromkeys(task.tricks, 0.0),
+        "right": 1.0,
+    }
     assert [reward.error for reward in found if reward.error] == []
 
 

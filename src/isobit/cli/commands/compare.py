@@ -1,8 +1,10 @@
-"""`isobit compare`: one training config under several precision flows and seeds, run one after the other.
+"""`isobit compare`: one training config under several precision flows and seeds, run one after the
+other.
 
-Every run has its own directory under `out` and is a run like any other; an interrupted one is resumed, a finished one
-is not repeated. A run that had to stop (its loss diverged, its weights broke) is a result too, and `outcome.json` keeps
-the reason. The conclusions are drawn in `monitor/report/comparison.py`.
+Every run has its own directory under `out` and is a run like any other; an interrupted one is
+resumed, a finished one is not repeated. A run that had to stop (its loss diverged, its weights
+broke) is a result too, and `outcome.json` keeps the reason. The conclusions are drawn in
+`monitor/report/comparison.py`.
 """
 
 import json
@@ -19,9 +21,11 @@ from isobit.training.train import resume, train
 
 
 def compare(config: CompareConfig, *, quiet: bool = True) -> int:
-    """Run what is missing, then print the table and write the page. Returns an exit code: 0, or 130/143 if interrupted.
+    """Run what is missing, then print the table and write the page. Returns an exit code: 0, or
+    130/143 if interrupted.
 
-    Raises IsobitError, before anything runs, if the training config is wrong for any of the presets.
+    Raises IsobitError, before anything runs, if the training config is wrong for any of the
+    presets.
     """
     out = Path(config.out)
     seeds = range(config.first_seed, config.first_seed + config.seeds)
@@ -48,9 +52,14 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
     for (preset, seed), run in planned.items():
         code = _run_one(run, f"{preset}, seed {seed}", quiet)
         if code:
-            print(f"interrupted; go on with the same command: what is finished in {out} is not repeated")
+            print(
+                f"interrupted; go on with the same command: what is finished in {out} is not "
+                "repeated"
+            )
             return code
-    directories = {preset: [Path(planned[preset, seed].run.dir) for seed in seeds] for preset in config.presets}
+    directories = {
+        preset: [Path(planned[preset, seed].run.dir) for seed in seeds] for preset in config.presets
+    }
     table = write_comparison(directories, out)
     print(table)
     print(f"\n{out / 'comparison.html'}")
@@ -67,7 +76,8 @@ def _check_same(config: Config) -> None:
     path = Path(config.run.dir) / runs.CONFIG
     if path.is_file() and load_config(path) != config:
         raise IsobitError(
-            f"{path.parent} holds a run of another configuration; choose another directory (--out), or remove it"
+            f"{path.parent} holds a run of another configuration; choose another directory "
+            "(--out), or remove it"
         )
 
 

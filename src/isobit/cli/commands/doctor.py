@@ -1,7 +1,9 @@
-"""`isobit doctor`: what this machine computes with and why, what makes it slow, and all that a bug report needs.
+"""`isobit doctor`: what this machine computes with and why, what makes it slow, and all that a bug
+report needs.
 
-It asks the code that runs ask: the backend that `get_ops` chooses, the order of sums, the memory that plans count with.
-Choosing compiles the operators where that was never done. Left out: anything about a run, which has a `machine.json`.
+It asks the code that runs ask: the backend that `get_ops` chooses, the order of sums, the memory
+that plans count with. Choosing compiles the operators where that was never done. Left out: anything
+about a run, which has a `machine.json`.
 """
 
 import json
@@ -26,14 +28,21 @@ from isobit.plan.host import cores, memory_limit
 from isobit.precision import PRESETS
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
-_EXTRAS = {"data": "datasets", "math": "math_verify", "text": "rapidfuzz", "ray": "ray", "track": "wandb"}
+_EXTRAS = {
+    "data": "datasets",
+    "math": "math_verify",
+    "text": "rapidfuzz",
+    "ray": "ray",
+    "track": "wandb",
+}
 _LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers")
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`facts`: what is here, by name, in the order of the table. `advice`: what is slow or missing, and what helps."""
+    """`facts`: what is here, by name, in the order of the table. `advice`: what is slow or missing,
+    and what helps."""
 
     facts: dict[str, str]
     advice: list[str]
@@ -51,14 +60,17 @@ def diagnose() -> Diagnosis:
         "isobit": f"{__version__}, {_installed()}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
         "libraries": ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES),
-        "extras": ", ".join(f"{name} {'yes' if _found(module) else 'no'}" for name, module in _EXTRAS.items()),
+        "extras": ", ".join(
+            f"{name} {'yes' if _found(module) else 'no'}" for name, module in _EXTRAS.items()
+        ),
         "processor": f"{_processor()}, {cores()} cores, {_instructions()}",
         "memory": f"{memory / _GIB:.1f} GiB ({kind})",
         "GPU": _gpu(),
         "backend": str(chosen) if isinstance(chosen, IsobitError) else chosen.why,
         "in PyTorch": _left(chosen),
         "order of sums": order(resolved("bitwise")) or "",
-        "threads": f"{torch.get_num_threads()} for PyTorch; {_settings() or 'nothing set by the environment'}",
+        "threads": f"{torch.get_num_threads()} for PyTorch; "
+        f"{_settings() or 'nothing set by the environment'}",
     }
     return Diagnosis(facts, _advice(chosen))
 
@@ -89,18 +101,34 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
     features = processor_features()
     if platform.machine() in ("x86_64", "AMD64") and not features & {"amx_bf16", "avx512_bf16"}:
         found.append(
-            "the processor has no BF16 instructions: products under consistency: bitwise take up to twice the time, "
+            "the processor has no BF16 instructions: products under consistency: bitwise take "
+            "up to twice the time, "
             "and consistency: fast is the faster there"
         )
-    if find_gpu() is not None and not isinstance(chosen, IsobitError) and chosen.backend != "triton":
-        found.append("there is a GPU, and the backend does not use it: the line of the backend says why")
+    if (
+        find_gpu() is not None
+        and not isinstance(chosen, IsobitError)
+        and chosen.backend != "triton"
+    ):
+        found.append(
+            "there is a GPU, and the backend does not use it: the line of the backend says why"
+        )
     busy, there = os.getloadavg()[0], cores()
     if busy > 0.5 * there:
-        found.append(f"other work runs here: {busy:.1f} processes were busy in the last minute, on {there} cores")
+        found.append(
+            f"other work runs here: {busy:.1f} processes were busy in the last minute, on "
+            f"{there} cores"
+        )
     if os.environ.get("ISOBIT_CXXFLAGS"):
-        found.append("ISOBIT_CXXFLAGS is set: the operators are compiled with flags that isobit was not tested with")
+        found.append(
+            "ISOBIT_CXXFLAGS is set: the operators are compiled with flags that isobit was not "
+            "tested with"
+        )
     if "torch" in sys.modules and torch.get_num_threads() > there:
-        found.append(f"PyTorch has {torch.get_num_threads()} threads for {there} cores: set OMP_NUM_THREADS={there}")
+        found.append(
+            f"PyTorch has {torch.get_num_threads()} threads for {there} cores: set "
+            f"OMP_NUM_THREADS={there}"
+        )
     return found
 
 
@@ -136,7 +164,9 @@ def _found(module: str) -> bool:
 
 
 def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    )
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -150,7 +180,10 @@ def _gpu() -> str:
     gpu = find_gpu()
     if gpu is None:
         return f"none that PyTorch {torch.__version__} sees"
-    return f"{gpu}, {gpu.memory / _GIB:.0f} GiB; {refusal(gpu) or triton_refusal() or 'its kernels are written for it'}"
+    return (
+        f"{gpu}, {gpu.memory / _GIB:.0f} GiB; "
+        f"{refusal(gpu) or triton_refusal() or 'its kernels are written for it'}"
+    )
 
 
 def _settings() -> str:

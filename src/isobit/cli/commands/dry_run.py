@@ -70,24 +70,33 @@ def _say_without_weights(config: Config, task: Task, base: Path, say: Say) -> st
     if (reason := not_loaded(job)) is not None:
         say(prompt)
         raise IsobitError(
-            f"{reason}: the rest of the check, which needs them, is left out; lower the plan, or take a larger machine"
+            f"{reason}: the rest of the check, which needs them, is left out; lower the plan, "
+            "or take a larger machine"
         )
     return prompt
 
 
 def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
     """What is trained on what, and what to beware of."""
-    parameters, rule = f"{num_parameters(model.config):,} parameters", objective_of(config, precision).rule
+    parameters = f"{num_parameters(model.config):,} parameters"
+    rule = objective_of(config, precision).rule
     if (given := config.adapter) is not None:
         adapter = Adapter(given.rank, given.alpha, targeted(model.config, given.targets), {}, "")
-        parameters += f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
+        parameters += (
+            f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
+        )
     heading = (
         f"{model.config.family}, {parameters}; "
         f"task {task.name}: {len(task.train)} training and {len(task.held_out)} held-out prompts\n"
-        f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
+        f"{config.steps} steps of {config.prompts_per_step} prompts x "
+        f"{config.sampling.group_size} completions; "
         f"correction: {rule}\n{ops.why}; consistency: {config.consistency}"
     )
-    for warning in (endless(model, config.sampling), rank_warning(config, model), *cautions(config, task, model)):
+    for warning in (
+        endless(model, config.sampling),
+        rank_warning(config, model),
+        *cautions(config, task, model),
+    ):
         if warning is not None:
             heading += f"\n{warning}"
     return heading
@@ -103,6 +112,7 @@ def _opened(parts: Parts) -> str:
     """What the weights and the memory decided."""
     longest = parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
     return (
-        f"weights are read; longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages; "
+        f"weights are read; longest sequence: {longest} tokens; cache: "
+        f"{parts.engine.pages.num_pages} pages; "
         f"micro-batches of {parts.micro_batch_tokens} tokens"
     )

@@ -1,8 +1,8 @@
 """`isobit eval`: a model, a run or given completions on held-out prompts; and two of them compared.
 
-The questions come from a configuration, the evaluated run's or an empty one, changed by the command line: so a run's
-checkpoint is evaluated as training evaluated it. Left out: what is measured (`evaluation/`), and the comparison of
-saved results (`evaluation/shown.py`).
+The questions come from a configuration, the evaluated run's or an empty one, changed by the command
+line: so a run's checkpoint is evaluated as training evaluated it. Left out: what is measured
+(`evaluation/`), and the comparison of saved results (`evaluation/shown.py`).
 """
 
 import gc
@@ -31,7 +31,13 @@ from isobit.tasks import Task, load_task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import fit_prompts, say_ends, say_special_tokens
 from isobit.training.scoring import RewardScorer
-from isobit.training.session.assembly import date_of, evaluation_plan, held_out_scorer, reward_models, sized_engine
+from isobit.training.session.assembly import (
+    date_of,
+    evaluation_plan,
+    held_out_scorer,
+    reward_models,
+    sized_engine,
+)
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -40,9 +46,10 @@ _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks. `given`: sections of a run's configuration, as far as they are given; `best`: a run's
-    best model instead of its newest; `completions`: a column to score instead of a model's answers; `adapters`: PEFT
-    folders or runs by name, each asked over the model, which is asked alone too."""
+    """What the command line asks. `given`: sections of a run's configuration, as far as they are
+    given; `best`: a run's best model instead of its newest; `completions`: a column to score
+    instead of a model's answers; `adapters`: PEFT folders or runs by name, each asked over the
+    model, which is asked alone too."""
 
     given: Mapping[str, Any]
     best: bool = False
@@ -50,17 +57,22 @@ class Request:
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
-def evaluate_command(first: Path | None, second: Path | None, request: Request, out: Path | None) -> None:
-    """Print what is found; with `out`, write it with every completion. A side is a model directory, a run, or a result
-    that was written before. Raises IsobitError for contradictory arguments and for bad data."""
+def evaluate_command(
+    first: Path | None, second: Path | None, request: Request, out: Path | None
+) -> None:
+    """Print what is found; with `out`, write it with every completion. A side is a model directory,
+    a run, or a result that was written before. Raises IsobitError for contradictory arguments and
+    for bad data."""
     if (first is None) == (request.completions is None) or (first is None and second is not None):
         raise IsobitError(
-            "give a model to evaluate, a run, or a saved result; or none of them, and --completions COLUMN to score a "
+            "give a model to evaluate, a run, or a saved result; or none of them, and "
+            "--completions COLUMN to score a "
             "column of the data"
         )
     if request.adapters and (first is None or second is not None or is_saved(first)):
         raise IsobitError(
-            "--adapter: give the model that the adapters are for, without --against and --completions; each is "
+            "--adapter: give the model that the adapters are for, without --against and "
+            "--completions; each is "
             "compared with that model alone"
         )
     results = _evaluate([path for path in (first, second) if path is not None], request)
@@ -74,8 +86,8 @@ def evaluate_command(first: Path | None, second: Path | None, request: Request, 
 def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     """A run's configuration, or an empty one, with what is given in its place.
 
-    A task that is named replaces the run's whole, a file its files, a number of samples its k. Raises IsobitError for
-    values that cannot be.
+    A task that is named replaces the run's whole, a file its files, a number of samples its k.
+    Raises IsobitError for values that cannot be.
     """
     values: dict[str, Any] = plain(load_run_config(run)) if run is not None else dict(_EMPTY)
     for section, found in given.items():
@@ -92,34 +104,59 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
-    """The result of each side; of given completions where there is none; after a side those of its adapters."""
-    for path in (path for path in sides if not is_saved(path)):  # before what is asked of it, which may be a run's
+    """The result of each side; of given completions where there is none; after a side those of its
+    adapters."""
+    for path in (
+        path for path in sides if not is_saved(path)
+    ):  # before what is asked of it, which may be a run's
         model_folder(path)
     run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
-    config, now = evaluation_config(run, request.given), date_of({} if run is None else runs.began_by(run))
-    models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
-    adapters = {name: runs.model_directory(path, request.best) for name, path in request.adapters.items()}
+    config = evaluation_config(run, request.given)
+    now = date_of({} if run is None else runs.began_by(run))
+    models = {
+        path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)
+    }
+    adapters = {
+        name: runs.model_directory(path, request.best) for name, path in request.adapters.items()
+    }
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
-    if run is not None and config.task.too_long == "drop":  # what training left out is left out here
+    if (
+        run is not None and config.task.too_long == "drop"
+    ):  # what training left out is left out here
         rules = TextRules(config.task.special_tokens_in_content, now)
-        model = Model.load(models[run] if run in models else models[sides[0]], "float32", rules=rules)
-        task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
+        model = Model.load(
+            models[run] if run in models else models[sides[0]], "float32", rules=rules
+        )
+        task = fit_prompts(
+            task, model, config.task, config.sampling.max_new_tokens, quiet=True
+        ).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
     if not examples:
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
     tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
     for path, result in saved.items():
-        check_same_prompts(str(path), result.prompts, "the data", [example.prompt for example in examples])
+        check_same_prompts(
+            str(path), result.prompts, "the data", [example.prompt for example in examples]
+        )
     with _pool(config, task) as pool:
         pool.check_columns(examples[0].columns)
         pool.check_rows((example.place, example.columns) for example in examples)
         if request.completions is not None:
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
-            return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
-        scorer = RewardScorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
+            return [
+                _result(
+                    f"column {request.completions}",
+                    config,
+                    grade_given(examples, texts, pool, plan),
+                    pool,
+                )
+            ]
+        scorer = RewardScorer(
+            pool, [] if pool.specs else reward_models(config, now), stop_on_error=False
+        )
         results = []
         for path in sides:
             if path in saved:
@@ -143,7 +180,11 @@ def _ask(
     gc.collect()  # of a model that was asked before
     plan, names, rules = evaluation_plan(config), [None, *adapters], text_rules(config, now)
     flow = (config.precision, config.backend, config.consistency)
-    model = open_serving(path, adapters, flow, rules) if adapters else Model.load(path, *flow, rules=rules)
+    model = (
+        open_serving(path, adapters, flow, rules)
+        if adapters
+        else Model.load(path, *flow, rules=rules)
+    )
     say_ends(model)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
@@ -154,7 +195,8 @@ def _ask(
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
-    """How many examples: as given; of a run's own task as many as its evaluations take; else all."""
+    """How many examples: as given; of a run's own task as many as its evaluations take; else
+    all."""
     own = of_run and not {"name", "path"} & set(given.get("task", {}))
     return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None
 
@@ -162,7 +204,10 @@ def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None
 def _pool(config: Config, task: Task) -> RewardPool:
     specs = config.rewards.functions or task.rewards
     if not specs and not config.rewards.models:
-        raise IsobitError("no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own")
+        raise IsobitError(
+            "no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of "
+            "its own"
+        )
     return RewardPool(
         specs,
         deadline_s=config.rewards.deadline_s,
@@ -172,7 +217,9 @@ def _pool(config: Config, task: Task) -> RewardPool:
     )
 
 
-def _result(model: str, config: Config, questions: tuple[Question, ...], pool: RewardPool) -> Result:
+def _result(
+    model: str, config: Config, questions: tuple[Question, ...], pool: RewardPool
+) -> Result:
     plan = evaluation_plan(config)
     names = [spec.label for spec in pool.specs] or [reward.name for reward in config.rewards.models]
     settings = {
@@ -192,21 +239,23 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
 def _column(example: Example, column: str, index: int) -> str:
     if column not in example.columns:
         raise IsobitError(
-            f"--completions {brief(column)}: example {index} has no such column; it has {listed(example.columns)}"
+            f"--completions {brief(column)}: example {index} has no such column; it has "
+            f"{listed(example.columns)}"
         )
     return answer_in(example.columns, column, example.place)
 
 
 def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
-    """Raise IsobitError where no completion has a reward, since an accuracy of 0 would say another thing; what was
-    answered first is in `out` then."""
+    """Raise IsobitError where no completion has a reward, since an accuracy of 0 would say another
+    thing; what was answered first is in `out` then."""
     graded = [one for result in results for q in result.questions for one in (q.greedy, *q.samples)]
     if any(one.reward is not None for one in graded):
         return
     if out is not None:
         write_result(out, results[0].to_json())
     raise IsobitError(
-        f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no accuracy: "
+        f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no "
+        "accuracy: "
         f"{graded[0].error or 'every reward function returned None'}"
     )
 

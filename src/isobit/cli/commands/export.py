@@ -1,7 +1,7 @@
 """`isobit export`: a Hugging Face checkpoint of a model or a run, in BF16, FP32, or FP8 blocks.
 
-It is written under a temporary name and renamed into place, so that an existing directory is complete. Left out: other
-formats (GGUF, MXFP8), and uploading.
+It is written under a temporary name and renamed into place, so that an existing directory is
+complete. Left out: other formats (GGUF, MXFP8), and uploading.
 """
 
 import shutil
@@ -36,19 +36,27 @@ def export(
 ) -> str:
     """Write the checkpoint `to`; returns what was written, as text.
 
-    `source` is a Hugging Face directory or a run, whose newest checkpoint is taken, or its `best` model. `precision` is
-    the flow whose weights are written as FP8 blocks, and by which the gap of a `merge` of an adapter is measured;
-    default: the run's own, else fp8. Raises IsobitError for a format that does not exist, an adapter that is not to be
-    merged, a model whose layers have no whole blocks, and a directory that is not empty or cannot be written.
+    `source` is a Hugging Face directory or a run, whose newest checkpoint is taken, or its `best`
+    model. `precision` is the flow whose weights are written as FP8 blocks, and by which the gap of
+    a `merge` of an adapter is measured; default: the run's own, else fp8. Raises IsobitError for a
+    format that does not exist, an adapter that is not to be merged, a model whose layers have no
+    whole blocks, and a directory that is not empty or cannot be written.
     """
     if form not in FORMATS:
         raise IsobitError(f"--format {form!r}: choose from {', '.join(FORMATS)}")
     if precision is not None and form != "fp8" and not merge:
-        raise IsobitError(f"--precision says which FP8 blocks are written; with --format {form} leave it out")
+        raise IsobitError(
+            f"--precision says which FP8 blocks are written; with --format {form} leave it out"
+        )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise IsobitError(f"{to} exists and is not empty; choose another directory (--to)")
     model_folder(source)
-    model, said = _open(source, model_directory(source, best), precision or _own_precision(source, form, merge), merge)
+    model, said = _open(
+        source,
+        model_directory(source, best),
+        precision or _own_precision(source, form, merge),
+        merge,
+    )
     partial = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -62,15 +70,20 @@ def export(
     return "\n".join([*lines, f"{to}: {size / 1e6:,.1f} MB of weights"])
 
 
-def _open(source: Path, folder: Path, precision: str | dict[str, Any], merge: bool) -> tuple[Model, list[str]]:
+def _open(
+    source: Path, folder: Path, precision: str | dict[str, Any], merge: bool
+) -> tuple[Model, list[str]]:
     """The model, and what is to be said of it."""
     if not is_adapter(folder):
         if merge:
-            raise IsobitError(f"--merge: {source} is a whole model, with no adapter to merge; leave --merge out")
+            raise IsobitError(
+                f"--merge: {source} is a whole model, with no adapter to merge; leave --merge out"
+            )
         return Model.load(folder, precision), []
     if not merge:
         raise IsobitError(
-            f"{source} holds an adapter, and {folder} is its PEFT folder, for systems that take one; --merge writes "
+            f"{source} holds an adapter, and {folder} is its PEFT folder, for systems that take "
+            "one; --merge writes "
             "the model with the adapter in its weights"
         )
     model, gap = merged(folder, precision)
@@ -91,7 +104,10 @@ def _write(model: Model, folder: Path, form: str, shard_bytes: int) -> list[str]
     keys = {"dtype": "bfloat16", "quantization_config": checkpoint.quantization_config}
     model.write(folder, checkpoint.tensors, keys, shard_bytes)
     quantized = sum(name.endswith("_scale_inv") for name in checkpoint.tensors)
-    lines = [f"{quantized} matrices in FP8 blocks, as the rollout under {model.precision.name} multiplies them"]
+    lines = [
+        f"{quantized} matrices in FP8 blocks, as the rollout under {model.precision.name} "
+        "multiplies them"
+    ]
     for reason in dict.fromkeys(checkpoint.kept.values()):
         names = [name for name, why in checkpoint.kept.items() if why == reason]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,4 +1,5 @@
-"""`isobit generate`: prompts in, completions out, on stdout. Left out: scoring them (`evaluate.py`)."""
+"""`isobit generate`: prompts in, completions out, on stdout. Left out: scoring them
+(`evaluate.py`)."""
 
 import json
 import sys
@@ -26,10 +27,11 @@ def print_completions(
     adapters: Mapping[str, Path] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Sample `sampling.n` completions of every prompt, of several `adapters` by each of them, and print them.
+    """Sample `sampling.n` completions of every prompt, of several `adapters` by each of them, and
+    print them.
 
-    `flow` is (precision, backend, consistency), `adapters` PEFT folders by name. Raises IsobitError for a bad model, an
-    empty prompt list, or a prompt longer than the model's context.
+    `flow` is (precision, backend, consistency), `adapters` PEFT folders by name. Raises IsobitError
+    for a bad model, an empty prompt list, or a prompt longer than the model's context.
     """
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
@@ -38,7 +40,9 @@ def print_completions(
     if several:
         model = open_serving(path, several, flow, rules)
     else:
-        model = Model.load(path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules)
+        model = Model.load(
+            path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules
+        )
     say_ends(model)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
@@ -52,7 +56,11 @@ def print_completions(
     for number, group in zip(ids, groups):
         prompt = prompts[number]
         for completion in group:
-            print(_line(prompt, completion) if as_json else printable(_text(prompt, completion, chat, sampling.n)))
+            print(
+                _line(prompt, completion)
+                if as_json
+                else printable(_text(prompt, completion, chat, sampling.n))
+            )
 
 
 def _line(prompt: str, completion: Completion) -> str:

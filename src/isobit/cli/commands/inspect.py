@@ -35,10 +35,11 @@ def inspect_command(
     backend: str,
     out: Path | None,
 ) -> None:
-    """Print what the flows do to the model; with `out`, write inspection.html and inspection.json there.
+    """Print what the flows do to the model; with `out`, write inspection.html and inspection.json
+    there.
 
-    The first preset that quantizes anything is the one whose tensors are shown. Raises IsobitError for a bad model, a
-    bad file of prompts or an unknown preset.
+    The first preset that quantizes anything is the one whose tensors are shown. Raises IsobitError
+    for a bad model, a bad file of prompts or an unknown preset.
     """
     flows = [precision_from(name) for name in presets]
     if stale is not None and not taken_apart:
@@ -67,7 +68,9 @@ def inspect_command(
     values = _plain(str(path), shown.name if shown is not None else "", tensors, gaps, sources)
     if reward_model is not None:
         answers, _ = roll_out(model, prompts, sampling)
-        values["judgements"] = [asdict(j) for j in judge(str(reward_model), judged, prompts, answers, sampling.n)]
+        values["judgements"] = [
+            asdict(j) for j in judge(str(reward_model), judged, prompts, answers, sampling.n)
+        ]
     print(inspection_text(values))
     if out is not None:
         print(f"\n{write_inspection(values, out)}")
@@ -76,11 +79,14 @@ def inspect_command(
 def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> list[Prompt]:
     if file is not None:
         return [e.prompt for e in read_examples(Source(file), Shaping(columns))[:_PROMPTS_AT_MOST]]
-    # without any: sequences that the model itself begins, each from another token where it has no beginning of its own
+    # without any: sequences that the model itself begins, each from another token where it has no
+    # beginning of its own
     first = model.config.bos_id
     usable = [t for t in range(model.tokenizer.vocab_size) if t not in model.tokenizer.eos_ids]
     if not usable:
-        raise IsobitError("the model's vocabulary has nothing to begin a sequence with; give --prompts FILE")
+        raise IsobitError(
+            "the model's vocabulary has nothing to begin a sequence with; give --prompts FILE"
+        )
     step = max(1, len(usable) // _DEFAULT_PROMPTS)
     starts = usable[::step][:_DEFAULT_PROMPTS]
     return [[first, token] if first is not None else [token] for token in starts]

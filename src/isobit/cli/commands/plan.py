@@ -19,11 +19,15 @@ from isobit.plan.memory import num_parameters
 
 _MOST_GPUS = 1 << 16
 _UNITS = {GIB: "GiB", MIB: "MiB"}
-_NO_SECONDS = "isobit plan does not estimate time: how fast a GPU is has not been measured with isobit yet."
+_NO_SECONDS = (
+    "isobit plan does not estimate time: how fast a GPU is has not been measured with isobit yet."
+)
 Planned = Sequence[tuple[Job, MemoryPlan]]
 
 
-def plan_command(config: Config, gpus: str | None, machine: Machine, prompt_tokens: int | None, as_json: bool) -> None:
+def plan_command(
+    config: Config, gpus: str | None, machine: Machine, prompt_tokens: int | None, as_json: bool
+) -> None:
     """Print the plan. Raises IsobitError for what cannot be planned, and, after the table, where
     nothing fits."""
     if prompt_tokens is not None and prompt_tokens < 1:
@@ -43,7 +47,9 @@ def _counts(gpus: str) -> list[int]:
     """Numbers of GPUs between commas."""
     words = gpus.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_GPUS for word in words):
-        raise IsobitError(f"--gpus {gpus!r}: expected whole numbers from 1 to {_MOST_GPUS:,}, such as 8 or 1,8,64")
+        raise IsobitError(
+            f"--gpus {gpus!r}: expected whole numbers from 1 to {_MOST_GPUS:,}, such as 8 or 1,8,64"
+        )
     return list(map(int, words))
 
 
@@ -55,25 +61,38 @@ def _text(found: Planned) -> str:
         trained = f", frozen, with an adapter of rank {adapter.rank} on {names}: {count:,}"
     batches = f"micro-batches of {first.micro_batch:,} tokens"
     heading = (
-        f"{job.model.family}, {num_parameters(job.model):,} parameters{trained}, {job.precision.name}\n"
-        f"{config.prompts_per_step} prompts x {config.sampling.group_size} completions a step: prompts of "
+        f"{job.model.family}, {num_parameters(job.model):,} parameters{trained}, "
+        f"{job.precision.name}\n"
+        f"{config.prompts_per_step} prompts x {config.sampling.group_size} completions a step: "
+        "prompts of "
         f"{job.prompt:,} tokens, completions of at most {job.completion:,}; {batches}"
     )
     unit = GIB if max(each.total for _, each in found) >= GIB else MIB
     table = f"Memory of each GPU in {_UNITS[unit]}\n{_memory_table(found, unit)}"
     notes = [f"{_gpus(each)}: {advice(each, planned)}" for each, planned in found]
-    notes += [f"warning: {_gpus(each)}: {line}" for each, planned in found for line in warnings(each, planned)]
+    notes += [
+        f"warning: {_gpus(each)}: {line}"
+        for each, planned in found
+        for line in warnings(each, planned)
+    ]
     return "\n\n".join([heading, table, "\n".join(notes), _NO_SECONDS])
 
 
 def _memory_table(found: Planned, unit: int) -> str:
-    labels = list(dict.fromkeys(label for _, each in found for label, _ in (*each.held, *each.parts)))
+    labels = list(
+        dict.fromkeys(label for _, each in found for label, _ in (*each.held, *each.parts))
+    )
     sizes = [dict((*each.held, *each.parts)) for _, each in found]
     rows = [["", *(_gpus(job) for job, _ in found)]]
-    rows += [[label, *(f"{size[label] / unit:,.1f}" if label in size else "" for size in sizes)] for label in labels]
+    rows += [
+        [label, *(f"{size[label] / unit:,.1f}" if label in size else "" for size in sizes)]
+        for label in labels
+    ]
     total = "total: what is held, and the largest part of a step"
     rows.append([total, *(f"{each.total / unit:,.1f}" for _, each in found)])
-    rows.append(["free", *(f"{(job.machine.memory - each.total) / unit:,.1f}" for job, each in found)])
+    rows.append(
+        ["free", *(f"{(job.machine.memory - each.total) / unit:,.1f}" for job, each in found)]
+    )
     return text_table(rows, rule=True)
 
 
@@ -114,4 +133,7 @@ def _advice(job: Job, planned: MemoryPlan) -> list[dict[str, Any]]:
         return []
     single = changes(job)
     both = together(job, single)
-    return [{"keys": change.keys, "bytes": change.total} for change in (*single, *([] if both is None else [both]))]
+    return [
+        {"keys": change.keys, "bytes": change.total}
+        for change in (*single, *([] if both is None else [both]))
+    ]

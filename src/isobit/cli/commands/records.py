@@ -1,9 +1,10 @@
-"""What a run recorded, read as strictly as it was written: its completions, its metrics, and the chain of hashes that
-holds them together (`run/certificate.py`).
+"""What a run recorded, read as strictly as it was written: its completions, its metrics, and the
+chain of hashes that holds them together (`run/certificate.py`).
 
-What can be seen without the weights is seen here: a row that is no row, that is there twice or not at all, that says
-another prompt than its group, or a reward that is not the sum of its parts; and whatever does not have the hash that
-the certificate has of it. Left out: what the weights sample (`verify.py`).
+What can be seen without the weights is seen here: a row that is no row, that is there twice or not
+at all, that says another prompt than its group, or a reward that is not the sum of its parts; and
+whatever does not have the hash that the certificate has of it. Left out: what the weights sample
+(`verify.py`).
 """
 
 import hashlib
@@ -28,9 +29,9 @@ _WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
 
 @dataclass
 class Records:
-    """Of the steps that were asked for, by how many had been learned: whole samples by prompt and sample, with their
-    rows. `count`: all completions; `held`: those whose lines have the hash that the certificate has of them;
-    `problems` in words."""
+    """Of the steps that were asked for, by how many had been learned: whole samples by prompt and
+    sample, with their rows. `count`: all completions; `held`: those whose lines have the hash that
+    the certificate has of them; `problems` in words."""
 
     chain: Chain | None
     samples: dict[int, dict[tuple[int, int], Sample]] = field(default_factory=dict)
@@ -41,7 +42,8 @@ class Records:
 
 
 def read_records(run: Path, config: Config, steps: set[int]) -> Records:
-    """All that a run recorded; whole samples of what was sampled after the given numbers of learned steps."""
+    """All that a run recorded; whole samples of what was sampled after the given numbers of learned
+    steps."""
     chain = certificate.read_chain(run / CERTIFICATE)
     found = Records(chain, problems=list(chain.problems) if chain is not None else [])
     last = None
@@ -58,7 +60,9 @@ def read_records(run: Path, config: Config, steps: set[int]) -> Records:
             found.problems.append(f"{COMPLETIONS}: step {step} stands after step {max(members)}")
         members[step] = digest
         found.count += len(lines)
-        found.held += len(lines) * (chain is not None and chain.rows.get(step, {}).get("rollouts") == digest)
+        found.held += len(lines) * (
+            chain is not None and chain.rows.get(step, {}).get("rollouts") == digest
+        )
         _take(step, lines, steps, config, found)
     if chain is not None and not chain.rows:
         found.problems.append(f"{CERTIFICATE} has no row")
@@ -81,7 +85,9 @@ def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
         found.problems.append(f"{path.name}: bytes from {place:,} on are no whole step")
 
 
-def _take(step: int, lines: Sequence[bytes], steps: set[int], config: Config, found: Records) -> None:
+def _take(
+    step: int, lines: Sequence[bytes], steps: set[int], config: Config, found: Records
+) -> None:
     """The rows of a step: each is looked at, and kept where its step is wanted."""
     groups: dict[int, list[int]] = {}
     prompts: dict[int, object] = {}
@@ -104,18 +110,22 @@ def _take(step: int, lines: Sequence[bytes], steps: set[int], config: Config, fo
             found.problems.append(f"{where}: its prompt is not that of its group")
         if sample.rollout_step in steps:
             key = (sample.prompt_index, sample.sample_index)
-            found.samples.setdefault(sample.rollout_step, {})[key] = sample  # once, though it may be learned from again
+            found.samples.setdefault(sample.rollout_step, {})[key] = (
+                sample  # once, though it may be learned from again
+            )
             found.rows[sample.rollout_step, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
     for prompt, samples in groups.items():
         if sorted(samples) != list(range(size)):
             found.problems.append(
-                f"step {step}, prompt {prompt}: its samples are {sorted(samples)}, and a group has 0 to {size - 1}"
+                f"step {step}, prompt {prompt}: its samples are {sorted(samples)}, and a group "
+                f"has 0 to {size - 1}"
             )
 
 
 def _sample(row: Mapping[str, Any]) -> Sample | None:
-    """The sample of a whole row; None of one that a sampled run has in part. Raises IsobitError for what is neither."""
+    """The sample of a whole row; None of one that a sampled run has in part. Raises IsobitError for
+    what is neither."""
     numbers = (
         "prompt_index",
         "sample_index",
@@ -136,17 +146,25 @@ def _sample(row: Mapping[str, Any]) -> Sample | None:
 
 
 def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
-    """What is wrong with a row's reward, where its parts and the config's weights say what it must be."""
+    """What is wrong with a row's reward, where its parts and the config's weights say what it must
+    be."""
     specs = [(spec.label, spec.weight) for spec in config.rewards.functions]
     weights = dict([*specs, *((model.name, model.weight) for model in config.rewards.models)])
     reward, parts = row.get("reward"), row.get("rewards")
     if reward is None or not config.rewards.functions or not isinstance(parts, Mapping):
         return None
     if parts.keys() != weights.keys():
-        return f"its rewards are {', '.join(map(str, parts))}, and the config's {', '.join(weights)}"
+        return (
+            f"its rewards are {', '.join(map(str, parts))}, and the config's {', '.join(weights)}"
+        )
     try:
         total = sum(
-            (weight * parts[name] for name, weight in weights.items() if weight and parts[name] is not None), 0.0
+            (
+                weight * parts[name]
+                for name, weight in weights.items()
+                if weight and parts[name] is not None
+            ),
+            0.0,
         )
     except TypeError:
         return "its rewards are no numbers"
@@ -154,7 +172,12 @@ def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
 
 
 def _against_chain(
-    run: Path, config: Config, chain: Chain, members: Mapping[int, str], last: int | None, found: Records
+    run: Path,
+    config: Config,
+    chain: Chain,
+    members: Mapping[int, str],
+    last: int | None,
+    found: Records,
 ) -> None:
     if chain.first:
         found.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
@@ -163,7 +186,9 @@ def _against_chain(
             continue
         said, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
         if step not in chain.rows:
-            found.problems.append(f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}")
+            found.problems.append(
+                f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}"
+            )
         elif said != digest:
             what = "are missing" if digest is None else "are not those that were recorded"
             found.problems.append(f"{COMPLETIONS}: completions of step {step} {what} (SHA-256)")
@@ -175,13 +200,21 @@ def _against_chain(
         seen[step] = certificate.of_metrics(row)
     for step, held in chain.rows.items():
         if step and step not in seen and (last is None or step <= last):
-            found.problems.append(f"{runs.METRICS}: the row of step {step} is missing; {_whole_again(run)}")
+            found.problems.append(
+                f"{runs.METRICS}: the row of step {step} is missing; {_whole_again(run)}"
+            )
         elif step and step in seen and seen[step] != held["metrics"]:
-            found.problems.append(f"{runs.METRICS}: the row of step {step} is not the one that was recorded")
+            found.problems.append(
+                f"{runs.METRICS}: the row of step {step} is not the one that was recorded"
+            )
     if extra := [step for step in seen if step > chain.last and last is None]:
-        found.problems.append(f"{runs.METRICS}: step {extra[0]} is not in {CERTIFICATE}; {_whole_again(run)}")
+        found.problems.append(
+            f"{runs.METRICS}: step {extra[0]} is not in {CERTIFICATE}; {_whole_again(run)}"
+        )
     if of_config(read_source(run / runs.CONFIG, ())[0]) != chain.rows[chain.last]["config"]:
-        found.problems.append(f"{runs.CONFIG} is not the config that step {chain.last} was done with")
+        found.problems.append(
+            f"{runs.CONFIG} is not the config that step {chain.last} was done with"
+        )
 
 
 def _whole_again(run: Path) -> str:
@@ -189,15 +222,22 @@ def _whole_again(run: Path) -> str:
 
 
 def checkpoint_problem(path: Path, chain: Chain | None) -> str | None:
-    """Why a checkpoint does not belong to the chain, or None. One without a hash says nothing of steps that the chain
-    has not: `verify` says that the chain is missing."""
+    """Why a checkpoint does not belong to the chain, or None. One without a hash says nothing of
+    steps that the chain has not: `verify` says that the chain is missing."""
     head, step = head_of(path), checkpoints.step_of(path)
     if head == certificate.GENESIS:
-        return None if chain is None or step not in chain.rows else f"{path} has no hash of the certificate"
+        return (
+            None
+            if chain is None or step not in chain.rows
+            else f"{path} has no hash of the certificate"
+        )
     if chain is None:
         return f"{CERTIFICATE} is missing, and {path} has the hash of its row of step {step}"
     if step not in chain.rows:
         return f"{CERTIFICATE} has no row of step {step}, of which {path} is: rows are missing"
     if chain.rows[step]["hash"] != head:
-        return f"{path} has another hash of step {step} than {CERTIFICATE}: one of them is not this run's"
+        return (
+            f"{path} has another hash of step {step} than {CERTIFICATE}: one of them is not "
+            "this run's"
+        )
     return None

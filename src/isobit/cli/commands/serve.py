@@ -1,4 +1,5 @@
-"""`isobit serve`: a model and its adapters over HTTP. Left out: the server itself (`serve/app.py`)."""
+"""`isobit serve`: a model and its adapters over HTTP. Left out: the server itself
+(`serve/app.py`)."""
 
 import sys
 from collections.abc import Mapping
@@ -28,8 +29,9 @@ def serve_model(
     tool_format: str,
     grace: float,
 ) -> None:
-    """Serve the model at `path` under `flow`, (precision, backend, consistency), until a signal. Raises
-    IsobitError for what cannot be served, and for a host beyond this machine without a token."""
+    """Serve the model at `path` under `flow`, (precision, backend, consistency), until a signal.
+    Raises IsobitError for what cannot be served, and for a host beyond this machine without a
+    token."""
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, read_or_make
@@ -38,7 +40,9 @@ def serve_model(
             raise
         raise IsobitError(f"serve needs {error.name}: pip install 'isobit[serve]'") from None
     if token is None and host not in _LOOPBACK:
-        raise IsobitError(f"--host {host}: other machines could reach it; give the token's file with --token FILE")
+        raise IsobitError(
+            f"--host {host}: other machines could reach it; give the token's file with --token FILE"
+        )
     tokens, made = read_or_make(token or default_file())
     base = open_frozen(path, flow, TextRules(chat_template=chat_template))
     say_ends(base)
@@ -50,8 +54,14 @@ def serve_model(
 
     def started(chosen: int) -> None:
         address = f"[{host}]" if ":" in host else host
-        print(f"serving {', '.join([called, *adapters])} on http://{address}:{chosen}", file=sys.stderr)
-        print(f"token: {tokens[0] if made else '(the one)'} in {token or default_file()}", file=sys.stderr)
+        print(
+            f"serving {', '.join([called, *adapters])} on http://{address}:{chosen}",
+            file=sys.stderr,
+        )
+        print(
+            f"token: {tokens[0] if made else '(the one)'} in {token or default_file()}",
+            file=sys.stderr,
+        )
 
     options = app.ServerOptions(host, port, grace, tool_format)
     app.run(engine, called, dict(adapters), tokens, options, started)

@@ -1,4 +1,5 @@
-"""A model that serves several adapters, as `generate` and `eval` open it: frozen, without masters."""
+"""A model that serves several adapters, as `generate` and `eval` open it: frozen, without
+masters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,8 @@ from isobit.model.adapters.targets import NewAdapter
 from isobit.model.text.tokenizer import DEFAULT_RULES
 
 _OF_NOTHING = NewAdapter(1, 1.0, ())
-"""An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
+"""An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without
+keeping it."""
 
 
 def open_frozen(

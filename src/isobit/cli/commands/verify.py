@@ -1,10 +1,11 @@
-"""`isobit verify`: whether a run's weights sampled what the run recorded, token by token and bit by bit, and whether
-what it recorded is all there.
+"""`isobit verify`: whether a run's weights sampled what the run recorded, token by token and bit by
+bit, and whether what it recorded is all there.
 
-A rollout is a function of the weights, the prompt, the seed and a token's place. So a checkpoint, which has the weights
-after n steps, draws again every completion that was sampled after n steps, with every log-probability, its text, and
-how it ended; whoever gets a run can ask that of it without trusting whoever made it. Completions of steps whose
-checkpoint is gone are held by the certificate's chain of hashes alone, and so are rewards, which are not computed again
+A rollout is a function of the weights, the prompt, the seed and a token's place. So a checkpoint,
+which has the weights after n steps, draws again every completion that was sampled after n steps,
+with every log-probability, its text, and how it ended; whoever gets a run can ask that of it
+without trusting whoever made it. Completions of steps whose checkpoint is gone are held by the
+certificate's chain of hashes alone, and so are rewards, which are not computed again
 (`records.py`). Left out: the learning, which `isobit train --from-rollouts` repeats.
 """
 
@@ -36,9 +37,9 @@ from isobit.training.session.assembly import base_of, date_of, rollout_sampling,
 
 @dataclass(frozen=True)
 class Compared:
-    """Of the completions of one checkpoint: how many tokens there are, how many were drawn with another log-probability
-    or not at all, and the first of these, or of what else differs, in words; `other`: what was computed otherwise when
-    they were recorded."""
+    """Of the completions of one checkpoint: how many tokens there are, how many were drawn with
+    another log-probability or not at all, and the first of these, or of what else differs, in
+    words; `other`: what was computed otherwise when they were recorded."""
 
     completions: int
     tokens: int
@@ -48,9 +49,10 @@ class Compared:
 
 
 def verify_command(run: Path, limit: int | None, head: str | None = None) -> None:
-    """Draw again what each checkpoint of the run sampled, of each at least `limit` completions if so many are recorded
-    (None: all), compare what was recorded with its certificate, and print a line for each. `head`: the hash of a step
-    that was kept elsewhere. Raises RunFailed where anything differs, and IsobitError where nothing can be compared."""
+    """Draw again what each checkpoint of the run sampled, of each at least `limit` completions if
+    so many are recorded (None: all), compare what was recorded with its certificate, and print a
+    line for each. `head`: the hash of a step that was kept elsewhere. Raises RunFailed where
+    anything differs, and IsobitError where nothing can be compared."""
     runs.require_run(run)
     config = load_run_config(run)
     _refuse(run, config)
@@ -61,7 +63,9 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     drawn, tokens, failed = 0, 0, list(records.problems)
     for path in found:
         step = checkpoints.step_of(path)
-        samples = _whole_groups([sample for _, sample in sorted(records.samples.get(step, {}).items())], limit)
+        samples = _whole_groups(
+            [sample for _, sample in sorted(records.samples.get(step, {}).items())], limit
+        )
         compared_, problems = _checkpoint(run, config, path, samples, records)
         failed += problems
         if samples:
@@ -70,18 +74,23 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
             failed += [said] if compared_.first is not None else []
     if not drawn and not failed:
         raise IsobitError(
-            f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the newest "
-            f"{config.run.keep_last} (run.keep_last), and records {config.run.completions} (run.completions)"
+            f"{run}: none of its checkpoints sampled completions that are recorded; it keeps "
+            "the newest "
+            f"{config.run.keep_last} (run.keep_last), and records {config.run.completions} "
+            "(run.completions)"
         )
     if records.chain is None:
-        failed.append(f"{CERTIFICATE} is missing, so nothing says which rows and rewards were recorded")
+        failed.append(
+            f"{CERTIFICATE} is missing, so nothing says which rows and rewards were recorded"
+        )
     for line in records.problems:
         print(line)
     if failed:
         raise RunFailed(f"{run}: not what was recorded, in {len(failed)} places: {failed[0]}")
     print(_held(records))
     print(
-        f"{run}: {drawn:,} of {records.count:,} completions were drawn again, and 0 of their {tokens:,} tokens "
+        f"{run}: {drawn:,} of {records.count:,} completions were drawn again, and 0 of their "
+        f"{tokens:,} tokens "
         "differ in any bit: these weights sampled what is recorded"
     )
 
@@ -98,18 +107,22 @@ def _held(records: Records) -> str:
     chain = records.chain
     assert chain is not None
     return (
-        f"certificate: {records.held:,} completions, their rewards and the metrics of steps {chain.first} to "
+        f"certificate: {records.held:,} completions, their rewards and the metrics of steps "
+        f"{chain.first} to "
         f"{chain.last} are as they were recorded (SHA-256); its last hash: {chain.head}"
     )
 
 
 def _refuse(run: Path, config: Config) -> None:
     if (other := runs.rollouts_from(run)) is not None:
-        raise IsobitError(f"{run} learned from the rollouts of another run and sampled none; verify {other}")
+        raise IsobitError(
+            f"{run} learned from the rollouts of another run and sampled none; verify {other}"
+        )
     precision = precision_from(config.precision)
     if precision.calibrated:
         raise IsobitError(
-            f"{run}: under {precision.name} keys and values have scales that were calibrated during the run and "
+            f"{run}: under {precision.name} keys and values have scales that were calibrated "
+            "during the run and "
             "are not recorded, so its completions cannot be drawn again"
         )
 
@@ -128,7 +141,9 @@ def _checkpoint(
     run: Path, config: Config, checkpoint: Path, samples: Sequence[Sample], records: Records
 ) -> tuple[Compared, list[str]]:
     """What a checkpoint draws again, and what else is wrong with it."""
-    step, tokens, chain = checkpoints.step_of(checkpoint), sum(len(s.completion_ids) for s in samples), records.chain
+    step = checkpoints.step_of(checkpoint)
+    tokens = sum(len(s.completion_ids) for s in samples)
+    chain = records.chain
     if (damage := checkpoints.damage(checkpoint)) is not None:
         line = f"checkpoint {checkpoint} is damaged: {damage}"
         return Compared(len(samples), tokens, tokens, line), [] if samples else [line]
@@ -139,12 +154,18 @@ def _checkpoint(
     model = load_trained(config, base, checkpoint, now=date_of(runs.began_by(run)))
     row = {} if chain is None else chain.rows.get(step, {})
     if problem is None and row and of_weights(model) != row["weights"]:
-        problem = f"the weights in {checkpoint} are not those that the certificate has of step {step}"
+        problem = (
+            f"the weights in {checkpoint} are not those that the certificate has of step {step}"
+        )
     problems = [problem] if problem is not None else []
-    return (_draw_again(run, config, model, samples, records) if samples else Compared(0, 0, 0, None)), problems
+    return (
+        _draw_again(run, config, model, samples, records) if samples else Compared(0, 0, 0, None)
+    ), problems
 
 
-def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records) -> Compared:
+def _draw_again(
+    run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records
+) -> Compared:
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)
     engine = sized_engine(config, model, list(prompts.values()), len(prompts) * sampling.n)
@@ -160,7 +181,10 @@ def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sampl
     for sample in samples if found.first is None else ():
         row = records.rows[step, sample.prompt_index, sample.sample_index]
         if (problem := _text_problem(row, model)) is not None:
-            return replace(found, first=f"prompt {sample.prompt_index}, sample {sample.sample_index}: {problem}")
+            return replace(
+                found,
+                first=f"prompt {sample.prompt_index}, sample {sample.sample_index}: {problem}",
+            )
     return found
 
 
@@ -182,7 +206,8 @@ def compared(samples: Sequence[Sample], drawn: Mapping[tuple[int, int], Completi
         again = drawn.get((sample.prompt_index, sample.sample_index))
         where = f"prompt {sample.prompt_index}, sample {sample.sample_index}"
         if again is None:
-            differing, first = differing + len(sample.completion_ids), first or f"{where}: no such sample is drawn"
+            differing = differing + len(sample.completion_ids)
+            first = first or f"{where}: no such sample is drawn"
             continue
         count, what = _tokens_differ(sample, again)
         differing += count
@@ -213,7 +238,9 @@ def _ending_differs(sample: Sample, again: Completion) -> str | None:
     if sample.completion != again.text:
         return f"its text: recorded {sample.completion[:60]!r}, drawn {again.text[:60]!r}"
     mask = None if again.completion_mask is None else tuple(again.completion_mask)
-    return None if sample.completion_mask == mask else "completion_mask: recorded another than drawn"
+    return (
+        None if sample.completion_mask == mask else "completion_mask: recorded another than drawn"
+    )
 
 
 def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int]]:
@@ -222,12 +249,18 @@ def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int
 
 
 def _said(ids: Sequence[int], logprobs: Sequence[float], place: int) -> str:
-    return f"id {ids[place]} with log-probability {logprobs[place]!r}" if place < len(ids) else "none"
+    return (
+        f"id {ids[place]} with log-probability {logprobs[place]!r}" if place < len(ids) else "none"
+    )
 
 
 def _line(step: int, found: Compared) -> str:
     what = f"step {step}: {found.completions:,} completions, {found.tokens:,} tokens"
     if found.first is None:
         return f"{what}: drawn again, every token and every bit of its log-probability"
-    note = f" (recorded with another {', '.join(found.other)}, where bits may differ)" if found.other else ""
+    note = (
+        f" (recorded with another {', '.join(found.other)}, where bits may differ)"
+        if found.other
+        else ""
+    )
     return f"{what}: {found.differing:,} differ; first: {found.first}{note}"

@@ -1,1 +1,2 @@
-"""The effect of a precision flow on a model, without training it; the command is `cli/commands/inspect.py`."""
+"""The effect of a precision flow on a model, without training it; the command is
+`cli/commands/inspect.py`."""

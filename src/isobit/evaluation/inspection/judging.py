@@ -1,8 +1,8 @@
 """How far a precision flow moves the scores of a reward model, and how that changes advantages.
 
-Completions are scored in BF16 and under the flow. Learning depends on the order inside a group and the sign of each
-advantage: Kendall's tau (Kendall 1938; tau-a, so that a tie counts as neither) and the fraction of samples whose
-r - mean changes its sign.
+Completions are scored in BF16 and under the flow. Learning depends on the order inside a group and
+the sign of each advantage: Kendall's tau (Kendall 1938; tau-a, so that a tie counts as neither) and
+the fraction of samples whose r - mean changes its sign.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from isobit.model import RewardModel
 
 @dataclass(frozen=True)
 class Judgement:
-    """One flow's mean |score - BF16's| over the scores' spread, mean tau of the groups, fraction of advantages with
-    another sign, and the model's memory in MiB."""
+    """One flow's mean |score - BF16's| over the scores' spread, mean tau of the groups, fraction of
+    advantages with another sign, and the model's memory in MiB."""
 
     preset: str
     relative_shift: float
@@ -28,27 +28,38 @@ class Judgement:
 
 
 def judge(
-    path: str, presets: Sequence[str], prompts: Sequence[Prompt], completions: Sequence[Completion], n: int
+    path: str,
+    presets: Sequence[str],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    n: int,
 ) -> list[Judgement]:
     """Score the completions, `n` of each prompt in order, under BF16 and under each flow.
 
-    Raises IsobitError for a bad reward model, and for prompts that are token ids, which it could not read.
+    Raises IsobitError for a bad reward model, and for prompts that are token ids, which it could
+    not read.
     """
     texts = [prompts[i // n] for i in range(len(completions))]
     for prompt in texts:
         if not isinstance(prompt, str) and not all(isinstance(message, dict) for message in prompt):
-            raise IsobitError("--reward-model needs prompts in text or chat messages: give --prompts FILE")
+            raise IsobitError(
+                "--reward-model needs prompts in text or chat messages: give --prompts FILE"
+            )
     exact = RewardModel.load(path, "bf16")
     sequences = [exact.encode(p, c.text) for p, c in zip(texts, completions)]  # type: ignore[arg-type]
     reference = exact.score(sequences)
     found = []
     for preset in presets:
         model = RewardModel.load(path, preset)
-        found.append(compare_scores(preset, reference, model.score(sequences), n, model.nbytes() / 2**20))
+        found.append(
+            compare_scores(preset, reference, model.score(sequences), n, model.nbytes() / 2**20)
+        )
     return found
 
 
-def compare_scores(preset: str, reference: Sequence[float], scores: Sequence[float], n: int, mib: float) -> Judgement:
+def compare_scores(
+    preset: str, reference: Sequence[float], scores: Sequence[float], n: int, mib: float
+) -> Judgement:
     """Compare another flow's scores with the reference, in groups of `n`."""
     spread = max(reference) - min(reference)
     shift = sum(abs(a - b) for a, b in zip(reference, scores)) / len(scores)
@@ -58,7 +69,9 @@ def compare_scores(preset: str, reference: Sequence[float], scores: Sequence[flo
         taus.append(kendall_tau(before, after))
         middles = sum(before) / n, sum(after) / n
         flips += sum((a - middles[0]) * (b - middles[1]) < 0 for a, b in zip(before, after))
-    return Judgement(preset, shift / spread if spread else 0.0, sum(taus) / len(taus), flips / len(scores), mib)
+    return Judgement(
+        preset, shift / spread if spread else 0.0, sum(taus) / len(taus), flips / len(scores), mib
+    )
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:

@@ -1,8 +1,10 @@
-"""Finds where two computations of one sequence begin to differ: the first layer and operator with other bits in a row.
+"""Finds where two computations of one sequence begin to differ: the first layer and operator with
+other bits in a row.
 
-A sequence is computed alone, among the sequences that it was learned with, and token by token over a cache, as a
-rollout does. Only a checksum of each row of every operator's result is kept, so the memory is small for any
-model. Left out: operators inside a fused one, and the rows of single experts, which show in their sum.
+A sequence is computed alone, among the sequences that it was learned with, and token by token over
+a cache, as a rollout does. Only a checksum of each row of every operator's result is kept, so the
+memory is small for any model. Left out: operators inside a fused one, and the rows of single
+experts, which show in their sum.
 """
 
 from collections.abc import Sequence
@@ -36,7 +38,8 @@ _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 @dataclass(frozen=True)
 class Located:
-    """`found`: the first difference in words, or None. `logprob`: of the token, computed for this alone."""
+    """`found`: the first difference in words, or None. `logprob`: of the token, computed for this
+    alone."""
 
     found: str | None
     logprob: float
@@ -54,16 +57,23 @@ def locate(
 ) -> Located:
     """Why the log-probability of `target` after `tokens` might depend on how they are computed.
 
-    `batch`: all sequences of the learner's packed forward, of which number `index` begins with `tokens`.
+    `batch`: all sequences of the learner's packed forward, of which number `index` begins with
+    `tokens`.
     """
     last = torch.tensor([len(tokens) - 1])
-    distribution = temperature, filtering, Context(torch.tensor(tokens), torch.zeros_like(last), last)
+    distribution = (
+        temperature,
+        filtering,
+        Context(torch.tensor(tokens), torch.zeros_like(last), last),
+    )
     alone, bits = _packed(model, [tokens], 0, len(tokens), target, distribution)
     packed, packed_bits = _packed(model, batch, index, len(tokens), target, distribution)
     found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
     if found is None:
         stepped, stepped_bits = _token_by_token(model, tokens, target, distribution)
-        found = _first_difference(alone, stepped, "token by token, as in a rollout,", bits, stepped_bits)
+        found = _first_difference(
+            alone, stepped, "token by token, as in a rollout,", bits, stepped_bits
+        )
     return Located(found, bits)
 
 
@@ -77,7 +87,9 @@ _Trace = list[tuple[str, Tensor]]
 class _Summing(Watching):
     """Keeps a checksum of every row of what a layer's operators return."""
 
-    def __init__(self, ops: Ops, layer: int | None, names: dict[int, str], trace: _Trace, rows: int) -> None:
+    def __init__(
+        self, ops: Ops, layer: int | None, names: dict[int, str], trace: _Trace, rows: int
+    ) -> None:
         super().__init__(ops)
         self._layer, self._names, self._trace, self._rows = layer, names, trace, rows
 
@@ -101,15 +113,23 @@ class _Summing(Watching):
 
 
 def _packed(
-    model: Model, batch: Sequence[Sequence[int]], index: int, length: int, target: int, distribution: _Distribution
+    model: Model,
+    batch: Sequence[Sequence[int]],
+    index: int,
+    length: int,
+    target: int,
+    distribution: _Distribution,
 ) -> tuple[_Trace, float]:
-    """As the learner computes: the first `length` rows of sequence `index`, and the log-probability after them."""
+    """As the learner computes: the first `length` rows of sequence `index`, and the log-probability
+    after them."""
     lengths = [len(sequence) for sequence in batch]
     start = sum(lengths[:index])
     rows = slice(start, start + length)
     ids = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
     trace, hidden = _watched(model, "learner", ids, Layout.packed(lengths), None)
-    return [(label, sums[rows]) for label, sums in trace], _logprob(model, hidden[rows][-1:], target, distribution)
+    return [(label, sums[rows]) for label, sums in trace], _logprob(
+        model, hidden[rows][-1:], target, distribution
+    )
 
 
 def _token_by_token(
@@ -117,17 +137,26 @@ def _token_by_token(
 ) -> tuple[_Trace, float]:
     """As a rollout computes: each row alone, over the stored keys and values of those before."""
     transformer, config, size = model.transformer, model.config, 16
-    flows = [model.precision.flow("rollout", layer, config.num_layers) for layer in range(config.num_layers)]
+    flows = [
+        model.precision.flow("rollout", layer, config.num_layers)
+        for layer in range(config.num_layers)
+    ]
     pages, device = -(-len(tokens) // size), transformer.ops["rollout"].device
-    scales = [transformer.layer_scales(layer) if flow.calibrated else None for layer, flow in enumerate(flows)]
+    scales = [
+        transformer.layer_scales(layer) if flow.calibrated else None
+        for layer, flow in enumerate(flows)
+    ]
     stores = [
-        new_store(config, layer, flow, pages, size, device, flow.kv, scales[layer]) for layer, flow in enumerate(flows)
+        new_store(config, layer, flow, pages, size, device, flow.kv, scales[layer])
+        for layer, flow in enumerate(flows)
     ]
     table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
     whole: list[list[Tensor]] = []
     for position, token in enumerate(tokens):
         layout = Layout.build([1], [position], table, size)
-        trace, hidden = _watched(model, "rollout", torch.tensor([token], dtype=torch.int64), layout, stores)
+        trace, hidden = _watched(
+            model, "rollout", torch.tensor([token], dtype=torch.int64), layout, stores
+        )
         whole.append([sums for _, sums in trace])
     joined = [(label, torch.cat(sums)) for (label, _), sums in zip(trace, zip(*whole))]
     return joined, _logprob(model, hidden, target, distribution, "rollout")
@@ -138,25 +167,33 @@ def _watched(
 ) -> tuple[_Trace, Tensor]:
     transformer, trace = model.transformer, _Trace()
     names = transformer.working_names(use)
-    with transformer.watched(lambda ops, layer: _Summing(ops, layer, names, trace, layout.num_rows), use):
+    with transformer.watched(
+        lambda ops, layer: _Summing(ops, layer, names, trace, layout.num_rows), use
+    ):
         hidden = transformer.hidden(ids, layout, stores, use=use)
     transformer.ops[use].raise_faults()
     return trace, hidden
 
 
-def _logprob(model: Model, hidden: Tensor, target: int, distribution: _Distribution, use: str = "learner") -> float:
+def _logprob(
+    model: Model, hidden: Tensor, target: int, distribution: _Distribution, use: str = "learner"
+) -> float:
     wanted = torch.tensor([target], dtype=torch.int64, device=hidden.device)
     temperature, filtering, context = distribution
     head = model.transformer.head_logprobs
     return float(head(hidden, wanted, temperature, use, filtering=filtering, context=context)[0])
 
 
-def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float) -> str | None:
+def _first_difference(
+    alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float
+) -> str | None:
     for (label, sums), (_, others) in zip(alone, other, strict=True):
         rows = (sums != others).nonzero().flatten()
         if len(rows):
             return f"{label}: row {int(rows[0])} of the sequence has other bits {how} than alone"
-    return None if bits == other_bits else f"the output head: the row has other bits {how} than alone"
+    return (
+        None if bits == other_bits else f"the output head: the row has other bits {how} than alone"
+    )
 
 
 def _checksums(result: object, rows: int) -> Tensor:
@@ -166,9 +203,13 @@ def _checksums(result: object, rows: int) -> Tensor:
         if not part.numel() or part.shape[0] % rows:
             continue
         flat = part.detach().reshape(rows, -1).contiguous()
-        words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        words = flat.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        )
         generator = torch.Generator().manual_seed(place)
-        factors = torch.randint(-(1 << 63), (1 << 63) - 1, (words.shape[1],), generator=generator).to(words.device)
+        factors = torch.randint(
+            -(1 << 63), (1 << 63) - 1, (words.shape[1],), generator=generator
+        ).to(words.device)
         sums = [(chunk.to(torch.int64) * factors).sum(1) for chunk in words.split(_HASHED_ROWS)]
         total += torch.cat(sums).cpu()
     return total
@@ -179,4 +220,8 @@ def _tensors(result: object) -> list[Tensor]:
         return [result.data, result.scale]
     if isinstance(result, Tensor):
         return [result]
-    return [tensor for part in result for tensor in _tensors(part)] if isinstance(result, tuple) else []
+    return (
+        [tensor for part in result for tensor in _tensors(part)]
+        if isinstance(result, tuple)
+        else []
+    )

@@ -1,7 +1,9 @@
-"""The distance between rollout and learner of a precision flow, measured on a rollout, and its sources.
+"""The distance between rollout and learner of a precision flow, measured on a rollout, and its
+sources.
 
-`decompose` breaks the gap of a flow down, on the same tokens: with only one source switched on over a rollout that is
-otherwise the learner, and with only one switched off. The sources interact, so they do not add up; hence two columns.
+`decompose` breaks the gap of a flow down, on the same tokens: with only one source switched on over
+a rollout that is otherwise the learner, and with only one switched off. The sources interact, so
+they do not add up; hence two columns.
 """
 
 from collections.abc import Sequence
@@ -39,7 +41,8 @@ class Gap:
 
     @property
     def verdict(self) -> str:
-        """By the field's thresholds: token_mult_prob_error below 1.03 to 1.05, kl_k3 below 1e-3 (NeMo RL)."""
+        """By the field's thresholds: token_mult_prob_error below 1.03 to 1.05, kl_k3 below 1e-3
+        (NeMo RL)."""
         error, kl = self.metrics["token_mult_prob_error"], self.metrics["kl_k3"]
         if self.metrics["differing_tokens"] == 0:
             return "exact: rollout and learner compute the same bits; nothing to correct"
@@ -47,38 +50,57 @@ class Gap:
             return "healthy: small enough for most runs; keep token TIS on and watch it"
         if error < _BEARABLE_ERROR:
             return "borderline: train with token TIS, and watch the tail of the weights"
-        return "unhealthy: the rollout is another policy than the one that learns; prefer a unified flow"
+        return (
+            "unhealthy: the rollout is another policy than the one that learns; prefer a "
+            "unified flow"
+        )
 
 
-def roll_out(model: Model, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Completion], dict[str, float]]:
+def roll_out(
+    model: Model, prompts: Sequence[Prompt], sampling: Sampling
+) -> tuple[list[Completion], dict[str, float]]:
     """Completions of the prompts by the model's rollout flow, and the metrics of its cache."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
-    completions = [completion for group in engine.generate(prompts, sampling) for completion in group]
+    completions = [
+        completion for group in engine.generate(prompts, sampling) for completion in group
+    ]
     return completions, engine.cache_metrics()
 
 
 def measure_gap(model: Model, name: str, prompts: Sequence[Prompt], sampling: Sampling) -> Gap:
     """Roll out, and compare with the learner's log-probabilities of the same tokens."""
     completions, cache = roll_out(model, prompts, sampling)
-    found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions], sampling.temperature)
+    found = model.logprobs(
+        [c.prompt_token_ids + c.token_ids for c in completions], sampling.temperature
+    )
     learner = [row[-len(c.logprobs) :] for row, c in zip(found, completions)]
     gap = _gap(name, learner, [torch.tensor(c.logprobs) for c in completions])
-    return replace(gap, metrics={**gap.metrics, "kv_saturated": cache.get("quant/kv_saturated_fraction", 0.0)})
+    return replace(
+        gap, metrics={**gap.metrics, "kv_saturated": cache.get("quant/kv_saturated_fraction", 0.0)}
+    )
 
 
 def decompose(
-    model: Model, precision: Precision, prompts: Sequence[Prompt], sampling: Sampling, stale: Model | None = None
+    model: Model,
+    precision: Precision,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    stale: Model | None = None,
 ) -> list[tuple[str, Gap, Gap | None]]:
-    """(source, the gap with it alone, the gap without it) of each source that the flow has; the first is all of them.
+    """(source, the gap with it alone, the gap without it) of each source that the flow has; the
+    first is all of them.
 
-    The learner's flow is compared with variants of the rollout's, on tokens that the flow itself sampled. `stale`: the
-    model some steps before, with the weights that a late sync would leave in the rollout.
+    The learner's flow is compared with variants of the rollout's, on tokens that the flow itself
+    sampled. `stale`: the model some steps before, with the weights that a late sync would leave in
+    the rollout.
     """
     completions, _ = roll_out(model.under(precision), prompts, sampling)
     sequences = [c.prompt_token_ids + c.token_ids for c in completions]
     kept = [len(c.token_ids) for c in completions]
-    learner = _tail(model.under(precision), sequences, kept, sampling.temperature, "learner", prompts)
+    learner = _tail(
+        model.under(precision), sequences, kept, sampling.temperature, "learner", prompts
+    )
 
     def gap(parts: set[str]) -> Gap:
         base = stale if stale is not None and "staleness" in parts else model
@@ -88,12 +110,19 @@ def decompose(
 
     sources = _sources(precision) + (["staleness"] if stale is not None else [])
     every = set(sources)
-    return [("all", gap(every), None), *((source, gap({source}), gap(every - {source})) for source in sources)]
+    return [
+        ("all", gap(every), None),
+        *((source, gap({source}), gap(every - {source})) for source in sources),
+    ]
 
 
 def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
-    found = [name for name, field in _SOURCES.items() if getattr(rollout, field) != getattr(learner, field)]
+    found = [
+        name
+        for name, field in _SOURCES.items()
+        if getattr(rollout, field) != getattr(learner, field)
+    ]
     return found if precision.shared else [*found, "kernels"]
 
 
@@ -101,7 +130,10 @@ def _variant(precision: Precision, parts: set[str]) -> Precision:
     """The learner's flow with the named parts taken from the rollout's."""
     rollout, learner = precision.rollout, precision.learner
 
-    taken = {field: getattr(rollout if name in parts else learner, field) for name, field in _SOURCES.items()}
+    taken = {
+        field: getattr(rollout if name in parts else learner, field)
+        for name, field in _SOURCES.items()
+    }
     flow = replace(learner, **taken)
     return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")
 
@@ -119,5 +151,7 @@ def _tail(
 
 
 def _gap(name: str, learner: list[Tensor], rollout: list[Tensor]) -> Gap:
-    metrics = mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)
+    metrics = mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(
+        learner, rollout
+    )
     return Gap(name, {key.removeprefix("mismatch/"): value for key, value in metrics.items()})

@@ -1,7 +1,9 @@
-"""The effect of quantization on every tensor of a model: noise, clamped and flushed elements, outlier channels.
+"""The effect of quantization on every tensor of a model: noise, clamped and flushed elements,
+outlier channels.
 
-Weights are measured as they are; activations, keys and values during a forward over given sequences. A tensor's figures
-cover all its elements in all forwards. Left out: gradients (`quant/*` metrics of a run).
+Weights are measured as they are; activations, keys and values during a forward over given
+sequences. A tensor's figures cover all its elements in all forwards. Left out: gradients (`quant/*`
+metrics of a run).
 """
 
 import math
@@ -21,9 +23,9 @@ from isobit.precision import QTensor, QuantSpec, QuantTotals, error_sums
 class Health:
     """One tensor under its quantization.
 
-    `snr_db`: 20 · log10(‖x‖ / ‖x - q‖). `saturated`, `flushed`: fractions of its elements clamped by their scale, and
-    not zero but turned to zero. `outliers`: the largest magnitude of a channel (column) over that of the median one.
-    `amax`: the largest magnitude.
+    `snr_db`: 20 · log10(‖x‖ / ‖x - q‖). `saturated`, `flushed`: fractions of its elements clamped
+    by their scale, and not zero but turned to zero. `outliers`: the largest magnitude of a channel
+    (column) over that of the median one. `amax`: the largest magnitude.
     """
 
     layer: int
@@ -54,13 +56,16 @@ class _Sums:
         median = float(self.channels.median())
         peak = float(self.channels.max())
         found = self.totals.stats()
-        snr = -20 * math.log10(max(found.relative_error, 1e-16))  # without any noise, that of float64
+        snr = -20 * math.log10(
+            max(found.relative_error, 1e-16)
+        )  # without any noise, that of float64
         outliers = peak / median if median > 0 else float(peak > 0) * 1e9
         return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
 
 
 class _Measuring(Watching):
-    """Measures what a layer quantizes and stores. Fused operators run as their parts, so that their inputs are seen."""
+    """Measures what a layer quantizes and stores. Fused operators run as their parts, so that their
+    inputs are seen."""
 
     rms_norm_quantized = Composed.rms_norm_quantized
     gate_mul_quantized = Composed.gate_mul_quantized
@@ -84,25 +89,31 @@ class _Measuring(Watching):
         for role, x, scale in (("keys", k, store.k_scale), ("values", v, store.v_scale)):
             flat = x.reshape(-1, x.shape[-1])
             assert scale is not None
-            data = (store.k if role == "keys" else store.v)[layout.slots].view(store.kv.format.dtype)
+            data = (store.k if role == "keys" else store.v)[layout.slots].view(
+                store.kv.format.dtype
+            )
             scales = scale[:1, :1] if store.calibrated else scale[layout.slots].reshape(-1, 1)
             stored = QTensor(data.view(flat.shape), scales, store.kv)
             self._sums.setdefault((self._layer, role), _Sums()).add(flat, stored)
 
 
 def weight_health(model: Model) -> list[Health]:
-    """The health of every quantized weight of the rollout, by layer; the experts of a layer together."""
+    """The health of every quantized weight of the rollout, by layer; the experts of a layer
+    together."""
     sums: dict[tuple[int, str], _Sums] = {}
     masters = model.named_parameters()
     for weight in model.transformer.rollout_weights():
         if isinstance(weight.working, QTensor):
-            sums.setdefault(layer_and_role(weight.name), _Sums()).add(masters[weight.name], weight.working)
+            sums.setdefault(layer_and_role(weight.name), _Sums()).add(
+                masters[weight.name], weight.working
+            )
     return [found.health(*key) for key, found in sorted(sums.items())]
 
 
 @torch.no_grad()
 def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[Health]:
-    """The health of the inputs of quantized products, and of keys and values, in the learner's forward."""
+    """The health of the inputs of quantized products, and of keys and values, in the learner's
+    forward."""
     sums: dict[tuple[int, str], _Sums] = {}
 
     def watch(ops: Ops, layer: int | None) -> object:

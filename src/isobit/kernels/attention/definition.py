@@ -1,4 +1,5 @@
-"""Causal grouped-query attention over stored keys and values, forward and backward, in float64 with one rounding.
+"""Causal grouped-query attention over stored keys and values, forward and backward, in float64 with
+one rounding.
 
 A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these,
 wherever their pages are. Rows are taken in *pieces*, at most 256 consecutive rows of a sequence;
@@ -7,13 +8,14 @@ is the same for decoding, chunked prefill and the learner's packed rows; the bac
 rows only. Quantized keys and values are read as code times scale in float32, and the gradient goes
 straight through the quantization (Bengio et al. 2013), that of probabilities too.
 
-The sums of the forward are float64 trees (`sums.tree_sum`): a score's over the head dimension, the denominator's and
-P·V's over the keys by position, so that padded keys, whose probability is exactly 0, change nothing. A BLAS computes
-them wherever that is shown to lead to the same rounding of the output and of the log-sum-exp, and to the same codes of
-probabilities in E4M3, whose scores are summed in lanes (`probabilities.py`). So a row's bits are the same in every
-batch: *proven* for finite keys and values, if exp and log are right to 4 units in the last place and return the same
-number for the same number (`tests/kernels/test_attention.py`, `test_attention_order.py`). The backward only has to
-repeat: its sums are in the order of the BLAS.
+The sums of the forward are float64 trees (`sums.tree_sum`): a score's over the head dimension, the
+denominator's and P·V's over the keys by position, so that padded keys, whose probability is exactly
+0, change nothing. A BLAS computes them wherever that is shown to lead to the same rounding of the
+output and of the log-sum-exp, and to the same codes of probabilities in E4M3, whose scores are
+summed in lanes (`probabilities.py`). So a row's bits are the same in every batch: *proven* for
+finite keys and values, if exp and log are right to 4 units in the last place and return the same
+number for the same number (`tests/kernels/test_attention.py`, `test_attention_order.py`). The
+backward only has to repeat: its sums are in the order of the BLAS.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ from isobit.kernels.stores import KVStore
 from isobit.precision import Format
 
 _PIECE_ROWS = 256
-_BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
+_BATCH_ELEMENTS = (
+    1 << 22
+)  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
 _CHUNK_ELEMENTS = 1 << 17  # of products of a tree at a time
 _SINK_ROWS = 1024  # that are in float64 at a time, of all heads
 _FEW_KEYS = 32  # pieces with fewer keys than this count as alike
@@ -46,14 +50,18 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1), a head's sink among them,
-    whose weight is the last that is added to the sum of weights."""
+    """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1), a
+    head's sink among them, whose weight is the last that is added to the sum of weights."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
-        given = _Given(batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities)
+        given = _Given(
+            batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
+        )
         error = _error(given)
-        mixed, normalizer, unsure = _mix(batch.scores(given.queries, given.keys, scale), given, error)
+        mixed, normalizer, unsure = _mix(
+            batch.scores(given.queries, given.keys, scale), given, error
+        )
         _in_order(batch, given, error, mixed, normalizer, unsure, q.dtype)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
@@ -70,12 +78,15 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the format
-    to which unnormalized probabilities are rounded before P·V, but not in their sum."""
+    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS.
+    `probabilities`: the format to which unnormalized probabilities are rounded before P·V, but not
+    in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype, window):
-        given = _Given(batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities)
+        given = _Given(
+            batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
+        )
         mixed, normalizer, _ = _mix(batch.scores(given.queries, given.keys, scale), given, None)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
@@ -83,8 +94,8 @@ def attend(
 
 
 class _Given(NamedTuple):
-    """What the rows of a batch are computed from: queries [S, KV, G·R, D], keys and values [S, KV, K, D], a sink for
-    each row of queries, and the format of unnormalized probabilities."""
+    """What the rows of a batch are computed from: queries [S, KV, G·R, D], keys and values [S, KV,
+    K, D], a sink for each row of queries, and the format of unnormalized probabilities."""
 
     queries: Tensor
     keys: Tensor
@@ -94,9 +105,11 @@ class _Given(NamedTuple):
     probabilities: Format | None
 
 
-def _mix(scores: Tensor, given: _Given, error: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which scores within `error`
-    might have probabilities of other codes) of scores, which are overwritten."""
+def _mix(
+    scores: Tensor, given: _Given, error: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which scores
+    within `error` might have probabilities of other codes) of scores, which are overwritten."""
     peak = _highest(scores, given.sink)
     shifted = scores.sub_(peak)
     unsure = None if error is None or given.probabilities is None else uncertain(shifted, error)
@@ -106,7 +119,8 @@ def _mix(scores: Tensor, given: _Given, error: Tensor | None) -> tuple[Tensor, T
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """The peak of the scores in the last dimension, which stays, and of sinks that broadcast with it."""
+    """The peak of the scores in the last dimension, which stays, and of sinks that broadcast with
+    it."""
     peak = scores.amax(-1, keepdim=True)
     return peak if sink is None else torch.maximum(peak, sink)
 
@@ -116,20 +130,23 @@ def _with_sink(total: Tensor, peak: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _error(given: _Given) -> Tensor:
-    """How far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in the output over the largest
-    value that it is a mean of [S, KV, G·R, 1].
+    """How far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in the
+    output over the largest value that it is a mean of [S, KV, G·R, 1].
 
-    To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score are (D + 12) B apart;
-    a weight, relatively, twice that, 4 B for the roundings of its exponent and 16 for those of exp; numerator and
-    denominator both that and K + 32 for their own sums; and P·V is a mean of values below the largest. That is
-    (4 D + 56) B + 2 K + 96, which bounds the log-sum-exp too; an eighth more covers the higher orders. A sink is one
-    key more, of a score that has no error, and B the largest magnitude of any score.
+    To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score
+    are (D + 12) B apart; a weight, relatively, twice that, 4 B for the roundings of its exponent
+    and 16 for those of exp; numerator and denominator both that and K + 32 for their own sums; and
+    P·V is a mean of values below the largest. That is (4 D + 56) B + 2 K + 96, which bounds the
+    log-sum-exp too; an eighth more covers the higher orders. A sink is one key more, of a score
+    that has no error, and B the largest magnitude of any score.
     """
     reach = norm_bound(given.queries).unsqueeze(-1) * (
         norm_bound(given.keys).amax(-1)[..., None, None] * abs(given.scale)
     )
     reach = reach if given.sink is None else reach + given.sink.abs()
-    error = ((4.5 * given.queries.shape[-1] + 64) * reach + (2.25 * given.keys.shape[-2] + 128)) * UNIT
+    error = (
+        (4.5 * given.queries.shape[-1] + 64) * reach + (2.25 * given.keys.shape[-2] + 128)
+    ) * UNIT
     return error.masked_fill_(error > 2.0**-10, torch.inf)
 
 
@@ -142,22 +159,28 @@ def _in_order(
     unsure: Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    """Where the order of sums might change the rounding of a row, or a code of its probabilities, replace its results
-    by those of the trees. A code's value is at most twice the weight, so those of a row add up to at most two."""
+    """Where the order of sums might change the rounding of a row, or a code of its probabilities,
+    replace its results by those of the trees. A code's value is at most twice the weight, so those
+    of a row add up to at most two."""
     largest = given.values.abs().amax(-2, keepdim=True)
     largest.add_(largest.sign(), alpha=2.0**-66)
     if unsure is not None:
         largest.mul_(2)
-    found = torch.cat((undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32)))[:, :3]
+    found = torch.cat(
+        (undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32))
+    )[:, :3]
     found = found if unsure is None else torch.cat((found, unsure.nonzero()))
     groups, owner = torch.unique(found[:, :2], dim=0, return_inverse=True)
     for index, (piece, head) in enumerate(groups.tolist()):
         rows = torch.unique(found[owner == index, 2])
         rows = rows[batch.valid[piece, rows % batch.valid.shape[1]]]
-        transposed, own = given.keys[piece, head].t().contiguous(), given.values[piece, head].contiguous()
+        transposed = given.keys[piece, head].t().contiguous()
+        own = given.values[piece, head].contiguous()
         for places in rows.split(max(1, _CHUNK_ELEMENTS // own.numel())):
             products = given.queries[piece, head, places].unsqueeze(-1) * transposed
-            scores = tree_sum(products, dim=1) if given.probabilities is None else lane_sum(products)
+            scores = (
+                tree_sum(products, dim=1) if given.probabilities is None else lane_sum(products)
+            )
             scores.mul_(given.scale)
             scores.masked_fill_(~batch.visible[piece, places % batch.valid.shape[1]], float("-inf"))
             own_sink = None if given.sink is None else given.sink[0, head, places]
@@ -178,10 +201,13 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ dO·O)."""
+    """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ
+    dO·O)."""
     assert_whole(layout)
     dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    dk = torch.zeros((len(layout.key_slots), *store.k.shape[1:]), dtype=torch.float64, device=q.device)
+    dk = torch.zeros(
+        (len(layout.key_slots), *store.k.shape[1:]), dtype=torch.float64, device=q.device
+    )
     dv = torch.zeros_like(dk)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
         keys, values = batch.read(store)
@@ -190,7 +216,9 @@ def attention_backward(
         normalizer = batch.gather(lse.unsqueeze(-1), padding=float("inf"))
         weights = batch.scores(queries, keys, scale).sub_(normalizer).exp_()
         inner = (gradient * batch.gather(out)).sum(-1, keepdim=True)
-        dscores = torch.matmul(gradient, values.transpose(-1, -2)).sub_(inner).mul_(weights).mul_(scale)
+        dscores = (
+            torch.matmul(gradient, values.transpose(-1, -2)).sub_(inner).mul_(weights).mul_(scale)
+        )
         batch.scatter(torch.matmul(dscores, keys), dq)
         batch.add_to_keys(torch.matmul(dscores.transpose(-1, -2), queries), dk)
         batch.add_to_keys(torch.matmul(weights.transpose(-1, -2), gradient), dv)
@@ -199,12 +227,14 @@ def attention_backward(
 
 def assert_whole(layout: Layout) -> None:
     """A backward needs the rows that stored the keys."""
-    assert layout.keys is not None or not layout.context.any(), "a backward takes packed layouts, or such with keys"
+    assert layout.keys is not None or not layout.context.any(), (
+        "a backward takes packed layouts, or such with keys"
+    )
 
 
 class _Piece(NamedTuple):
-    """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees `keys` keys. The
-    sequence's own keys begin at `start`."""
+    """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees
+    `keys` keys. The sequence's own keys begin at `start`."""
 
     sequence: int
     first: int
@@ -214,19 +244,25 @@ class _Piece(NamedTuple):
 
 
 def _pieces(layout: Layout) -> Iterator[_Piece]:
-    start, context, key_start = layout.row_start.tolist(), layout.context.tolist(), layout.key_start.tolist()
+    start = layout.row_start.tolist()
+    context = layout.context.tolist()
+    key_start = layout.key_start.tolist()
     for sequence, stored in enumerate(context):
         for first in range(start[sequence], start[sequence + 1], _PIECE_ROWS):
             last = min(first + _PIECE_ROWS, start[sequence + 1])
-            yield _Piece(sequence, first, last - first, stored + last - start[sequence], key_start[sequence])
+            yield _Piece(
+                sequence, first, last - first, stored + last - start[sequence], key_start[sequence]
+            )
 
 
 def _batches(
     layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype, window: int | None
 ) -> Iterator["_Batch"]:
-    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to compute in `dtype`.
+    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to
+    compute in `dtype`.
 
-    The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that sequence alone.
+    The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that
+    sequence alone.
     """
     kv_heads, dim = store.k.shape[1:]
 
@@ -244,15 +280,22 @@ def _batches(
 class _Batch:
     """Some pieces, padded: S pieces of R rows and K keys each.
 
-    Tensors are of `dtype`. Those of queries are [S, KV, G·R, ...], where G query heads share a key head, so that all of
-    them are one product with keys and values [S, KV, K, D].
+    Tensors are of `dtype`. Those of queries are [S, KV, G·R, ...], where G query heads share a key
+    head, so that all of them are one product with keys and values [S, KV, K, D].
     """
 
     def __init__(
-        self, layout: Layout, pieces: list[_Piece], kv_heads: int, dtype: torch.dtype, window: int | None
+        self,
+        layout: Layout,
+        pieces: list[_Piece],
+        kv_heads: int,
+        dtype: torch.dtype,
+        window: int | None,
     ) -> None:
         device = layout.positions.device
-        sequence, first, count, keys, _ = (torch.tensor(column, device=device).unsqueeze(1) for column in zip(*pieces))
+        sequence, first, count, keys, _ = (
+            torch.tensor(column, device=device).unsqueeze(1) for column in zip(*pieces)
+        )
         row = torch.arange(max(piece.rows for piece in pieces), device=device)
         key = torch.arange(max(piece.keys for piece in pieces), device=device)
         self.pieces, self.kv_heads, self.dtype = pieces, kv_heads, dtype
@@ -278,14 +321,18 @@ class _Batch:
         if padding is not None:
             picked.masked_fill_(~self.valid[:, :, None, None], padding)
         pieces, count, heads, dim = picked.shape
-        grouped = picked.view(pieces, count, self.kv_heads, heads // self.kv_heads, dim).permute(0, 2, 3, 1, 4)
+        grouped = picked.view(pieces, count, self.kv_heads, heads // self.kv_heads, dim).permute(
+            0, 2, 3, 1, 4
+        )
         return grouped.reshape(pieces, self.kv_heads, -1, dim)
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         """queries·keysᵀ·scale [S, KV, G·R, K], -inf where a row does not see the key."""
         scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale)
         pieces, rows, count = self.visible.shape
-        scores.view(pieces, self.kv_heads, -1, rows, count).masked_fill_(~self.visible[:, None, None], float("-inf"))
+        scores.view(pieces, self.kv_heads, -1, rows, count).masked_fill_(
+            ~self.visible[:, None, None], float("-inf")
+        )
         return scores
 
     def of_heads(self, values: Tensor | None) -> Tensor | None:
@@ -298,8 +345,12 @@ class _Batch:
     def scatter(self, padded: Tensor, out: Tensor) -> None:
         """Write the valid rows of [S, KV, G·R, D] into `out` [T, H, D]."""
         pieces, _, _, dim = padded.shape
-        ungrouped = padded.view(pieces, self.kv_heads, -1, self.valid.shape[1], dim).permute(0, 3, 1, 2, 4)
-        out[self.rows[self.valid]] = ungrouped.reshape(pieces, self.valid.shape[1], -1, dim)[self.valid]
+        ungrouped = padded.view(pieces, self.kv_heads, -1, self.valid.shape[1], dim).permute(
+            0, 3, 1, 2, 4
+        )
+        out[self.rows[self.valid]] = ungrouped.reshape(pieces, self.valid.shape[1], -1, dim)[
+            self.valid
+        ]
 
     def add_to_keys(self, padded: Tensor, out: Tensor) -> None:
         """Add [S, KV, K, D] to `out` [all keys, KV, D], piece by piece."""
@@ -308,7 +359,8 @@ class _Batch:
 
 
 def sinks_backward(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O) the second term is left."""
+    """`Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O) the
+    second term is left."""
     rows = zip(dout.split(_SINK_ROWS), out.split(_SINK_ROWS))
     inner = torch.cat([(gradient.double() * values.double()).sum(-1) for gradient, values in rows])
     return -(torch.exp(sinks.double() - lse.double()) * inner).sum(0).float()

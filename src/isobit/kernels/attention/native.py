@@ -91,14 +91,24 @@ def _supports(q: Tensor, store: KVStore) -> bool:
 
 
 def _arguments(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None, out: Tensor, lse: Tensor
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> AttentionArguments:
     rows, heads, dim = q.shape
     return AttentionArguments(
         PLAIN[q.dtype], PLAIN[store.k.dtype] if store.kv is None else KINDS[store.kv.format.dtype],
-        q.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale), pointer(store.v_scale),
+        q.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale),
+        pointer(store.v_scale),
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
-        layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
-        out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
-        0 if store.calibrated else 1, KINDS[torch.float32], ALL_KEYS if window is None else window, None, None,
+        layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads,
+        store.k.shape[1], dim, scale,
+        out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows,
+        False,
+        0 if store.calibrated else 1, KINDS[torch.float32], ALL_KEYS if window is None else window,
+        None, None,
     )  # fmt: skip

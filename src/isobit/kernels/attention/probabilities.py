@@ -1,12 +1,15 @@
-"""Unnormalized probabilities w = exp(score - peak), and their rounding before P·V: to BF16, or to E4M3.
+"""Unnormalized probabilities w = exp(score - peak), and their rounding before P·V: to BF16, or to
+E4M3.
 
-E4M3 takes w · 2^8, since w is at most 1 and 2^8 is the largest power of two that it holds: the values are E4M3(w · 2^8)
-/ 2^8, to nearest even, multiples of 2^-17 below 2^-14. The sum of weights is of w itself.
+E4M3 takes w · 2^8, since w is at most 1 and 2^8 is the largest power of two that it holds: the
+values are E4M3(w · 2^8) / 2^8, to nearest even, multiples of 2^-17 below 2^-14. The sum of weights
+is of w itself.
 
-In float64 the score's last place must not decide a code, nor the library whose exp it is. So a code is the number of
-`boundaries` that score - peak reaches, by the exact exp; a code is that of the score as `lane_sum` adds it, and where
-another order might give another one (`uncertain`) that order is needed. In float32 the definitions of score and exp
-leave one w. Held by `tests/kernels/test_probabilities.py`.
+In float64 the score's last place must not decide a code, nor the library whose exp it is. So a code
+is the number of `boundaries` that score - peak reaches, by the exact exp; a code is that of the
+score as `lane_sum` adds it, and where another order might give another one (`uncertain`) that order
+is needed. In float32 the definitions of score and exp leave one w. Held by
+`tests/kernels/test_probabilities.py`.
 """
 
 import math
@@ -45,14 +48,14 @@ def weigh(shifted: Tensor, probabilities: Format | None) -> tuple[Tensor, Tensor
 
 
 def uncertain(shifted: Tensor, error: Tensor) -> Tensor:
-    """Which rows [..., R] of score - peak [..., R, K] have a code that another number within `error` [..., R, 1] might
-    not have."""
+    """Which rows [..., R] of score - peak [..., R, K] have a code that another number within
+    `error` [..., R, 1] might not have."""
     return (_codes(shifted - error) != _codes(shifted + error)).any(-1)
 
 
 def lane_sum(x: Tensor) -> Tensor:
-    """Sum over dimension 1 in eight lanes, as C++ adds a score in float64: lane l adds the terms l, l + 8 ... in
-    ascending order, then the lanes are added as a tree."""
+    """Sum over dimension 1 in eight lanes, as C++ adds a score in float64: lane l adds the terms l,
+    l + 8 ... in ascending order, then the lanes are added as a tree."""
     missing = -x.shape[1] % _LANES
     lanes = torch.nn.functional.pad(x.movedim(1, -1), (0, missing)).unflatten(-1, (-1, _LANES))
     total = torch.zeros_like(lanes[..., 0, :])
@@ -63,8 +66,8 @@ def lane_sum(x: Tensor) -> Tensor:
 
 @cache
 def boundaries() -> Tensor:
-    """For each code up to that of 2^8 but the last: the least float64 number whose exp, which is never a tie, is
-    nearer to the next one."""
+    """For each code up to that of 2^8 but the last: the least float64 number whose exp, which is
+    never a tie, is nearer to the next one."""
     values = _values(torch.device("cpu")).tolist()
     found = []
     with localcontext() as context:

@@ -1,4 +1,5 @@
-"""The table of operators that follow from other operators: a fused kernel must return the same bits.
+"""The table of operators that follow from other operators: a fused kernel must return the same
+bits.
 
 A backend on a CPU inherits these and has others in the place of those that it computes in a single
 kernel. A function whose first parameter is `ops` is given the backend; the others are static.
@@ -19,7 +20,8 @@ from isobit.precision import Precision
 
 
 class Composed(Ops):
-    """The part of `isobit.kernels.ops.Ops` that follows from the rest, where errors are raised at once."""
+    """The part of `isobit.kernels.ops.Ops` that follows from the rest, where errors are raised at
+    once."""
 
     device = torch.device("cpu")
     fused_head = False

@@ -1,12 +1,13 @@
-"""The native backend: the table of operators in C++ (`*.cpp` in the operators' rooms), called through ctypes with data
-pointers.
+"""The native backend: the table of operators in C++ (`*.cpp` in the operators' rooms), called
+through ctypes with data pointers.
 
-Same definitions and signatures as the reference backend. Products, norms, gates and attention under `bitwise`, FP8
-products under `exact`, linear attention, quantization, keys and values and sampled tokens are its bits; elsewhere sums
-run in another fixed order in float64, and results differ by at most a unit in the last place
-(`tests/kernels/test_native.py`), gradients of linear attention in float32 (`test_delta.py`). What C++ does not cover
-goes to the reference operators: `unsupported` names what of a precision flow that is, and `check_precision` adds it to
-`why`, which a run shows and records.
+Same definitions and signatures as the reference backend. Products, norms, gates and attention under
+`bitwise`, FP8 products under `exact`, linear attention, quantization, keys and values and sampled
+tokens are its bits; elsewhere sums run in another fixed order in float64, and results differ by at
+most a unit in the last place (`tests/kernels/test_native.py`), gradients of linear attention in
+float32 (`test_delta.py`). What C++ does not cover goes to the reference operators: `unsupported`
+names what of a precision flow that is, and `check_precision` adds it to `why`, which a run shows
+and records.
 
 Left out: the library (`native/build.py`), the C interface (`native/interface.py`).
 """
@@ -52,7 +53,9 @@ class NativeOps(NativeBase, Composed):
     def check_precision(self, precision: Precision) -> None:
         """Every flow can be computed; `why` says what of it is not in C++."""
         found = unsupported(precision, self.consistency)
-        slower = f"; by the reference operators, which are slower: {', '.join(found)}" if found else ""
+        slower = (
+            f"; by the reference operators, which are slower: {', '.join(found)}" if found else ""
+        )
         self.why = self._chosen + slower
 
     quantize = quantize_native.quantize
@@ -84,8 +87,13 @@ class NativeOps(NativeBase, Composed):
 
 
 def unsupported(precision: Precision, consistency: str) -> list[str]:
-    """What of a precision flow C++ leaves to the reference operators, each as `operator of format`."""
-    found = [text for flow in (precision.rollout, precision.learner) for text in _of_flow(flow, consistency)]
+    """What of a precision flow C++ leaves to the reference operators, each as `operator of
+    format`."""
+    found = [
+        text
+        for flow in (precision.rollout, precision.learner)
+        for text in _of_flow(flow, consistency)
+    ]
     gradient = precision.gradient
     if gradient is not None and not quantize_native.has_scales(gradient):
         found.append(f"quantize of {gradient}")

@@ -1,4 +1,5 @@
-"""The reference backend: plain PyTorch, the definition of every operator and the oracle of every other backend."""
+"""The reference backend: plain PyTorch, the definition of every operator and the oracle of every
+other backend."""
 
 from collections.abc import Callable
 
@@ -33,7 +34,8 @@ _SINGLE: dict[str, Callable[..., object]] = {
 
 
 def order_of(consistency: str) -> str:
-    """The order of products, and of sums within a row, on a CPU, as a run records it; of a resolved consistency."""
+    """The order of products, and of sums within a row, on a CPU, as a run records it; of a resolved
+    consistency."""
     sums = orders.order(consistency)
     if sums is not None:
         return f"{ordered.VERSIONS[sums]}+{norms32.ORDER}"
@@ -41,12 +43,14 @@ def order_of(consistency: str) -> str:
 
 
 class ReferenceOps(Composed):
-    """`isobit.kernels.ops.Ops` in PyTorch, on the device that it is given: an operator computes where its inputs
-    are."""
+    """`isobit.kernels.ops.Ops` in PyTorch, on the device that it is given: an operator computes
+    where its inputs are."""
 
     backend = "reference"
 
-    def __init__(self, consistency: str = "bitwise", why: str = "", device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, consistency: str = "bitwise", why: str = "", device: torch.device | str = "cpu"
+    ) -> None:
         self.consistency = orders.resolved(consistency)
         self.sums = orders.order(self.consistency)
         self.order = order_of(self.consistency)
@@ -55,7 +59,9 @@ class ReferenceOps(Composed):
         if self.sums is not None:
             vars(self).update(_SINGLE)
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(
+        self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ) -> Tensor:
         if isinstance(b, PackedFP4):
             return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
@@ -65,7 +71,9 @@ class ReferenceOps(Composed):
             return ordered.product(a, b, bias, out, self.sums)
         return products.product(a, b, bias, out)
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+    def gradient_product(
+        self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
         if self.consistency == "fast" or (self.sums is not None and ordered.computes(a, b)):
             return products.added_product(self, a, b, out, into)
         found = products.gradient_product(a, b, out)

@@ -1,12 +1,12 @@
 """Whether the kernels keep on this GPU what they promise, before a run counts on it.
 
-Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and among others. So the
-first start on a machine computes products, attention, linear attention, the output head, norms and gates: rows alone, a
-few of them and all must agree in every bit, and be the reference's within a bound; and the rounding of BF16 masters, in
-every bit. Most
-of the time goes into compiling. A pass is remembered for the GPU, its driver, the versions of PyTorch and Triton, and
-the kernels' sources. Left out: whole models (`python -m benchmarks.gpu`), the backward, and several GPUs of which one
-is broken.
+Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and
+among others. So the first start on a machine computes products, attention, linear attention, the
+output head, norms and gates: rows alone, a few of them and all must agree in every bit, and be the
+reference's within a bound; and the rounding of BF16 masters, in every bit. Most of the time goes
+into compiling. A pass is remembered for the GPU, its driver, the versions of PyTorch and Triton,
+and the kernels' sources. Left out: whole models (`python -m benchmarks.gpu`), the backward, and
+several GPUs of which one is broken.
 """
 
 import hashlib
@@ -35,7 +35,12 @@ _PARTS = ((0, 1), (79, 80), (3, 20), (10, 75))
 _SIZES = ((192, 640), (64, 8192))  # outputs and inputs of products; the second sums in chunks
 _LENGTH = 600  # of a sequence: two splits of keys
 _WIDTH = 384  # of what is normed and gated
-_STATES = (_ROWS, 2, 4, 128)  # rows of linear attention, its heads of keys and of values, their dimension
+_STATES = (
+    _ROWS,
+    2,
+    4,
+    128,
+)  # rows of linear attention, its heads of keys and of values, their dimension
 _BOUND = 2.0**-7  # of the largest result: BF16 rounds by half of this at most
 Found = tuple[str, bool]
 
@@ -49,8 +54,9 @@ def failures(ops: Ops, fp8: bool = True) -> list[str]:
 def remembered(ops: Ops, fp8: bool = True) -> list[str]:
     """`failures`, unless there were none before on the same GPU with the same software.
 
-    Decoding's attention exchanges the operands of the learner's matrix instructions, which no specification says to
-    keep bits. Where attention alone fails, it is asked again with all rows on one side, and computes so if that holds.
+    Decoding's attention exchanges the operands of the learner's matrix instructions, which no
+    specification says to keep bits. Where attention alone fails, it is asked again with all rows on
+    one side, and computes so if that holds.
     """
     try:
         place = cache_directory("gpu")
@@ -95,8 +101,8 @@ def _all(ops: Ops, kind: str) -> Iterator[Found]:
 
 
 def _random(ops: Ops, seed: int, *shape: int) -> Tensor:
-    """BF16 of widely varying magnitudes: sums of equal ones would hide an order. The user's generators stay as they
-    are."""
+    """BF16 of widely varying magnitudes: sums of equal ones would hide an order. The user's
+    generators stay as they are."""
     signed, exponents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
     return (signed * torch.exp(exponents)).bfloat16().to(ops.device)
 
@@ -127,39 +133,55 @@ def _rows(x: Operand, lo: int, hi: int) -> Operand:
 
 
 def _attention(ops: Ops, kind: str) -> Iterator[Found]:
-    """A sequence at once, some of its rows as if decoded one by one, and its last ones in chunks: tiles of 16, 32, 64
-    and 128 rows, which stand on either side of the matrix instruction."""
+    """A sequence at once, some of its rows as if decoded one by one, and its last ones in chunks:
+    tiles of 16, 32, 64 and 128 rows, which stand on either side of the matrix instruction."""
     heads, kv_heads, dim, length = 2, 1, 128, _LENGTH
     kv, what = _CACHES[kind], f"attention over keys in {kind}"
-    q, k, v = (_random(ops, seed, length, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (
+        _random(ops, seed, length, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads))
+    )
     packed = Layout.packed([length])
     store = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16, None, ops.device)
     ops.kv_write(store, k, v, packed.to(ops.device))
     whole = ops.attention(q, store, packed.to(ops.device), dim**-0.5)[0]
     starts = [0, 1, length // 2, length - 1]
-    one = Layout.build([1] * len(starts), starts, packed.page_table.expand(len(starts), -1).contiguous(), 16)
+    one = Layout.build(
+        [1] * len(starts), starts, packed.page_table.expand(len(starts), -1).contiguous(), 16
+    )
     decoded = ops.attention(q[starts].contiguous(), store, one.to(ops.device), dim**-0.5)[0]
-    yield f"{what}: decoded rows have other bits than a whole sequence's", torch.equal(decoded, whole[starts])
+    yield (
+        f"{what}: decoded rows have other bits than a whole sequence's",
+        torch.equal(decoded, whole[starts]),
+    )
     for rows in (12, 25):
         chunk = Layout.build([rows], [length - rows], packed.page_table, 16).to(ops.device)
         part = ops.attention(q[-rows:].contiguous(), store, chunk, dim**-0.5)[0]
-        yield f"{what}: a chunk of {rows} rows has other bits than a whole sequence", torch.equal(part, whole[-rows:])
+        yield (
+            f"{what}: a chunk of {rows} rows has other bits than a whole sequence",
+            torch.equal(part, whole[-rows:]),
+        )
     reference = ReferenceOps("exact")
     there = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16)
     reference.kv_write(there, k.cpu(), v.cpu(), packed)
-    yield f"{what}: other codes are stored than the definition's", torch.equal(store.k.cpu(), there.k)
+    yield (
+        f"{what}: other codes are stored than the definition's",
+        torch.equal(store.k.cpu(), there.k),
+    )
     yield _near(what, whole, reference.attention(q.cpu(), there, packed, dim**-0.5)[0])
 
 
 def _recurrent(ops: Ops) -> Iterator[Found]:
-    """Linear attention over a learner's whole sequence, and from states that are kept: a chunk, a row, the others."""
+    """Linear attention over a learner's whole sequence, and from states that are kept: a chunk, a
+    row, the others."""
     length, key_heads, value_heads, dim = _STATES
     channels = (2 * key_heads + value_heads) * dim
     x, weight = _random(ops, 0, length, channels), _random(ops, 1, channels, 4).float()
     gates = _random(ops, 2, length, 2 * value_heads).float()
     heads = DeltaHeads(key_heads, value_heads, dim, dim, *_random(ops, 3, 2, value_heads).float())
     packed = Layout.packed([length])
-    store = StateStore.allocate(packed.page_table.shape[1], (3, channels), (value_heads, dim, dim), BF16, ops.device)
+    store = StateStore.allocate(
+        packed.page_table.shape[1], (3, channels), (value_heads, dim, dim), BF16, ops.device
+    )
 
     def run(lo: int, hi: int, store: StateStore | None = store) -> list[Tensor]:
         layout = Layout.build([hi - lo], [lo], packed.page_table, packed.page_size).to(ops.device)
@@ -167,12 +189,17 @@ def _recurrent(ops: Ops) -> Iterator[Found]:
         return [mixed, ops.delta_rule(mixed, gates[lo:hi], heads, store, layout).flatten(1)]
 
     whole, middle = run(0, length, None), length // 2
-    parts = zip(*(run(lo, hi) for lo, hi in ((0, middle), (middle, middle + 1), (middle + 1, length))))
+    parts = zip(
+        *(run(lo, hi) for lo, hi in ((0, middle), (middle, middle + 1), (middle + 1, length)))
+    )
     for what, found, divided in zip(("convolution", "delta rule"), whole, parts):
         same = torch.equal(torch.cat(divided), found)
         yield f"{what}: a sequence in parts has other bits than the whole one", same
-    reference, there = ReferenceOps("exact"), replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu())
-    yield _near("convolution", whole[0], reference.short_convolution(x.cpu(), weight.cpu(), None, packed))
+    reference = ReferenceOps("exact")
+    there = replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu())
+    yield _near(
+        "convolution", whole[0], reference.short_convolution(x.cpu(), weight.cpu(), None, packed)
+    )
     wanted = reference.delta_rule(whole[0].cpu(), gates.cpu(), there, None, packed).flatten(1)
     yield _near("delta rule", whole[1], wanted)
 
@@ -182,8 +209,13 @@ def _head(ops: Ops) -> Iterator[Found]:
     keys = torch.arange(4 * _ROWS, device=ops.device).view(_ROWS, 4)
     tokens, sampled = ops.head_sample(x, w, keys, 1.0)
     whole = ops.head_logprobs(x, w, tokens, 1.0)[0]
-    yield "output head: the sampler's log-probabilities have other bits than the learner's", torch.equal(sampled, whole)
-    yield from _alone("output head", lambda lo, hi: ops.head_logprobs(x[lo:hi], w, tokens[lo:hi], 1.0)[0], whole)
+    yield (
+        "output head: the sampler's log-probabilities have other bits than the learner's",
+        torch.equal(sampled, whole),
+    )
+    yield from _alone(
+        "output head", lambda lo, hi: ops.head_logprobs(x[lo:hi], w, tokens[lo:hi], 1.0)[0], whole
+    )
     wanted = torch.log_softmax(x.cpu().double() @ w.cpu().double().t(), -1)
     yield _near("output head", whole, wanted[torch.arange(_ROWS), tokens.cpu()])
 
@@ -202,7 +234,9 @@ def _quantized(ops: Ops) -> Iterator[Found]:
     yield from _alone("norm", norm, norm(0, _ROWS))
     yield from _alone("gate", gate, gate(0, _ROWS))
     found, wanted = ops.quantize(x, _ROW), ReferenceOps("exact").quantize(x.cpu(), _ROW)
-    same = torch.equal(_codes(found).cpu(), _codes(wanted)) and torch.equal(found.scale.cpu(), wanted.scale)
+    same = torch.equal(_codes(found).cpu(), _codes(wanted)) and torch.equal(
+        found.scale.cpu(), wanted.scale
+    )
     yield "quantization: other codes or scales than the definition's", same
 
 

@@ -1,17 +1,18 @@
 """The Triton backend: `isobit.kernels.ops.Ops` on an NVIDIA GPU, or in Triton's interpreter.
 
-The definitions are the reference operators'. Quantization, cache writes and what is elementwise return their bits; sums
-are float32 in a fixed order where the reference has float64, so products, norms, attention and log-probabilities
-differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and
-the position (`tests/kernels/triton`). Products of many rows may be a library's where it returns their bytes
-(`product/triton/library.py`). Under `consistency: fast` all products are cuBLAS's.
+The definitions are the reference operators'. Quantization, cache writes and what is elementwise
+return their bits; sums are float32 in a fixed order where the reference has float64, so products,
+norms, attention and log-probabilities differ from the CPU's in the last places, and agree among
+themselves: a row's bits depend on the row, the weights and the position (`tests/kernels/triton`).
+Products of many rows may be a library's where it returns their bytes (`product/triton/library.py`).
+Under `consistency: fast` all products are cuBLAS's.
 
-An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does, at a sync, and to try
-a library at a size that is new. So NaN and infinity cannot be raised where they are met: a flag is set, results become
-NaN, and `raise_faults` raises where results are read.
+An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does,
+at a sync, and to try a library at a size that is new. So NaN and infinity cannot be raised where
+they are met: a flag is set, results become NaN, and `raise_faults` raises where results are read.
 
-Left out: E5M2, MXFP8, NVFP4 but of weights against plain activations, and scales by tensor but those of a calibrated
-cache; `check_precision` refuses them.
+Left out: E5M2, MXFP8, NVFP4 but of weights against plain activations, and scales by tensor but
+those of a calibrated cache; `check_precision` refuses them.
 """
 
 import torch
@@ -76,11 +77,15 @@ class TritonOps(Ops):
         for flow in (precision.rollout, precision.learner):
             if flow.probabilities is not None:
                 raise IsobitError(
-                    f"backend: triton has no kernel for probabilities in {flow.probabilities} (preset "
+                    f"backend: triton has no kernel for probabilities in {flow.probabilities} "
+                    "(preset "
                     f"{precision.name}); use backend: native, or leave precision.probabilities out"
                 )
             decoded = flow.weight == NVFP4 and flow.activation is None and target().fp8
-            specs += [("weights", None if decoded else flow.weight), ("activations", flow.activation)]
+            specs += [
+                ("weights", None if decoded else flow.weight),
+                ("activations", flow.activation),
+            ]
             specs += [("keys and values", flow.kv), ("queries", flow.query)]
         specs.append(("output gradients", precision.gradient))
         for role, spec in specs:
@@ -89,15 +94,23 @@ class TritonOps(Ops):
             forms = _CACHED if role == "keys and values" else (E4M3,)
             if not target().fp8 and spec.format is not INT8:
                 raise IsobitError(
-                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 on, and this GPU is "
+                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 "
+                    "on, and this GPU is "
                     "older; use precision: bf16, or backend: native"
                 )
-            computed = spec.format in forms and spec.granularity in _ALLOWED[role] and spec.scale in ("fp32", "ue8m0")
+            computed = (
+                spec.format in forms
+                and spec.granularity in _ALLOWED[role]
+                and spec.scale in ("fp32", "ue8m0")
+            )
             if not computed:
-                names, allowed = " or ".join(form.name for form in forms), " or ".join(_ALLOWED[role])
+                names = " or ".join(form.name for form in forms)
+                allowed = " or ".join(_ALLOWED[role])
                 raise IsobitError(
-                    f"backend: triton has no kernel for {role} in {spec} (preset {precision.name}): it takes "
-                    f"{names}, {allowed}, with fp32 or ue8m0 scales{_BESIDES.get(role, '')}; use backend: native"
+                    f"backend: triton has no kernel for {role} in {spec} (preset "
+                    f"{precision.name}): it takes "
+                    f"{names}, {allowed}, with fp32 or ue8m0 scales{_BESIDES.get(role, '')}; "
+                    "use backend: native"
                 )
 
     def raise_faults(self) -> None:
@@ -114,7 +127,9 @@ class TritonOps(Ops):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         return quantize_kernels.quantize_along_tokens(x, spec, self._faults.of(name))
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(
+        self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ) -> Tensor:
         if not self._cublas:
             return self.libraries.product(a, b, bias, out)
         if isinstance(b, PackedFP4):
@@ -135,7 +150,13 @@ class TritonOps(Ops):
         return grouped.grouped_weight_gradient(dy, x, offsets, gradient, flags, into)
 
     def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        spec: QuantSpec,
+        name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
         return norm.rms_norm_quantized(x, weight, eps, residual, spec, self._faults.of(name))
 
@@ -147,7 +168,9 @@ class TritonOps(Ops):
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         heads.kv_write(store, k, v, layout, self._flag_of(store))
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
         return gate.gate_mul_quantized(activation, gate_up, spec, self._faults.of(name))
 
     error_sums = staticmethod(quantize_definition.error_sums)

@@ -1,21 +1,23 @@
-"""Linear attention by the gated delta rule, and the short convolution before it, in the order `delta32-v1`: the
-definition for every `consistency` on a CPU.
+"""Linear attention by the gated delta rule, and the short convolution before it, in the order
+`delta32-v1`: the definition for every `consistency` on a CPU.
 
-Of a head with state S [Dk, Dv], a token with query q, key k, value v, forgetting g and strength b (Yang et al. 2024,
-arXiv 2412.06464, eq. 10) computes
+Of a head with state S [Dk, Dv], a token with query q, key k, value v, forgetting g and strength b
+(Yang et al. 2024, arXiv 2412.06464, eq. 10) computes
 
     S' = exp(g) · S,  e = b · (v - kᵀ S'),  S = S' + k eᵀ,  out = qᵀ S
 
-where q and k are divided by their lengths, q by the root of Dk besides, b = sigmoid(b'), and
-g = -exp(decay) · softplus(a + step_bias). All is float32, each operation rounded; sums over Dk are `rows32.dot` in
-`LANES` lanes, lengths in `HEAD_LANES`; S' + k eᵀ is a fused multiply-add; exp is that of rows32, softplus its log of
-1 + exp in float64, rounded to float32, and above 20 the number itself. out is rounded once to the type of its inputs.
+where q and k are divided by their lengths, q by the root of Dk besides, b = sigmoid(b'), and g =
+-exp(decay) · softplus(a + step_bias). All is float32, each operation rounded; sums over Dk are
+`rows32.dot` in `LANES` lanes, lengths in `HEAD_LANES`; S' + k eᵀ is a fused multiply-add; exp is
+that of rows32, softplus its log of 1 + exp in float64, rounded to float32, and above 20 the number
+itself. out is rounded once to the type of its inputs.
 
-Tokens are computed one after the other, so a decoded token, a chunk of a prompt and the learner's whole sequences are
-the same operations in the same order: bits cannot depend on how tokens are divided, and none do
-(`tests/kernels/test_delta.py`). A form in chunks, whose products would fill matrix units, has another order for each
-division. The error of a token is that of float32 recurrence: it fades with the state. The backward is whole sequences
-only; it repeats, and agrees with no rollout.
+Tokens are computed one after the other, so a decoded token, a chunk of a prompt and the learner's
+whole sequences are the same operations in the same order: bits cannot depend on how tokens are
+divided, and none do (`tests/kernels/test_delta.py`). A form in chunks, whose products would fill
+matrix units, has another order for each division. The error of a token is that of float32
+recurrence: it fades with the state. The backward is whole sequences only; it repeats, and agrees
+with no rollout.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +39,8 @@ _LINEAR = 20.0
 
 
 class Rows(NamedTuple):
-    """The rows of one sequence: `start` to `stop` of a batch, after `context` earlier ones, in `pages`."""
+    """The rows of one sequence: `start` to `stop` of a batch, after `context` earlier ones, in
+    `pages`."""
 
     start: int
     stop: int
@@ -60,14 +63,19 @@ class Rows(NamedTuple):
 
 def sequences(layout: Layout) -> Iterator[Rows]:
     """The sequences of a batch that have rows."""
-    bounds, contexts, tables = layout.row_start.tolist(), layout.context.tolist(), layout.page_table.tolist()
+    bounds = layout.row_start.tolist()
+    contexts = layout.context.tolist()
+    tables = layout.page_table.tolist()
     for start, stop, context, table in zip(bounds, bounds[1:], contexts, tables):
         if stop > start:
             yield Rows(start, stop, context, table, layout.page_size)
 
 
-def short_convolution(x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
-    """As `Ops.short_convolution`: a chain of fused multiply-adds from zero over ascending j, then s / (1 + exp(-s))."""
+def short_convolution(
+    x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+) -> Tensor:
+    """As `Ops.short_convolution`: a chain of fused multiply-adds from zero over ascending j, then s
+    / (1 + exp(-s))."""
     width, y = weight.shape[1], torch.empty_like(x)
     for rows in sequences(layout):
         seen = torch.cat((_inputs_before(rows, x, width, store), x[rows.start : rows.stop]))
@@ -94,13 +102,18 @@ def _convolved(seen: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-def short_convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def short_convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
     """As `Ops.short_convolution_backward`, in float32."""
     width, dx, dweight = weight.shape[1], torch.empty_like(x), torch.zeros_like(weight)
     for rows in sequences(layout):
         seen = functional.pad(x[rows.start : rows.stop].float(), (0, 0, width - 1, 0))
         count = rows.stop - rows.start
-        total = sum((seen[j : j + count] * weight[:, j] for j in range(width)), torch.zeros((), device=x.device))
+        total = sum(
+            (seen[j : j + count] * weight[:, j] for j in range(width)),
+            torch.zeros((), device=x.device),
+        )
         sigma = torch.sigmoid(total)
         dtotal = dy[rows.start : rows.stop].float() * sigma * (1.0 + total * (1.0 - sigma))
         dseen = torch.zeros_like(seen)
@@ -112,8 +125,8 @@ def short_convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, layout: La
 
 
 class Parts(NamedTuple):
-    """Of every token and head in float32: queries and keys [T, Hk, Dk], values [T, Hv, Dv], what is left of the state
-    and the strength [T, Hv]."""
+    """Of every token and head in float32: queries and keys [T, Hk, Dk], values [T, Hv, Dv], what is
+    left of the state and the strength [T, Hv]."""
 
     q: Tensor
     k: Tensor
@@ -126,14 +139,18 @@ Backward = Callable[[Parts, Tensor], Parts]
 """Gradients of the parts, of those of out [T, Hv, Dv] float32."""
 
 
-def delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout) -> Tensor:
+def delta_rule(
+    qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+) -> Tensor:
     """As `Ops.delta_rule`."""
     parts = _parts(qkv, gates, heads)
     each = heads.value_heads // heads.key_heads
     q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
     out = torch.empty_like(parts.v)
     for rows in sequences(layout):
-        assert store is not None or not rows.context, "a sequence goes on, and nothing was kept of it"
+        assert store is not None or not rows.context, (
+            "a sequence goes on, and nothing was kept of it"
+        )
         state = q.new_zeros(heads.value_heads, heads.key_dim, heads.value_dim)
         if store is not None and rows.before is not None:
             state = store.states[rows.before]
@@ -160,7 +177,9 @@ def _parts(qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Parts:
     soft = torch.where(shifted > _LINEAR, shifted, log(1.0 + exp(shifted).double()).float())
     kept = exp(-(exp(heads.decay) * soft))
     scale = torch.tensor(heads.key_dim**-0.5, device=q.device)
-    return Parts(q * _inverse_length(q) * scale, k * _inverse_length(k), v, kept, 1.0 / (1.0 + exp(-b)))
+    return Parts(
+        q * _inverse_length(q) * scale, k * _inverse_length(k), v, kept, 1.0 / (1.0 + exp(-b))
+    )
 
 
 def _split(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,13 +198,16 @@ def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `Ops.delta_rule_backward`."""
-    return through_parts(dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout))
+    return through_parts(
+        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout)
+    )
 
 
 def through_parts(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, backward: Backward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)` gives the gradients of parts."""
+    """`Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)` gives the
+    gradients of parts."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
         own, own_gates, decay, step_bias = leaves
@@ -195,21 +217,28 @@ def through_parts(
         kept = torch.exp(-decay.exp() * functional.softplus(a + step_bias))
         parts = Parts(q * heads.key_dim**-0.5, k, v, kept, torch.sigmoid(b))
     detached = Parts(*(part.detach().contiguous() for part in parts))
-    found = torch.autograd.grad(list(parts), leaves, list(backward(detached, dout.float().contiguous())))
+    found = torch.autograd.grad(
+        list(parts), leaves, list(backward(detached, dout.float().contiguous()))
+    )
     return found[0], found[1], found[2], found[3]
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
-    """Gradients of the parts: back through the tokens, over the states after each, which are kept for one sequence."""
+    """Gradients of the parts: back through the tokens, over the states after each, which are kept
+    for one sequence."""
     each = parts.v.shape[1] // parts.k.shape[1]
     q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
-    dq, dk, found = torch.zeros_like(q), torch.zeros_like(k), [torch.zeros_like(x) for x in parts[2:]]
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    found = [torch.zeros_like(x) for x in parts[2:]]
     dv, dkept, dstrength = found
     for rows in sequences(layout):
         states = [q.new_zeros(q.shape[1], q.shape[2], parts.v.shape[2])]
         for t in range(rows.start, rows.stop):
             faded = states[-1] * parts.kept[t, :, None, None]
-            error = (parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)) * parts.strength[t, :, None]
+            error = (parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)) * parts.strength[
+                t, :, None
+            ]
             states.append(faded + k[t].unsqueeze(-1) * error.unsqueeze(1))
         dstate = torch.zeros_like(states[0])
         for t in reversed(range(rows.start, rows.stop)):
@@ -221,7 +250,9 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
             derror = torch.einsum("hk,hkv->hv", k[t], dstate)
             dwanted = derror * strength
             dstrength[t], dv[t] = (derror * wanted).sum(-1), dwanted
-            dk[t] = torch.einsum("hkv,hv->hk", dstate, wanted * strength) - torch.einsum("hkv,hv->hk", faded, dwanted)
+            dk[t] = torch.einsum("hkv,hv->hk", dstate, wanted * strength) - torch.einsum(
+                "hkv,hv->hk", faded, dwanted
+            )
             dfaded = dstate - k[t].unsqueeze(-1) * dwanted.unsqueeze(1)
             dkept[t] = (dfaded * before).sum((1, 2))
             dstate = dfaded * parts.kept[t, :, None, None]

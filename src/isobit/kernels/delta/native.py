@@ -21,16 +21,23 @@ from isobit.kernels.ops import DeltaHeads, Layout
 from isobit.kernels.stores import StateStore
 
 
-def short_convolution(ops: NativeBase, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
+def short_convolution(
+    ops: NativeBase, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+) -> Tensor:
     """As `Ops.short_convolution`."""
     if x.dtype not in PLAIN or (store is not None and store.inputs.dtype != x.dtype):
-        return ops.falls_back("short_convolution", x.dtype).short_convolution(x, weight, store, layout)
+        return ops.falls_back("short_convolution", x.dtype).short_convolution(
+            x, weight, store, layout
+        )
     x, weight = x.contiguous(), weight.float().contiguous()
     y, inputs = torch.empty_like(x), None if store is None else store.inputs
     assert weight.shape[0] == x.shape[1]
-    assert inputs is None or (inputs.is_contiguous() and inputs.shape[1:] == (weight.shape[1] - 1, x.shape[1]))
+    assert inputs is None or (
+        inputs.is_contiguous() and inputs.shape[1:] == (weight.shape[1] - 1, x.shape[1])
+    )
     ops.lib.isobit_short_convolution(
-        ctypes.byref(_sequences(x, store, layout)), PLAIN[x.dtype], x.data_ptr(), weight.data_ptr(), *weight.shape,
+        ctypes.byref(_sequences(x, store, layout)), PLAIN[x.dtype], x.data_ptr(), weight.data_ptr(),
+        *weight.shape,
         pointer(inputs), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -41,20 +48,28 @@ def short_convolution_backward(
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.short_convolution_backward`."""
     if x.dtype not in PLAIN or dy.dtype != x.dtype:
-        return ops.falls_back("short_convolution_backward", x.dtype).short_convolution_backward(dy, x, weight, layout)
+        return ops.falls_back("short_convolution_backward", x.dtype).short_convolution_backward(
+            dy, x, weight, layout
+        )
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.float().contiguous()
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     assert dy.shape == x.shape
     assert weight.shape[0] == x.shape[1]
     ops.lib.isobit_short_convolution_backward(
-        ctypes.byref(_sequences(x, None, layout)), PLAIN[x.dtype], dy.data_ptr(), x.data_ptr(), weight.data_ptr(),
+        ctypes.byref(_sequences(x, None, layout)), PLAIN[x.dtype], dy.data_ptr(), x.data_ptr(),
+        weight.data_ptr(),
         *weight.shape, dx.data_ptr(), dweight.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return dx, dweight
 
 
 def delta_rule(
-    ops: NativeBase, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+    ops: NativeBase,
+    qkv: Tensor,
+    gates: Tensor,
+    heads: DeltaHeads,
+    store: StateStore | None,
+    layout: Layout,
 ) -> Tensor:
     """As `Ops.delta_rule`."""
     if qkv.dtype not in PLAIN:
@@ -69,7 +84,8 @@ def delta_rule(
     assert states is None or (states.is_contiguous() and states.shape[1:] == sizes[1:])
     out = torch.empty(len(qkv), sizes[1], sizes[3], dtype=qkv.dtype)
     arguments = DeltaArguments(
-        PLAIN[qkv.dtype], *sizes, qkv.data_ptr(), gates.data_ptr(), decay.data_ptr(), step_bias.data_ptr(),
+        PLAIN[qkv.dtype], *sizes, qkv.data_ptr(), gates.data_ptr(), decay.data_ptr(),
+        step_bias.data_ptr(),
         heads.key_dim**-0.5, pointer(states), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     ops.lib.isobit_delta_rule(ctypes.byref(_sequences(qkv, store, layout)), ctypes.byref(arguments))
@@ -81,8 +97,12 @@ def delta_rule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `Ops.delta_rule_backward`."""
     if qkv.dtype not in PLAIN:
-        return ops.falls_back("delta_rule_backward", qkv.dtype).delta_rule_backward(dout, qkv, gates, heads, layout)
-    return delta.through_parts(dout, qkv, gates, heads, lambda parts, dout: backward(ops, parts, dout, layout))
+        return ops.falls_back("delta_rule_backward", qkv.dtype).delta_rule_backward(
+            dout, qkv, gates, heads, layout
+        )
+    return delta.through_parts(
+        dout, qkv, gates, heads, lambda parts, dout: backward(ops, parts, dout, layout)
+    )
 
 
 def backward(ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout) -> delta.Parts:
@@ -93,7 +113,8 @@ def backward(ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout) 
     dq, dk = (torch.empty(rows, key_heads, value_heads // key_heads, key_dim) for _ in range(2))
     dv, dkept, dstrength = (torch.empty_like(part) for part in parts[2:])
     arguments = DeltaGradientArguments(
-        key_heads, value_heads, key_dim, value_dim, layout.context.shape[0], layout.row_start.data_ptr(),
+        key_heads, value_heads, key_dim, value_dim, layout.context.shape[0],
+        layout.row_start.data_ptr(),
         *(x.data_ptr() for x in (*parts[:3], dout, *parts[3:], dq, dk, dv, dkept, dstrength)),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -114,8 +135,11 @@ def _sequences(x: Tensor, store: StateStore | None, layout: Layout) -> SequenceA
     table = layout.page_table
     assert len(x) == layout.num_rows
     assert table.is_contiguous()
-    assert store is not None or not layout.context.any(), "a sequence goes on, and nothing was kept of it"
+    assert store is not None or not layout.context.any(), (
+        "a sequence goes on, and nothing was kept of it"
+    )
     return SequenceArguments(
-        layout.row_start.data_ptr(), layout.context.data_ptr(), table.data_ptr(), table.shape[1], layout.page_size,
+        layout.row_start.data_ptr(), layout.context.data_ptr(), table.data_ptr(), table.shape[1],
+        layout.page_size,
         layout.context.shape[0],
     )  # fmt: skip

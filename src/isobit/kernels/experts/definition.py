@@ -1,10 +1,10 @@
-"""A mixture of experts: routing (probabilities, the most probable experts and their gates, row by row),
-products of the rows that each expert has, and the sums of what a token's experts give.
+"""A mixture of experts: routing (probabilities, the most probable experts and their gates, row by
+row), products of the rows that each expert has, and the sums of what a token's experts give.
 
-softmax over the experts is float64 inside, its denominator the tree of `sums.tree_sum`, and rounded to float32; gates
-are added in float32 in the order of the experts they belong to. So no sum depends on the number of rows
-(`tests/kernels/test_routing.py`). Left out: the router's logits, which are a product, and the gradient of
-routing (`model/forward/moe.py`).
+softmax over the experts is float64 inside, its denominator the tree of `sums.tree_sum`, and rounded
+to float32; gates are added in float32 in the order of the experts they belong to. So no sum depends
+on the number of rows (`tests/kernels/test_routing.py`). Left out: the router's logits, which are a
+product, and the gradient of routing (`model/forward/moe.py`).
 """
 
 from itertools import pairwise, zip_longest
@@ -19,7 +19,9 @@ from isobit.precision import QTensor, QuantSpec
 from isobit.precision.packed_fp4 import panels
 
 
-def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.route`."""
     wide = logits.double()
     weights = torch.exp(wide - wide.amax(1, keepdim=True))
@@ -40,15 +42,24 @@ def ordered_sum(x: Tensor) -> Tensor:
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """`Ops.by_expert`, by a stable sort."""
     assert count < 1 << 15
-    found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
+    found = (
+        chosen.flatten().to(torch.int16).sort(stable=True)
+    )  # few bits to sort by: a GPU takes them in passes
     experts = torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
     order, offsets = found.indices, torch.searchsorted(found.values, experts)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    place = torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
     return order // chosen.shape[1], place.view(chosen.shape), offsets
 
 
 def grouped_product(
-    ops: Ops, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ops: Ops,
+    a: Operand,
+    weights: Stacked,
+    offsets: Tensor,
+    out: torch.dtype,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """As `Ops.grouped_product`."""
     a = a if rows is None else picked(a, rows)
@@ -57,7 +68,11 @@ def grouped_product(
         for weight, bias, (start, stop) in zip(*weights.each, pairwise(offsets.tolist()))
         if stop > start
     ]
-    return torch.cat(parts) if parts else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
+    return (
+        torch.cat(parts)
+        if parts
+        else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
+    )
 
 
 def grouped_input_gradient(ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor) -> Tensor:
@@ -66,8 +81,12 @@ def grouped_input_gradient(ops: Ops, dy: Tensor, weights: Stacked, offsets: Tens
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
         return ops.grouped_product(dy, whole.transpose(), offsets, dy.dtype)
     count, rows, inner = weights.shape
-    parts = (Stacked(weights.values(columns=some).to(dy.dtype)) for some in panels(inner, count * rows))
-    return torch.cat([ops.grouped_product(dy, part.transpose(), offsets, dy.dtype) for part in parts], 1)
+    parts = (
+        Stacked(weights.values(columns=some).to(dy.dtype)) for some in panels(inner, count * rows)
+    )
+    return torch.cat(
+        [ops.grouped_product(dy, part.transpose(), offsets, dy.dtype) for part in parts], 1
+    )
 
 
 def grouped_weight_gradient(
@@ -90,14 +109,18 @@ def grouped_weight_gradient(
             right = ops.quantize_along_tokens(own, own.spec, name)
             found.append(ops.gradient_product(left, right, torch.float32, before))
         else:
-            found.append(ops.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32, before))
+            found.append(
+                ops.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32, before)
+            )
     return found
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
     """`Ops.grouped_bias_gradient`, in float64."""
     bounds = pairwise(offsets.tolist())
-    return [dy[start:stop].double().sum(0).float() if stop > start else None for start, stop in bounds]
+    return [
+        dy[start:stop].double().sum(0).float() if stop > start else None for start, stop in bounds
+    ]
 
 
 def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
@@ -111,7 +134,9 @@ def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
     return total.to(x.dtype)
 
 
-def sum_of_rows_backward(dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+def sum_of_rows_backward(
+    dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `Ops.sum_of_rows_backward`."""
     dx, dgates, wide = torch.empty_like(x), torch.empty_like(gates), dy.float()
     for slot in range(place.shape[1]):

@@ -1,4 +1,5 @@
-"""Products of experts in C++: one call for all of them, where they are in the order of `bitwise`."""
+"""Products of experts in C++: one call for all of them, where they are in the order of
+`bitwise`."""
 
 import torch
 from torch import Tensor
@@ -11,11 +12,21 @@ from isobit.precision import PackedFP4
 
 
 def grouped_product(
-    ops: NativeBase, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ops: NativeBase,
+    a: Operand,
+    weights: Stacked,
+    offsets: Tensor,
+    out: torch.dtype,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """As `Ops.grouped_product`."""
     a = a if rows is None else picked(a, rows)
     bounds, first = offsets.tolist(), weights.experts[0]
-    if ops.ordered is None or not bounds[-1] or isinstance(first, PackedFP4) or not computes(a, first):
+    if (
+        ops.ordered is None
+        or not bounds[-1]
+        or isinstance(first, PackedFP4)
+        or not computes(a, first)
+    ):
         return definition.grouped_product(ops, a, weights, offsets, out)
     return ops.ordered.grouped_product(a, weights, bounds, out)

@@ -23,7 +23,12 @@ def head_logprobs(
 
 
 def head_sample(
-    ops: Ops, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+    ops: Ops,
+    hidden: Tensor,
+    weight: Prepared,
+    keys: Tensor,
+    temperature: Temperature,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.head_sample`."""
     logits = ops.product(hidden, weight, None, torch.float32)
@@ -33,7 +38,12 @@ def head_sample(
 
 
 def head_backward(
-    ops: Ops, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+    ops: Ops,
+    dlogprobs: Tensor,
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.head_backward`."""
     logits = ops.product(hidden, weight, None, torch.float32)
@@ -50,12 +60,14 @@ def head_gradients(
     temperature: float,
     slope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient. `slope` [T, V]: their
-    derivatives by those of the head."""
+    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient.
+    `slope` [T, V]: their derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
     dlogits = torch.softmax(logits / temperature, -1).neg_()
     dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
     dlogits *= (dlogprobs / temperature).unsqueeze(-1)
     dlogits = (dlogits if slope is None else dlogits * slope).to(hidden.dtype)
     dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
-    return dhidden, ops.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
+    return dhidden, ops.gradient_product(
+        dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32
+    )

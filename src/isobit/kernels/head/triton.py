@@ -1,16 +1,20 @@
-"""The output head: log-probabilities, entropies and draws of tokens from hidden rows, without writing logits.
+"""The output head: log-probabilities, entropies and draws of tokens from hidden rows, without
+writing logits.
 
-A program multiplies a tile of 128 rows of the head's weight with 64 hidden rows (the weight on the M side of the matrix
-instruction, so that few rows waste little), and leaves the numbers of `sampling.summarize` for its part of the
-vocabulary; `sampling.VocabularyParts.merge` combines them. One kernel serves rollout and learner at every batch size.
-On Hopper more than 64 rows go in tiles of 128 by twice as many warps, two of these tiles side by side: the warps along
-the vocabulary are the same, so is the instruction, and so are the chain over C and the tree over the vocabulary. So the
-bits of a row are its own (`tests/kernels/triton/test_head.py`, `tests/kernels/test_kernel_table.py`). Hidden rows are
-loaded through an index: several keys may draw from one.
+A program multiplies a tile of 128 rows of the head's weight with 64 hidden rows (the weight on the
+M side of the matrix instruction, so that few rows waste little), and leaves the numbers of
+`sampling.summarize` for its part of the vocabulary; `sampling.VocabularyParts.merge` combines them.
+One kernel serves rollout and learner at every batch size. On Hopper more than 64 rows go in tiles
+of 128 by twice as many warps, two of these tiles side by side: the warps along the vocabulary are
+the same, so is the instruction, and so are the chain over C and the tree over the vocabulary. So
+the bits of a row are its own (`tests/kernels/triton/test_head.py`,
+`tests/kernels/test_kernel_table.py`). Hidden rows are loaded through an index: several keys may
+draw from one.
 
-A decode step of up to 64 rows reads the weight once: that is its time, V · C · 2 bytes over the memory's bandwidth.
-The learner's is the L2 cache's: 64 rows take 24 KiB for 1 MFLOP, 128 rows 32 KiB for 2, which at 27 bytes a clock and
-multiprocessor (an estimate) is 29 and 43 % of the matrix units' rate. Neighbouring programs share a weight tile.
+A decode step of up to 64 rows reads the weight once: that is its time, V · C · 2 bytes over the
+memory's bandwidth. The learner's is the L2 cache's: 64 rows take 24 KiB for 1 MFLOP, 128 rows 32
+KiB for 2, which at 27 bytes a clock and multiprocessor (an estimate) is 29 and 43 % of the matrix
+units' rate. Neighbouring programs share a weight tile.
 
 The backward (`head_backward`) works on logits in memory, a gibibyte at a time.
 Left out: the two products of the backward, which are passed in.
@@ -24,19 +28,28 @@ from torch import Tensor
 from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Ops, Temperature
 from isobit.kernels.product.triton.plan import FEW_ROWS
-from isobit.kernels.sampling.triton import CHUNK, KINDS, VocabularyParts, scaled, summarize, summarize_logits
+from isobit.kernels.sampling.triton import (
+    CHUNK,
+    KINDS,
+    VocabularyParts,
+    scaled,
+    summarize,
+    summarize_logits,
+)
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
 
 PARTIALS_AT_ONCE = 2**26
-"""Float32 numbers that stage one may leave at a time (256 MiB); rows beyond that wait for the next launch."""
+"""Float32 numbers that stage one may leave at a time (256 MiB); rows beyond that wait for the next
+launch."""
 
 MOST_REGISTERS = 128
-"""Of a thread of the tile's kernel: then two programs of 8 warps fit on a multiprocessor, one computing while the other
-loads, or one of 16."""
+"""Of a thread of the tile's kernel: then two programs of 8 warps fit on a multiprocessor, one
+computing while the other loads, or one of 16."""
 
 VOCABULARY_TILE = {torch.bfloat16: 128, torch.float32: 64}
-"""Rows of the weight in a tile, a part of the vocabulary: for any number of hidden rows, since it decides bits."""
+"""Rows of the weight in a tile, a part of the vocabulary: for any number of hidden rows, since it
+decides bits."""
 
 LOGITS_AT_ONCE = 2**28
 """Logits that the backward holds at a time (1 GiB)."""
@@ -44,15 +57,23 @@ LOGITS_AT_ONCE = 2**28
 
 @triton.jit(
     do_not_specialize=["num_rows", "race"],
-    do_not_specialize_on_alignment=["source_ptr", "tokens_ptr", "keys_ptr", "race_ptr", "temperature_ptr"],
+    do_not_specialize_on_alignment=[
+        "source_ptr",
+        "tokens_ptr",
+        "keys_ptr",
+        "race_ptr",
+        "temperature_ptr",
+    ],
 )
 def _head_tiles(
     hidden_ptr, weight_ptr, source_ptr, tokens_ptr, keys_ptr, partial_ptr, race_ptr,
     temperature_ptr, num_rows, weight_stride, race,
-    VOCABULARY: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
+    VOCABULARY: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every temperature is 1."""
+    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
+    temperature is 1."""
     part = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = rows < num_rows
@@ -66,34 +87,47 @@ def _head_tiles(
     logits = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     for step in range(STEPS):
         at = step * BLOCK_K
-        weight, hidden = numbers.load_step(weight_at + at, hidden_at + at, k, C - at, C % BLOCK_K == 0)
+        weight, hidden = numbers.load_step(
+            weight_at + at, hidden_at + at, k, C - at, C % BLOCK_K == 0
+        )
         logits = numbers.dot(weight, hidden, logits)
     if UNIT:
         z = logits
     else:
         z = scaled(logits, tl.load(temperature_ptr + rows, mask=inside, other=1.0)[None, :])
     z = tl.where(token[:, None] < VOCABULARY, z, -float("inf"))
-    summarize(z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE)
+    summarize(
+        z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE
+    )
 
 
 def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(BLOCK_T, BLOCK_K, warps, stages) for so many rows of operands of `dtype`: bfloat16 or float32. Warps along the
-    vocabulary, and BLOCK_K, are those of one row."""
+    """(BLOCK_T, BLOCK_K, warps, stages) for so many rows of operands of `dtype`: bfloat16 or
+    float32. Warps along the vocabulary, and BLOCK_K, are those of one row."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
-    return (128, 64, 16, 4) if rows > FEW_ROWS and target().matrix == "warpgroup" else (64, 64, 8, 4)
+    return (
+        (128, 64, 16, 4) if rows > FEW_ROWS and target().matrix == "warpgroup" else (64, 64, 8, 4)
+    )
 
 
 def _summarize_head(
-    hidden: Tensor, weight: Tensor, source: Tensor, given: Tensor, temperature: Temperature, race: bool
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor,
+    given: Tensor,
+    temperature: Temperature,
+    race: bool,
 ) -> VocabularyParts:
-    """Stage one of the logits of hidden[source], source [R]; `given` are tokens [R] or, for a race, keys [R, 4]."""
+    """Stage one of the logits of hidden[source], source [R]; `given` are tokens [R] or, for a race,
+    keys [R, 4]."""
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} rows and a head of {weight.dtype}"
     assert hidden.is_contiguous()
     assert weight.stride(1) == 1
     vocabulary, channels = weight.shape
     rows = source.shape[0]
-    block_v, (block_t, block_k, warps, stages) = VOCABULARY_TILE[hidden.dtype], _tile(rows, hidden.dtype)
+    block_v = VOCABULARY_TILE[hidden.dtype]
+    (block_t, block_k, warps, stages) = _tile(rows, hidden.dtype)
     unit = not isinstance(temperature, Tensor) and temperature == 1
     if not isinstance(temperature, Tensor):
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
@@ -103,17 +137,21 @@ def _summarize_head(
         hidden, weight, source, given, given, parts.partial, parts.scores,
         temperature, rows, weight.stride(0), int(race),
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
-        VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k), STRIDE=parts.stride,
+        VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k),
+        STRIDE=parts.stride,
         UNIT=unit, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
     )  # fmt: skip
     return parts
 
 
-def head_logprobs(hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden · weightᵀ / temperature).
+def head_logprobs(
+    hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden · weightᵀ /
+    temperature).
 
-    hidden [T, C] and weight [V, C] of one dtype, bfloat16 or float32, the weight's last dimension contiguous. Logits
-    are sums in float32.
+    hidden [T, C] and weight [V, C] of one dtype, bfloat16 or float32, the weight's last dimension
+    contiguous. Logits are sums in float32.
     """
     hidden, weight, tokens = hidden.contiguous(), values(weight), tokens.contiguous()
     every = torch.arange(hidden.shape[0], device=hidden.device)
@@ -123,18 +161,26 @@ def head_logprobs(hidden: Tensor, weight: Prepared, tokens: Tensor, temperature:
         _summarize_head(hidden, weight, source, given, temperature, False).merge(given)
         for source, given in zip(every.split(size), tokens.split(size))
     ]
-    logprob, entropy, _ = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found))
+    logprob, entropy, _ = (
+        found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found))
+    )
     return logprob, entropy
 
 
 def head_sample(
-    hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+    hidden: Tensor,
+    weight: Prepared,
+    keys: Tensor,
+    temperature: Temperature,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64 (seed, prompt, sample,
-    position) draws from row `source[b]` of hidden, by default row b. The log-probabilities have the bits of
-    `head_logprobs`."""
+    """(tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64 (seed,
+    prompt, sample, position) draws from row `source[b]` of hidden, by default row b. The
+    log-probabilities have the bits of `head_logprobs`."""
     hidden, weight, keys = hidden.contiguous(), values(weight), keys.contiguous()
-    source = torch.arange(keys.shape[0], device=hidden.device) if source is None else source.contiguous()
+    source = (
+        torch.arange(keys.shape[0], device=hidden.device) if source is None else source.contiguous()
+    )
     tokens = torch.empty(keys.shape[0], dtype=torch.int64, device=hidden.device)
     logprob, _, _ = _summarize_head(hidden, weight, source, keys, temperature, True).merge(tokens)
     return tokens, logprob
@@ -142,7 +188,8 @@ def head_sample(
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "dlogprobs_ptr"])
 def _logits_gradient(
-    logits_ptr, norm_ptr, tokens_ptr, dlogprobs_ptr, dlogits_ptr, temperature, VOCABULARY: tl.constexpr,
+    logits_ptr, norm_ptr, tokens_ptr, dlogprobs_ptr, dlogits_ptr, temperature,
+    VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(onehot - softmax(logits / temperature)) · dlogprob / temperature, in the type of dlogits."""
@@ -161,23 +208,31 @@ def _logits_gradient(
 def logits_gradient(
     dlogprobs: Tensor, logits: Tensor, tokens: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient [T, V] in `dtype` of logits [T, V] float32, of that of the tokens' log-probabilities [T] float32."""
+    """Gradient [T, V] in `dtype` of logits [T, V] float32, of that of the tokens' log-probabilities
+    [T] float32."""
     rows, vocabulary = logits.shape
     logits, tokens = logits.contiguous(), tokens.contiguous()
     _, _, norm = summarize_logits(logits, tokens, temperature, False).merge(tokens)
     dlogits = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
     block = min(CHUNK, triton.next_power_of_2(vocabulary))
     launch(
-        _logits_gradient, (rows, triton.cdiv(vocabulary, block)), logits, norm, tokens, dlogprobs.contiguous(),
+        _logits_gradient, (rows, triton.cdiv(vocabulary, block)), logits, norm, tokens,
+        dlogprobs.contiguous(),
         dlogits, float(temperature), num_warps=8, VOCABULARY=vocabulary, BLOCK=block,
     )  # fmt: skip
     return dlogits
 
 
 def head_backward(
-    ops: Ops, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+    ops: Ops,
+    dlogprobs: Tensor,
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of hidden [T, C] in its dtype, of the weight [V, C] float32) of that of the log-probabilities [T].
+    """(gradient of hidden [T, C] in its dtype, of the weight [V, C] float32) of that of the
+    log-probabilities [T].
 
     Rows are taken so many at a time that their logits fill a gibibyte at most.
     """

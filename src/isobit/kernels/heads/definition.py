@@ -14,7 +14,8 @@ from isobit.precision.quantize import quantize_with_scale
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-    """(x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in float32, rounded once."""
+    """(x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in float32,
+    rounded once."""
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     if inverse:
@@ -23,7 +24,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """Put the rows' keys and values into their slots; NonFiniteError if they are quantized and hold NaN or infinity."""
+    """Put the rows' keys and values into their slots; NonFiniteError if they are quantized and hold
+    NaN or infinity."""
     for data, scale, rows in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
         if store.kv is None or scale is None:
             data[layout.slots] = rows.to(data.dtype)
@@ -41,7 +43,8 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
     flat = rows.reshape(-1, rows.shape[-1])
     if not torch.isfinite(flat).all():
         raise NonFiniteError(nonfinite_message("keys and values", spec))
-    # the largest magnitude of the calibration itself may exceed the limit by the rounding of its scale
+    # the largest magnitude of the calibration itself may exceed the limit by the rounding of its
+    # scale
     counts[0] += (flat.float().abs() > spec.format.max * scale * (1 + 2**-20)).sum()
     counts[1] += flat.numel()
     return quantize_with_scale(flat, scale, spec).data.view(torch.uint8).view(rows.shape)
@@ -66,11 +69,15 @@ def attention_inputs_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `Ops.attention_inputs_backward`."""
     dq, dk, dv = gradients
-    dq, dk = (ops.rotary(dx.contiguous(), *heads.tables, positions, inverse=True) for dx in (dq, dk))
+    dq, dk = (
+        ops.rotary(dx.contiguous(), *heads.tables, positions, inverse=True) for dx in (dq, dk)
+    )
     if heads.norms is None:
         return torch.cat((dq, dk, dv), dim=1), None, None
     found = []
-    for dx, x, weight in zip((dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), heads.norms):
+    for dx, x, weight in zip(
+        (dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), heads.norms
+    ):
         rows = x.reshape(-1, x.shape[-1])
         _, summed, rstd = ops.rms_norm(rows, weight, heads.eps)
         dx, dweight = ops.rms_norm_backward(dx.reshape(rows.shape), summed, weight, rstd)

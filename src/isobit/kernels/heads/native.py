@@ -1,5 +1,5 @@
-"""Queries, keys and values before attention in C++ (`heads.cpp`): their norms, rotary embedding, and the write into the
-cache."""
+"""Queries, keys and values before attention in C++ (`heads.cpp`): their norms, rotary embedding,
+and the write into the cache."""
 
 import ctypes
 
@@ -15,7 +15,9 @@ from isobit.kernels.stores import KVStore
 from isobit.precision import E4M3, INT8, QuantSpec, nonfinite_message
 
 
-def rotary(ops: NativeBase, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+def rotary(
+    ops: NativeBase, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
+) -> Tensor:
     """As `Ops.rotary`."""
     kind = PLAIN.get(x.dtype)
     if kind is None or cos.dtype != torch.float32 or sin.dtype != torch.float32:
@@ -25,7 +27,8 @@ def rotary(ops: NativeBase, x: Tensor, cos: Tensor, sin: Tensor, positions: Tens
     cos, sin, positions = cos.contiguous(), sin.contiguous(), positions.contiguous()
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     ops.lib.isobit_rotary(
-        kind, x.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), tokens, heads, dim,
+        kind, x.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), tokens,
+        heads, dim,
         inverse, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -60,12 +63,16 @@ def attention_inputs(
         pairs = zip((q, k), norms)
         q, k = (ops.rms_norm(x.reshape(-1, dim), w, heads.eps)[0].view(x.shape) for x, w in pairs)
         norms = None
-    (q, q_stride), (k, k_stride), (values, v_stride) = _token_rows(q), _token_rows(k), _token_rows(v)
+    (q, q_stride) = _token_rows(q)
+    (k, k_stride) = _token_rows(k)
+    (values, v_stride) = _token_rows(v)
     cos, sin = (table.contiguous() for table in heads.tables)
     rotated_q, rotated_k = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
     arguments = HeadInputArguments(
-        kind, *q.shape[:2], kv_heads, dim, q.data_ptr(), k.data_ptr(), values.data_ptr(), q_stride, k_stride,
-        v_stride, *((None, None, 0) if norms is None else (*(w.data_ptr() for w in norms), PLAIN[norms[0].dtype])),
+        kind, *q.shape[:2], kv_heads, dim, q.data_ptr(), k.data_ptr(), values.data_ptr(), q_stride,
+        k_stride,
+        v_stride, *((None, None, 0) if norms is None else (*(w.data_ptr() for w in norms),
+            PLAIN[norms[0].dtype])),
         heads.eps, ops.single, cos.data_ptr(), sin.data_ptr(), layout.positions.data_ptr(),
         layout.slots.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale),
         pointer(store.v_scale),
@@ -87,8 +94,13 @@ def _kind_of_write(k: Tensor, v: Tensor, store: KVStore) -> int | None:
 
 
 def _coding(store: KVStore) -> tuple[int, bool]:
-    """(kind of the codes, whether their scales are powers of two); neither is read where there are none."""
-    return (0, False) if store.kv is None else (KINDS[store.kv.format.dtype], store.kv.scale == "ue8m0")
+    """(kind of the codes, whether their scales are powers of two); neither is read where there are
+    none."""
+    return (
+        (0, False)
+        if store.kv is None
+        else (KINDS[store.kv.format.dtype], store.kv.scale == "ue8m0")
+    )
 
 
 def _raise_if(failed: int, store: KVStore) -> None:
@@ -97,7 +109,8 @@ def _raise_if(failed: int, store: KVStore) -> None:
 
 
 def _token_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice of a wider row may stay."""
+    """x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice of a
+    wider row may stay."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()
     return x, x.stride(0)

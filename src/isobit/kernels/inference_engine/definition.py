@@ -1,14 +1,15 @@
-"""The operators of a second engine: they round where common inference engines round, and trainers do not.
+"""The operators of a second engine: they round where common inference engines round, and trainers
+do not.
 
-The precision flow is the same; rounding and the order of sums differ. Sums are float32 in the order of the BLAS, which
-depends on the batch; between them stand the roundings to BF16 that inference kernels have (vLLM's, as they were in
-2025): the normalized row before a BF16 norm's weight, activation(gate) before it meets up, the probabilities before
-P·V, and the logits. FP8 products add their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in
-section 5.
+The precision flow is the same; rounding and the order of sums differ. Sums are float32 in the order
+of the BLAS, which depends on the batch; between them stand the roundings to BF16 that inference
+kernels have (vLLM's, as they were in 2025): the normalized row before a BF16 norm's weight,
+activation(gate) before it meets up, the probabilities before P·V, and the logits. FP8 products add
+their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in section 5.
 
-Quantization, rotary embedding, cache writes, linear attention and sampling are the same in both engines: the learner's
-operators compute them. Only the rollout uses these operators, so there is no backward; under float32 nothing is rounded
-to BF16.
+Quantization, rotary embedding, cache writes, linear attention and sampling are the same in both
+engines: the learner's operators compute them. Only the rollout uses these operators, so there is no
+backward; under float32 nothing is rounded to BF16.
 """
 
 import torch
@@ -30,9 +31,11 @@ _ALIKE = ("raise_faults", "quantize", "rotary", "kv_write", "sample")
 """What the learner's operators compute."""
 
 
-def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-    """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the
-    output head's logits are BF16."""
+def product(
+    a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is
+    float32: the output head's logits are BF16."""
     if isinstance(b, PackedFP4):
         return by_rows(product, a, b, bias, out)
     b = weight_of(b)
@@ -41,11 +44,15 @@ def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtyp
         return (total if bias is None else total + bias.float()).to(out)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return functional.linear(a, b, bias).to(out)
-    total = functional.linear(values(a).float(), values(b).float())  # one operand quantized: for inspection
+    total = functional.linear(
+        values(a).float(), values(b).float()
+    )  # one operand quantized: for inspection
     return (total if bias is None else total + bias.float()).to(out)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.rms_norm`."""
     summed = x if residual is None else x + residual
     wide = summed.float()
@@ -72,11 +79,15 @@ def attention(
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """As `Ops.gate_mul`."""
     gate, up = bounded(activation, gate_up)
-    activated = gated(activation, gate, torch.ones_like(up), inner(activation, gate)[0]).to(gate_up.dtype)
+    activated = gated(activation, gate, torch.ones_like(up), inner(activation, gate)[0]).to(
+        gate_up.dtype
+    )
     return (activated.float() * up).to(gate_up.dtype)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
     """As `Ops.token_logprobs`."""
     logprobs = torch.log_softmax(scaled(logits, temperature), -1)
     entropy = -torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0).sum(-1)
@@ -84,15 +95,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> 
 
 
 def head_sample(
-    ops: Ops, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+    ops: Ops,
+    hidden: Tensor,
+    weight: Prepared,
+    keys: Tensor,
+    temperature: Temperature,
+    source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.head_sample`."""
     logits = ops.product(hidden, weight, None, torch.float32)
-    return drawn(ops, logits if source is None else logits.index_select(0, source), keys, temperature)
+    return drawn(
+        ops, logits if source is None else logits.index_select(0, source), keys, temperature
+    )
 
 
-def drawn(ops: Ops, logits: Tensor, keys: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probabilities, without the entropy that `token_logprobs` computes besides."""
+def drawn(
+    ops: Ops, logits: Tensor, keys: Tensor, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probabilities, without the entropy that `token_logprobs` computes
+    besides."""
     tokens = ops.sample(logits, keys, temperature)
     return tokens, _of_tokens(torch.log_softmax(scaled(logits, temperature), -1), tokens)
 

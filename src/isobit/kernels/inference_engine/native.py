@@ -1,12 +1,13 @@
-"""The operators of a second engine in C++: those of `kernels/inference_engine/definition.py`, which define them.
+"""The operators of a second engine in C++: those of `kernels/inference_engine/definition.py`, which
+define them.
 
 FP8 products run in the learner's order over the columns in reverse, so they cost what the learner's
 do on every instruction set, and their sums are others; blocks of 128 columns stay together, and
 scales that are powers of two are folded into the codes. BF16 products and attention are those of
 `fast`, with probabilities rounded to BF16. The norm and the gate are `inference_engine.cpp`'s.
 Elementwise operators have the bits of the definition, sums differ by their order alone
-(`tests/kernels/test_inference_engine.py`). Compute in float32, and formats whose products that order does
-not have, are left to the definition."""
+(`tests/kernels/test_inference_engine.py`). Compute in float32, and formats whose products that
+order does not have, are left to the definition."""
 
 import torch
 from torch import Tensor
@@ -49,28 +50,43 @@ class NativeInferenceEngineOps(NativeOps):
         packed = self._products.prepare(_turned(weight), kept)
         return kept or Packed(weight, packed.panels)
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = _BF16) -> Tensor:
+    def product(
+        self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = _BF16
+    ) -> Tensor:
         weight = weight_of(b)
         if isinstance(a, QTensor) and isinstance(weight, QTensor):
             if computes(a, weight) and _turns(a) and _turns(weight):
-                packed = Packed(_with_turned_scale(weight), b.panels) if isinstance(b, Packed) else _turned(weight)
+                packed = (
+                    Packed(_with_turned_scale(weight), b.panels)
+                    if isinstance(b, Packed)
+                    else _turned(weight)
+                )
                 return self._products.product(_turned(a), packed, bias, out)
-        elif isinstance(a, Tensor) and isinstance(weight, Tensor) and a.dtype == weight.dtype == _BF16:
+        elif (
+            isinstance(a, Tensor)
+            and isinstance(weight, Tensor)
+            and a.dtype == weight.dtype == _BF16
+        ):
             return super().product(a, b, bias, out)
         return definition.product(a, b, bias, out)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if any(t is not None and t.dtype != _BF16 for t in (x, residual)) or weight.dtype not in PLAIN:
+        if (
+            any(t is not None and t.dtype != _BF16 for t in (x, residual))
+            or weight.dtype not in PLAIN
+        ):
             return definition.rms_norm(x, weight, eps, residual)
         x, weight = x.contiguous(), weight.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, rstd = torch.empty_like(x), torch.empty(x.shape[0])
         summed = x if residual is None else torch.empty_like(x)
         self.lib.isobit_separate_rms_norm(
-            PLAIN[weight.dtype], x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
-            *x.shape, eps, y.data_ptr(), summed.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
+            PLAIN[weight.dtype], x.data_ptr(), None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            *x.shape, eps, y.data_ptr(), summed.data_ptr(), rstd.data_ptr(),
+            torch.get_num_threads(),
         )  # fmt: skip
         return y, summed, rstd
 
@@ -80,15 +96,26 @@ class NativeInferenceEngineOps(NativeOps):
         gate_up = gate_up.contiguous()
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=_BF16)
         self.lib.isobit_separate_gate_mul(
-            ACTIVATIONS[activation], gate_up.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads()
+            ACTIVATIONS[activation],
+            gate_up.data_ptr(),
+            *out.shape,
+            out.data_ptr(),
+            torch.get_num_threads(),
         )
         return out
 
     def head_sample(
-        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Prepared,
+        keys: Tensor,
+        temperature: Temperature,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
-        return definition.drawn(self, logits if source is None else logits.index_select(0, source), keys, temperature)
+        return definition.drawn(
+            self, logits if source is None else logits.index_select(0, source), keys, temperature
+        )
 
 
 def _turns(x: QTensor) -> bool:

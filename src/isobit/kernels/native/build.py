@@ -1,10 +1,12 @@
-"""Loads the C++ operators, called through ctypes: the library that a wheel carries, or one compiled here once.
+"""Loads the C++ operators, called through ctypes: the library that a wheel carries, or one compiled
+here once.
 
-A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`), used where it was made of the sources
-that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is compiled into the user's cache, for this
-processor. Its file is named after sources, flags, compiler and processor, so another version builds anew and no stale
-one can be loaded. OpenMP's symbols are left for the library that PyTorch has loaded, so that both share one pool of
-threads. Left out: the commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags;
+A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`), used where it was
+made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
+compiled into the user's cache, for this processor. Its file is named after sources, flags, compiler
+and processor, so another version builds anew and no stale one can be loaded. OpenMP's symbols are
+left for the library that PyTorch has loaded, so that both share one pool of threads. Left out: the
+commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags;
 `-DISOBIT_PORTABLE` leaves out all intrinsics.
 """
 
@@ -94,19 +96,27 @@ def _opened() -> tuple[ctypes.CDLL, str]:
 
 
 def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[str, Path] | None:
-    """Level and file of the best library in `folder` for a processor with these features, if it was made of the present
-    sources; none in a checkout, whose sources change."""
+    """Level and file of the best library in `folder` for a processor with these features, if it was
+    made of the present sources; none in a checkout, whose sources change."""
     if not folder.is_dir():
         return None
-    places = {level: prebuilt(level, folder) for level, needed in LEVELS.items() if features.issuperset(needed)}
+    places = {
+        level: prebuilt(level, folder)
+        for level, needed in LEVELS.items()
+        if features.issuperset(needed)
+    }
     return next(((level, path) for level, path in places.items() if path.is_file()), None)
 
 
 def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
-    """The library in `directory` that `program` makes of `sources`, now if not before. Raises BuildFailed."""
+    """The library in `directory` that `program` makes of `sources`, now if not before. Raises
+    BuildFailed."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
     openmp, linking = _openmp_flags(program)
-    general = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native", *openmp]
+    general = [
+        "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
+        *openmp,
+    ]
     name = digest(*general, *linking, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
@@ -115,7 +125,8 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A library, its interface declared and compared. Raises BuildFailed, IsobitError where the interface differs."""
+    """A library, its interface declared and compared. Raises BuildFailed, IsobitError where the
+    interface differs."""
     try:
         return declare(ctypes.CDLL(str(path)))
     except OSError as error:
@@ -123,14 +134,17 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
-    """How many results a self-test of the library finds that differ; 0 at once where it has passed on this processor,
-    which a file in the cache marks. Raises BuildFailed."""
+    """How many results a self-test of the library finds that differ; 0 at once where it has passed
+    on this processor, which a file in the cache marks. Raises BuildFailed."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
-    return unless_passed(cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0)
+    return unless_passed(
+        cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0
+    )
 
 
 def _openmp_flags(program: str) -> tuple[list[str], list[str]]:
-    """Flags that compile for OpenMP, and that link it: only where PyTorch's own does not offer GNU's symbols."""
+    """Flags that compile for OpenMP, and that link it: only where PyTorch's own does not offer
+    GNU's symbols."""
     if platform.system() == "Darwin" or not torch.backends.openmp.is_available():
         return [], []
     if hasattr(ctypes.CDLL(None), "GOMP_parallel") and "clang" not in Path(program).name:
@@ -140,7 +154,9 @@ def _openmp_flags(program: str) -> tuple[list[str], list[str]]:
 
 def _version(program: str) -> str:
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{program}: {error}") from error
     if done.returncode != 0 or not done.stdout:

@@ -1,7 +1,8 @@
-"""The C interface of the native operators: argument structs and signatures, as the `.cpp` files declare them.
+"""The C interface of the native operators: argument structs and signatures, as the `.cpp` files
+declare them.
 
-Structs are compared with what the library's own compiler made of them (`interface.cpp`) whenever one is loaded, and
-signatures with the sources by a test (`tests/kernels/test_interface.py`).
+Structs are compared with what the library's own compiler made of them (`interface.cpp`) whenever
+one is loaded, and signatures with the sources by a test (`tests/kernels/test_interface.py`).
 """
 
 import ctypes
@@ -14,12 +15,18 @@ from isobit.kernels.ops import Activation
 from isobit.precision import PackedFP4, QTensor
 
 KINDS = {
-    torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4, torch.uint8: 5,
+    torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3,
+    torch.int8: 4, torch.uint8: 5,
 }  # fmt: skip
 """`enum Kind` of native.h; uint8 are nibbles."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2, "sigmoid": 3}
+ACTIVATIONS: dict[Activation, int] = {
+    "silu": 0,
+    "gelu_pytorch_tanh": 1,
+    "swiglu_clamped": 2,
+    "sigmoid": 3,
+}
 """`enum Activation` of norms.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
@@ -27,11 +34,13 @@ _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class ProductArguments(ctypes.Structure):
-    """`struct Product` of product.h. A grid of scales is (pointer, block rows, block columns, strides)."""
+    """`struct Product` of product.h. A grid of scales is (pointer, block rows, block columns,
+    strides)."""
 
     _fields_ = [
         ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
-        ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
+        ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P),
+        ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
         ("isa", _I), ("order", _I), ("small_scales", _P), ("common", _P),
     ]  # fmt: skip
@@ -40,18 +49,21 @@ class ProductArguments(ctypes.Structure):
 def product_arguments(
     left: Tensor, right: Tensor, panels: Tensor, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
-    """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N], into result [M, N];
-    scales are left to be set. The tensors must live until the call."""
+    """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N],
+    into result [M, N]; scales are left to be set. The tensors must live until the call."""
     inner = 2 * right.shape[1] if right.dtype == torch.uint8 else right.shape[1]
     assert left.shape[1] == inner, f"product of {tuple(left.shape)} and {tuple(right.shape)}"
     return ProductArguments(
         KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(),
         KINDS[right.dtype], panels.data_ptr(), None if bias is None else bias.data_ptr(),
-        0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype], torch.get_num_threads(),
+        0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype],
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
-def nibble_arguments(left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor) -> ProductArguments:
+def nibble_arguments(
+    left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor
+) -> ProductArguments:
     """The same with a right that is read as it is stored, and has its scales."""
     assert all(part.is_contiguous() for part in right.tensors)
     found = product_arguments(left, right.codes, right.codes, bias, result)
@@ -73,11 +85,15 @@ class AttentionArguments(ctypes.Structure):
     """`struct Attention` of attention.h."""
 
     _fields_ = [
-        ("kind", _I), ("store_kind", _I), ("q", _P), ("k", _P), ("v", _P), ("k_scale", _P), ("v_scale", _P),
-        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
-        ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
+        ("kind", _I), ("store_kind", _I), ("q", _P), ("k", _P), ("v", _P), ("k_scale", _P),
+        ("v_scale", _P),
+        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I),
+        ("sequences", _I),
+        ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P),
+        ("dout", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
-        ("scale_step", _I), ("probabilities", _I), ("window", _I), ("sinks", _P), ("boundaries", _P),
+        ("scale_step", _I), ("probabilities", _I), ("window", _I), ("sinks", _P),
+        ("boundaries", _P),
     ]  # fmt: skip
 
 
@@ -85,11 +101,13 @@ class HeadInputArguments(ctypes.Structure):
     """`struct HeadInputs` of heads.h."""
 
     _fields_ = [
-        ("kind", _I), ("tokens", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("q", _P), ("k", _P), ("v", _P),
+        ("kind", _I), ("tokens", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("q", _P),
+        ("k", _P), ("v", _P),
         ("q_stride", _I), ("k_stride", _I), ("v_stride", _I), ("q_norm", _P), ("k_norm", _P),
         ("norm_kind", _I), ("eps", _D),
         ("single", _I), ("cosine", _P), ("sine", _P), ("positions", _P),
-        ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P), ("form", _I),
+        ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P),
+        ("form", _I),
         ("power_of_two", _I), ("rotated_q", _P), ("rotated_k", _P), ("threads", _I),
     ]  # fmt: skip
 
@@ -98,7 +116,8 @@ class SequenceArguments(ctypes.Structure):
     """`struct Sequences` of delta.h."""
 
     _fields_ = [
-        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("count", _I),
+        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I),
+        ("count", _I),
     ]  # fmt: skip
 
 
@@ -106,8 +125,10 @@ class DeltaArguments(ctypes.Structure):
     """`struct DeltaRule` of delta.h."""
 
     _fields_ = [
-        ("kind", _I), ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I), ("qkv", _P),
-        ("gates", _P), ("decay", _P), ("step_bias", _P), ("scale", _D), ("states", _P), ("out", _P), ("threads", _I),
+        ("kind", _I), ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I),
+        ("qkv", _P),
+        ("gates", _P), ("decay", _P), ("step_bias", _P), ("scale", _D), ("states", _P), ("out", _P),
+        ("threads", _I),
     ]  # fmt: skip
 
 
@@ -115,8 +136,10 @@ class DeltaGradientArguments(ctypes.Structure):
     """`struct DeltaGradients` of delta.h."""
 
     _fields_ = [
-        ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I), ("sequences", _I),
-        ("row_start", _P), ("q", _P), ("k", _P), ("v", _P), ("dout", _P), ("kept", _P), ("strength", _P),
+        ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I),
+        ("sequences", _I),
+        ("row_start", _P), ("q", _P), ("k", _P), ("v", _P), ("dout", _P), ("kept", _P),
+        ("strength", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("dkept", _P), ("dstrength", _P), ("threads", _I),
     ]  # fmt: skip
 
@@ -171,8 +194,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the signatures once, so that calls need no conversion of their own. Raises IsobitError where the library has
-    other structs than these."""
+    """Set the signatures once, so that calls need no conversion of their own. Raises IsobitError
+    where the library has other structs than these."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -181,21 +204,28 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def compare_structs(lib: ctypes.CDLL) -> None:
-    """Raises IsobitError where a struct's size or a field's name, offset or size differs between the two languages."""
+    """Raises IsobitError where a struct's size or a field's name, offset or size differs between
+    the two languages."""
     for name, struct in _STRUCTS.items():
         ours, theirs = _layout(struct), _layout_of(lib, name)
         if ours != theirs:
-            odd = next(field for field in {**ours, **theirs} if ours.get(field) != theirs.get(field))
+            odd = next(
+                field for field in {**ours, **theirs} if ours.get(field) != theirs.get(field)
+            )
             raise IsobitError(
-                f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in C++ and "
-                f"{ours.get(odd)} in Python: interface.py, interface.cpp and the struct must list the same fields"
+                f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in "
+                "C++ and "
+                f"{ours.get(odd)} in Python: interface.py, interface.cpp and the struct must "
+                "list the same fields"
             )
 
 
 def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
     """Offset and size of each field in bytes, and under `size` those of the whole."""
     fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
-    return {name: (field.offset, field.size) for name, field in fields.items()} | {"size": (0, ctypes.sizeof(struct))}
+    return {name: (field.offset, field.size) for name, field in fields.items()} | {
+        "size": (0, ctypes.sizeof(struct))
+    }
 
 
 def _layout_of(lib: ctypes.CDLL, name: str) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""How the C++ operators are compiled: files, flags, compiler, and the libraries for x86-64 that a wheel carries.
+"""How the C++ operators are compiled: files, flags, compiler, and the libraries for x86-64 that a
+wheel carries.
 
-Only the standard library is imported: `setup.py` runs this file before isobit and PyTorch are installed. Left out:
-which library is loaded (`build.py`).
+Only the standard library is imported: `setup.py` runs this file before isobit and PyTorch are
+installed. Left out: which library is loaded (`build.py`).
 """
 
 import hashlib
@@ -26,8 +27,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
     "product/ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
-"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
-compiler that does not know the flags, such a file is empty."""
+"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other
+processors, and with a compiler that does not know the flags, such a file is empty."""
 SOURCES = (
     "attention/attention.cpp", "attention/attention_backward.cpp",
     "delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp",
@@ -44,17 +45,25 @@ HEADERS = (
     "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
     "product/ordered_registers.h", "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")
-"""Of the tests; the last but one is wrong about GCC's own AVX-512 headers. A user's build shows no warnings: a newer
-compiler's would be no reason to do without the library."""
+"""Of the tests; the last but one is wrong about GCC's own AVX-512 headers. A user's build shows no
+warnings: a newer compiler's would be no reason to do without the library."""
 _V3 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe")
 LEVELS: dict[str, tuple[str, ...]] = {
     "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "x86-64-v3": _V3,
 }
-"""The libraries of a wheel, the best first: their `-march`, and what /proc/cpuinfo must list. Below them the general
-files would have no fused multiply-add, and so other bits. The paths of ordered products are in both."""
+"""The libraries of a wheel, the best first: their `-march`, and what /proc/cpuinfo must list. Below
+them the general files would have no fused multiply-add, and so other bits. The paths of ordered
+products are in both."""
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
 
@@ -64,21 +73,29 @@ class BuildFailed(Exception):
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists. Raises BuildFailed."""
+    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists.
+    Raises BuildFailed."""
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
         if path is not None:
             return path
-    raise BuildFailed(f"CXX={named} is not a program" if named else f"no C++ compiler found ({', '.join(_COMPILERS)})")
+    raise BuildFailed(
+        f"CXX={named} is not a program"
+        if named
+        else f"no C++ compiler found ({', '.join(_COMPILERS)})"
+    )
 
 
 def digest(*further: str, sources: Path = HERE) -> str:
-    """Names a library after what it is made of: all files, the flags that never change, and what else is given."""
+    """Names a library after what it is made of: all files, the flags that never change, and what
+    else is given."""
     found = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         found.update((sources / name).read_bytes())
-    found.update("\n".join([*FLAGS, *(" ".join(flags) for flags in _PATHS.values()), *further]).encode())
+    found.update(
+        "\n".join([*FLAGS, *(" ".join(flags) for flags in _PATHS.values()), *further]).encode()
+    )
     return found.hexdigest()[:24]
 
 
@@ -88,11 +105,13 @@ def prebuilt(level: str, folder: Path = PREBUILT) -> Path:
 
 
 def build_levels(folder: Path) -> list[Path]:
-    """Compile the libraries that a wheel carries into `folder`, which then holds nothing else. They need the C library
-    and the GNU OpenMP that PyTorch has loaded, nothing more. Raises BuildFailed, also where none are carried."""
+    """Compile the libraries that a wheel carries into `folder`, which then holds nothing else. They
+    need the C library and the GNU OpenMP that PyTorch has loaded, nothing more. Raises BuildFailed,
+    also where none are carried."""
     if platform.system() != "Linux" or not on_x86():
         raise BuildFailed(
-            f"a wheel's libraries are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+            f"a wheel's libraries are for Linux on x86-64, not {platform.system()} on "
+            f"{platform.machine()}"
         )
     program = compiler()
     shutil.rmtree(folder, ignore_errors=True)
@@ -118,8 +137,9 @@ def compile_library(
 ) -> None:  # fmt: skip
     """Write the library `path`, whole or not at all: several processes may do it at once.
 
-    `general` are flags of the files that are compiled for one kind of processor only; those of `_PATHS` have their own,
-    and of `general` only what names no processor. `everywhere` holds in all commands. Raises BuildFailed.
+    `general` are flags of the files that are compiled for one kind of processor only; those of
+    `_PATHS` have their own, and of `general` only what names no processor. `everywhere` holds in
+    all commands. Raises BuildFailed.
     """
     general = list(general)
     plain = [flag for flag in general if not flag.startswith(("-march=", "-mcpu=", "-mtune="))]
@@ -145,13 +165,17 @@ def compile_library(
                 process.kill()
                 process.wait()
         target = os.path.join(folder, path.name)
-        _finish(_start([program, "-shared", *objects.values(), *linking, *everywhere, "-o", target]))
+        _finish(
+            _start([program, "-shared", *objects.values(), *linking, *everywhere, "-o", target])
+        )
         os.replace(target, path)
 
 
 def _start(command: list[str]) -> "subprocess.Popen[str]":
     try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
     except OSError as error:
         raise BuildFailed(f"{command[0]}: {error.strerror}") from error
 
@@ -165,5 +189,9 @@ def _finish(process: "subprocess.Popen[str]") -> None:
         process.kill()
         raise BuildFailed(f"{program} took longer than {_TIMEOUT_S} s") from error
     if process.returncode:
-        lines = [line for line in errors.splitlines() if "error:" in line] or errors.splitlines()[:1]
-        raise BuildFailed(f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else ""))
+        lines = [line for line in errors.splitlines() if "error:" in line] or errors.splitlines()[
+            :1
+        ]
+        raise BuildFailed(
+            f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else "")
+        )

@@ -1,25 +1,36 @@
-"""Norms and gates in float32 in the order `rows32-v1`, the definition: with attention (`attention/float32.py`) what
-`consistency: bitwise` computes within a row on a CPU, beside rotation and quantization, which are elementwise anyway.
+"""Norms and gates in float32 in the order `rows32-v1`, the definition: with attention
+(`attention/float32.py`) what `consistency: bitwise` computes within a row on a CPU, beside rotation
+and quantization, which are elementwise anyway.
 
-All operations are those of IEEE 754 in float32, subnormal numbers included (unlike `tdp32-v1`, whose hardware flushes
-them). A sum of products over n places has L lanes: lane l is a chain of fused multiply-adds from zero over the places
-l, l + L, l + 2L ..., and then halves of the lanes are added, the upper to the lower, until one is left. L is 64 over
-the channels of a norm and 16 over a head. Sums over rows or keys are in `blocked_sum`. exp is a polynomial of degree 7,
-log one of float64: no function of a library is in the path.
+All operations are those of IEEE 754 in float32, subnormal numbers included (unlike `tdp32-v1`,
+whose hardware flushes them). A sum of products over n places has L lanes: lane l is a chain of
+fused multiply-adds from zero over the places l, l + L, l + 2L ..., and then halves of the lanes are
+added, the upper to the lower, until one is left. L is 64 over the channels of a norm and 16 over a
+head. Sums over rows or keys are in `blocked_sum`. exp is a polynomial of degree 7, log one of
+float64: no function of a library is in the path.
 
-The error of a sum in lanes is at most γ(⌈n / L⌉ + log2 L) · Σ|a·b|, γ(k) = k·2^-24 / (1 - k·2^-24) (Higham 2002,
-section 4.2), that of `exp` relatively 2^-22 above -87, where it becomes 0. So rstd is within γ(⌈n / 64⌉ + 15) / 2 +
-2^-22 of the float64 one, relatively, y within 2^-23 more before its rounding, and silu(gate) · up within 2^-21, and
-|gate · up| · 2^-125 where exp ends (`tests/kernels/test_rows32.py`); GELU has |k| · 2^-22 more, k as in `inner`.
-Squares must stay below 2^128, as they do for channels below 2^60; beyond, a row is NaN. Log-probabilities and sampling
-stay float64: they are read by the loss, and cost little.
+The error of a sum in lanes is at most γ(⌈n / L⌉ + log2 L) · Σ|a·b|, γ(k) = k·2^-24 / (1 - k·2^-24)
+(Higham 2002, section 4.2), that of `exp` relatively 2^-22 above -87, where it becomes 0. So rstd is
+within γ(⌈n / 64⌉ + 15) / 2 + 2^-22 of the float64 one, relatively, y within 2^-23 more before its
+rounding, and silu(gate) · up within 2^-21, and |gate · up| · 2^-125 where exp ends
+(`tests/kernels/test_rows32.py`); GELU has |k| · 2^-22 more, k as in `inner`. Squares must stay
+below 2^128, as they do for channels below 2^60; beyond, a row is NaN. Log-probabilities and
+sampling stay float64: they are read by the loss, and cost little.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.norms.definition import CLAMPED, FAR, GELU, bounded, gated, gated_backward, within_bounds
+from isobit.kernels.norms.definition import (
+    CLAMPED,
+    FAR,
+    GELU,
+    bounded,
+    gated,
+    gated_backward,
+    within_bounds,
+)
 from isobit.kernels.ops import Activation
 
 ORDER = "rows32-v1"
@@ -31,17 +42,26 @@ _LN2 = (-0.693359375, 2.12194440e-4)
 _TAYLOR = tuple(1.0 / n for n in (720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `definition.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each operation rounded."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `definition.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each
+    operation rounded."""
     summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = summed.float()
     squared = dot(wide, wide, CHANNEL_LANES) / x.shape[-1] + eps
-    rstd = 1.0 / squared.double().sqrt().float()  # PyTorch's sqrt of float32 is not always the nearest number
-    rstd = torch.where(squared < torch.inf, rstd, torch.nan)  # not 0, so that weights that blew up are noticed
+    rstd = (
+        1.0 / squared.double().sqrt().float()
+    )  # PyTorch's sqrt of float32 is not always the nearest number
+    rstd = torch.where(
+        squared < torch.inf, rstd, torch.nan
+    )  # not 0, so that weights that blew up are noticed
     return (wide * rstd.unsqueeze(-1) * weight.float()).to(x.dtype), summed, rstd
 
 
-def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `definition.rms_norm_backward`."""
     normed = summed.float() * rstd.unsqueeze(-1)
     scaled = dy.float() * weight.float()
@@ -65,7 +85,8 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(k, gate·k') of `definition.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most `FAR` from 0."""
+    """(k, gate·k') of `definition.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most
+    `FAR` from 0."""
     if activation != "gelu_pytorch_tanh":
         k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return k, k
@@ -94,10 +115,13 @@ def tree(x: Tensor) -> Tensor:
 
 
 def blocked_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a · b over the first dimension: every 32 places, from place 0, are a chain of fused multiply-adds from
-    zero, and chains are added in ascending order to zero. Error as above, with γ(32 + ⌈n / 32⌉)."""
+    """Sum of a · b over the first dimension: every 32 places, from place 0, are a chain of fused
+    multiply-adds from zero, and chains are added in ascending order to zero. Error as above, with
+    γ(32 + ⌈n / 32⌉)."""
     missing = -a.shape[0] % CHAIN
-    parts = [torch.cat((x, x.new_zeros(missing, *x.shape[1:]))).unflatten(0, (-1, CHAIN)) for x in (a, b)]
+    parts = [
+        torch.cat((x, x.new_zeros(missing, *x.shape[1:]))).unflatten(0, (-1, CHAIN)) for x in (a, b)
+    ]
     chains = torch.zeros((), device=a.device)
     for i in range(CHAIN):
         chains = fma(parts[0][:, i], parts[1][:, i], chains)
@@ -110,9 +134,10 @@ def blocked_sum(a: Tensor, b: Tensor) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c of float32 numbers, rounded once.
 
-    The product is exact in float64. float32(float64(sum)) is wrong only where float64 has rounded to a number halfway
-    between two of float32, or where the result is subnormal and that halfway is elsewhere: there an inexact float64 sum
-    with an even last bit is first moved by one towards the true sum (rounding to odd).
+    The product is exact in float64. float32(float64(sum)) is wrong only where float64 has rounded
+    to a number halfway between two of float32, or where the result is subnormal and that halfway is
+    elsewhere: there an inexact float64 sum with an even last bit is first moved by one towards the
+    true sum (rounding to odd).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -143,8 +168,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """ln x of float64 numbers: x = m 2^e with m between 1/√2 and √2, s = (m - 1) / (m + 1), 2 (s + s³/3 + ... +
-    s²¹/21); infinity and NaN are themselves."""
+    """ln x of float64 numbers: x = m 2^e with m between 1/√2 and √2, s = (m - 1) / (m + 1), 2 (s +
+    s³/3 + ... + s²¹/21); infinity and NaN are themselves."""
     m, exponent = torch.frexp(x)
     small = m < 0.70710678118654752
     m, exponent = torch.where(small, m + m, m), exponent.double() - small.double()
@@ -152,4 +177,6 @@ def log(x: Tensor) -> Tensor:
     square, total = s * s, torch.full_like(s, 1.0 / 21.0)
     for odd in range(19, 0, -2):
         total = total * square + 1.0 / odd
-    return torch.where((x > 0) & (x < torch.inf), exponent * 0.69314718055994531 + (s + s) * total, x)
+    return torch.where(
+        (x > 0) & (x < torch.inf), exponent * 0.69314718055994531 + (s + s) * total, x
+    )

@@ -1,9 +1,10 @@
-"""RMSNorm and gates in C++, alone and with the quantization of their result; and the test of the row operators.
+"""RMSNorm and gates in C++, alone and with the quantization of their result; and the test of the
+row operators.
 
 Under `bitwise` these, and attention, are float32 in the order `rows32-v1`
 (`kernels/norms/float32.py`), which the first use of a library compares with scalar arithmetic
-(`native/rows32.cpp`); a mark in the cache keeps that from being done again. Under `exact` and `fast` they
-are float64 inside."""
+(`native/rows32.cpp`); a mark in the cache keeps that from being done again. Under `exact` and
+`fast` they are float64 inside."""
 
 from functools import cache
 
@@ -26,7 +27,8 @@ def check_rows() -> None:
     lib = library()
     if different := differing(lib, "rows32", lib.isobit_rows32_self_test):
         raise IsobitError(
-            f"consistency: bitwise cannot hold here: {different} results of norms, gates and attention differ from "
+            f"consistency: bitwise cannot hold here: {different} results of norms, gates and "
+            "attention differ from "
             "scalar ones; set consistency: exact"
         )
 
@@ -43,7 +45,13 @@ def rms_norm(
 
 
 def rms_norm_quantized(
-    ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+    ops: NativeBase,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    spec: QuantSpec,
+    name: str,
 ) -> tuple[QTensor, Tensor, Tensor]:
     """As `Ops.rms_norm_quantized`."""
     rows, columns = x.shape
@@ -61,7 +69,8 @@ def _norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
     y: Tensor | None, to: QTensor | None, block: int = 1,
 ) -> tuple[int, Tensor, Tensor]:  # fmt: skip
-    """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in `to`."""
+    """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in
+    `to`."""
     x, weight = x.contiguous(), weight.contiguous()
     summed, rstd = x, torch.empty(x.shape[0])
     if residual is not None:
@@ -79,8 +88,13 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.rms_norm_backward`."""
     if not _alike(summed, weight, dy):
-        return ops.falls_back("rms_norm_backward", summed.dtype).rms_norm_backward(dy, summed, weight, rstd)
-    dy, summed, weight, rstd = dy.contiguous(), summed.contiguous(), weight.contiguous(), rstd.contiguous()
+        return ops.falls_back("rms_norm_backward", summed.dtype).rms_norm_backward(
+            dy, summed, weight, rstd
+        )
+    dy = dy.contiguous()
+    summed = summed.contiguous()
+    weight = weight.contiguous()
+    rstd = rstd.contiguous()
     dx, dweight = torch.empty_like(summed), torch.empty(summed.shape[1])
     ops.lib.isobit_rms_norm_backward(
         PLAIN[summed.dtype], PLAIN[weight.dtype], ops.single, dy.data_ptr(), summed.data_ptr(),
@@ -99,7 +113,9 @@ def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor
     return out
 
 
-def gate_mul_quantized(ops: NativeBase, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+def gate_mul_quantized(
+    ops: NativeBase, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+) -> QTensor:
     """As `Ops.gate_mul_quantized`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
@@ -112,25 +128,36 @@ def gate_mul_quantized(ops: NativeBase, activation: Activation, gate_up: Tensor,
 
 
 def _gate(
-    ops: NativeBase, activation: Activation, gate_up: Tensor, out: Tensor | None, to: QTensor | None, block: int = 1
+    ops: NativeBase,
+    activation: Activation,
+    gate_up: Tensor,
+    out: Tensor | None,
+    to: QTensor | None,
+    block: int = 1,
 ) -> int:
     """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
     gate_up = gate_up.contiguous()
     failed: int = ops.lib.isobit_gate_mul(
-        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, gate_up.data_ptr(), gate_up.shape[0],
+        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, gate_up.data_ptr(),
+        gate_up.shape[0],
         gate_up.shape[1] // 2, pointer(out), *_target(to, block), torch.get_num_threads(),
     )  # fmt: skip
     return failed
 
 
-def gate_mul_backward(ops: NativeBase, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+def gate_mul_backward(
+    ops: NativeBase, activation: Activation, dh: Tensor, gate_up: Tensor
+) -> Tensor:
     """As `Ops.gate_mul_backward`."""
     if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
-        return ops.falls_back("gate_mul_backward", gate_up.dtype).gate_mul_backward(activation, dh, gate_up)
+        return ops.falls_back("gate_mul_backward", gate_up.dtype).gate_mul_backward(
+            activation, dh, gate_up
+        )
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
     ops.lib.isobit_gate_mul_backward(
-        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, dh.data_ptr(), gate_up.data_ptr(), *dh.shape,
+        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, dh.data_ptr(),
+        gate_up.data_ptr(), *dh.shape,
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -142,7 +169,8 @@ def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
 
 
 def _block_of_row(spec: QuantSpec, rows: int, columns: int) -> int | None:
-    """Columns of a block where C++ quantizes a row as soon as it has it, to E4M3 with scales of its own; else None."""
+    """Columns of a block where C++ quantizes a row as soon as it has it, to E4M3 with scales of its
+    own; else None."""
     if not has_scales(spec) or rows * columns == 0:
         return None
     high, wide = spec.block((rows, columns))

@@ -2,10 +2,11 @@
 BF16 (Gupta et al. 2015, arXiv 1502.02551, section 3; for weights that are trained in BF16: Zamirai
 et al. 2020, arXiv 2010.06192).
 
-16 random bits are added to the magnitude's lower half, which is then cut off: a carry into the upper half, with the
-probability of that half's distance from the lower neighbour, is a step to the upper one, in every binade and below the
-smallest normal number. The bits are half a word of Philox4x32-10 for each element: of the counter (element // 8, step,
-0, 0) under the key `seed`, so they do not depend on what else is rounded. Left out: other formats.
+16 random bits are added to the magnitude's lower half, which is then cut off: a carry into the
+upper half, with the probability of that half's distance from the lower neighbour, is a step to the
+upper one, in every binade and below the smallest normal number. The bits are half a word of
+Philox4x32-10 for each element: of the counter (element // 8, step, 0, 0) under the key `seed`, so
+they do not depend on what else is rounded. Left out: other formats.
 """
 
 import torch
@@ -20,10 +21,12 @@ _AT_ONCE = 1 << 20
 
 
 def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
-    """`isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become the largest BF16 number;
-    infinity stays, and NaN is 0x7fc0 with its sign."""
+    """`isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become the
+    largest BF16 number; infinity stays, and NaN is 0x7fc0 with its sign."""
     check_stochastic(x, first)
-    parts = [_rounded(part, seed, step, first + n * _AT_ONCE) for n, part in enumerate(x.split(_AT_ONCE))]
+    parts = [
+        _rounded(part, seed, step, first + n * _AT_ONCE) for n, part in enumerate(x.split(_AT_ONCE))
+    ]
     return torch.cat(parts)
 
 
@@ -40,7 +43,9 @@ def _rounded(x: Tensor, seed: int, step: int, first: int) -> Tensor:
     magnitude = bits & 0x7FFFFFFF
     carried = (magnitude.long() + noise(len(x), seed, step, first, x.device)) >> 16
     rounded = carried.clamp_max_(_LARGEST)
-    rounded = torch.where(magnitude < _INFINITY, rounded, torch.where(magnitude > _INFINITY, _NAN, _INFINITY >> 16))
+    rounded = torch.where(
+        magnitude < _INFINITY, rounded, torch.where(magnitude > _INFINITY, _NAN, _INFINITY >> 16)
+    )
     return (rounded | (bits >> 16 & 0x8000)).to(torch.int16).view(torch.bfloat16)
 
 
@@ -48,7 +53,10 @@ def noise(count: int, seed: int, step: int, first: int, device: torch.device) ->
     """The random bits of elements `first` to `first` + count, [count] int64 from 0 to 65,535."""
     element = torch.arange(first // 8, (first + count + 7) // 8, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    words = philox((element, zero + (step & MASK), zero, zero), (zero + (seed & MASK), zero + (seed >> 32 & MASK)))
+    words = philox(
+        (element, zero + (step & MASK), zero, zero),
+        (zero + (seed & MASK), zero + (seed >> 32 & MASK)),
+    )
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, -1).view(-1)[:count]
 
@@ -59,7 +67,8 @@ def square_sums(x: Tensor) -> Tensor:
 
 
 def _halved(x: Tensor) -> Tensor:
-    """The sum of each row of x [R, C], whose second half is added to the first until one column is left."""
+    """The sum of each row of x [R, C], whose second half is added to the first until one column is
+    left."""
     while (width := x.shape[1]) > 1:
         half = (width + 1) // 2
         x, second = x[:, :half], x[:, half:]

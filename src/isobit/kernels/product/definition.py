@@ -1,20 +1,23 @@
 """Matrix products C = A·Bᵀ, the definition: exact FP8 blocks, ordered sums, one rounding.
 
-FP8 operands: for each block of 128 along K, the sum of code products in float64, which is exact for E4M3 (a product
-is a multiple of 2^-18 below 2^18, so 128 of them need 43 of float64's 53 bits) and so the same for any shape, thread
-count or BLAS; that sum times (scale_a · scale_b), exact in float64 as a product of two float32; the blocks added in
-ascending order; the bias; one rounding. Scales of a whole row or tensor repeat for every block of K; the smaller blocks
-of MXFP8 (32) and NVFP4 (16) are summed in their own steps. That the bits of a row do not depend on its batch is
+FP8 operands: for each block of 128 along K, the sum of code products in float64, which is exact for
+E4M3 (a product is a multiple of 2^-18 below 2^18, so 128 of them need 43 of float64's 53 bits) and
+so the same for any shape, thread count or BLAS; that sum times (scale_a · scale_b), exact in
+float64 as a product of two float32; the blocks added in ascending order; the bias; one rounding.
+Scales of a whole row or tensor repeat for every block of K; the smaller blocks of MXFP8 (32) and
+NVFP4 (16) are summed in their own steps. That the bits of a row do not depend on its batch is
 *proven* here (`tests/kernels/test_product.py`).
 
-A block with an E5M2 operand can need more than 53 bits (57, or 71 with two). Its codes are split at magnitude 1, each
-part's sum is exact (43 bits at most), and the parts are added in a fixed order: large before small. So this is proven
-too, and the block sum is rounded once for one E5M2 operand, not at all for most data.
+A block with an E5M2 operand can need more than 53 bits (57, or 71 with two). Its codes are split at
+magnitude 1, each part's sum is exact (43 bits at most), and the parts are added in a fixed order:
+large before small. So this is proven too, and the block sum is rounded once for one E5M2 operand,
+not at all for most data.
 
-Plain BF16 or FP32 operands: products are exact in float64, and their sum is that of a fixed tree over K
-(`sums.tree_sum`), within ⌈log2 K⌉ · 2^-53 · Σ|a·b| of the true one; a BLAS computes it wherever that is shown to lead
-to the same rounding. So this is *proven* too, for finite operands (`tests/kernels/test_sums.py`). Under `fast` the
-product is PyTorch's own over BF16 operands, whose bits do depend on the batch.
+Plain BF16 or FP32 operands: products are exact in float64, and their sum is that of a fixed tree
+over K (`sums.tree_sum`), within ⌈log2 K⌉ · 2^-53 · Σ|a·b| of the true one; a BLAS computes it
+wherever that is shown to lead to the same rounding. So this is *proven* too, for finite operands
+(`tests/kernels/test_sums.py`). Under `fast` the product is PyTorch's own over BF16 operands, whose
+bits do depend on the batch.
 """
 
 import torch
@@ -33,8 +36,8 @@ from isobit.precision.packed_fp4 import panels
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
 
-    Both operands quantized: blocks, as above. Else a quantized operand is replaced by its dequantized float32
-    values, and the sum is plain.
+    Both operands quantized: blocks, as above. Else a quantized operand is replaced by its
+    dequantized float32 values, and the sum is plain.
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
@@ -44,14 +47,16 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
 
 
 def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """`product` in which a row's bits may depend on its batch: plain sums are in the order of the BLAS."""
+    """`product` in which a row's bits may depend on its batch: plain sums are in the order of the
+    BLAS."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return product(a, b, None, out)
     return round_once(values(a).double() @ values(b).double().t(), out)
 
 
 def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands are plain FP32."""
+    """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands
+    are plain FP32."""
     left, right = values(a), values(b)
     if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
@@ -75,7 +80,8 @@ def _blocks(a: QTensor, b: QTensor) -> Tensor:
 
 
 def _exact_parts(operand: QTensor) -> list[Tensor]:
-    """Float64 matrices that add up to the codes; sums of products of any two such matrices over a block are exact."""
+    """Float64 matrices that add up to the codes; sums of products of any two such matrices over a
+    block are exact."""
     codes = decode(operand.data, operand.spec.format.dtype, torch.float64)
     if operand.spec.format is not E5M2:
         return [codes]
@@ -97,7 +103,9 @@ def prepare(weight: Operand, into: Prepared | None = None) -> Prepared:
     return weight
 
 
-def added_product(ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+def added_product(
+    ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+) -> Tensor:
     """`Ops.gradient_product` by the backend's `product`."""
     found = ops.product(a, b, None, out)
     return found if into is None else into.add_(found)

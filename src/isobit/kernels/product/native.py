@@ -2,8 +2,8 @@
 operands; else, and under `exact`, in float64 (`product.cpp`), which also reads two codes to a byte;
 under `fast` a BLAS's of the dequantized operands.
 
-`prepare` packs a weight for the inner loop; without it every product does so anew. Scales along K in
-blocks other than 128 or a whole row, and E5M2 under `exact`, are left to the reference.
+`prepare` packs a weight for the inner loop; without it every product does so anew. Scales along K
+in blocks other than 128 or a whole row, and E5M2 under `exact`, are left to the reference.
 """
 
 import ctypes
@@ -44,7 +44,11 @@ def prepare(ops: NativeBase, weight: Operand, into: Prepared | None = None) -> P
 
 
 def product(
-    ops: NativeBase, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
+    ops: NativeBase,
+    a: Operand,
+    b: Prepared,
+    bias: Tensor | None = None,
+    out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As `Ops.product`."""
     if isinstance(b, PackedFP4):
@@ -60,12 +64,14 @@ def product(
         if not (_blocks_are_native(a) and _blocks_are_native(b)):
             return ops.falls_back("product", f"{a.spec} by {b.spec}").product(a, b, bias, out)
         return _product(ops, a.data, a, b.data, b, panels, bias, out)
-    return _product(ops, values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out)
+    return _product(
+        ops, values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out
+    )
 
 
 def unsupported(a: QuantSpec, b: QuantSpec, consistency: str) -> list[str]:
-    """What is left to the reference of products of quantized operands: nothing, or this product. With
-    two codes to a byte, as frozen NVFP4 weights have, more is in C++ than is said here."""
+    """What is left to the reference of products of quantized operands: nothing, or this product.
+    With two codes to a byte, as frozen NVFP4 weights have, more is in C++ than is said here."""
     blocks = all(spec.granularity in ("1x128", "128x128", "row", "tensor") for spec in (a, b))
     powers = all(spec.scale == "ue8m0" for spec in (a, b))
     if order(consistency) is not None:
@@ -96,13 +102,20 @@ def _product(
     return result
 
 
-def _nibble_product(ops: NativeBase, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """With b decoded where it is read, in the order of the same codes a byte each; by parts where they have others:
-    against scales that are not for 16 columns, and under `fast`."""
+def _nibble_product(
+    ops: NativeBase, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype
+) -> Tensor:
+    """With b decoded where it is read, in the order of the same codes a byte each; by parts where
+    they have others: against scales that are not for 16 columns, and under `fast`."""
     data = a.data if isinstance(a, QTensor) else a
     plain = [out] if bias is None else [out, bias.dtype]
     fits = a.block[1] == GROUP if isinstance(a, QTensor) else True
-    if ops.fast or not fits or data.dtype not in _KINDS or any(dtype not in PLAIN for dtype in plain):
+    if (
+        ops.fast
+        or not fits
+        or data.dtype not in _KINDS
+        or any(dtype not in PLAIN for dtype in plain)
+    ):
         return by_rows(ops.product, a, b, bias, out)
     result = torch.empty((a.shape[0], b.shape[0]), dtype=out)
     bias = None if bias is None else bias.contiguous()
@@ -119,14 +132,20 @@ def _pack(ops: NativeBase, b: Tensor, into: Tensor | None = None) -> Tensor:
     columns, inner = b.shape
     panels = torch.empty(-(-columns // 16) * inner * 16, dtype=b.dtype) if into is None else into
     ops.lib.isobit_pack(
-        _KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
+        _KINDS[b.dtype],
+        b.data_ptr(),
+        columns,
+        inner,
+        *b.stride(),
+        panels.data_ptr(),
+        torch.get_num_threads(),
     )
     return panels
 
 
 def _fast_prepare(ops: NativeBase, weight: Operand, kept: Packed | None) -> Prepared:
-    """With BF16 values where the weight is quantized, and with oneDNN's blocked layout, which saves a quarter of
-    the time of decoding."""
+    """With BF16 values where the weight is quantized, and with oneDNN's blocked layout, which saves
+    a quarter of the time of decoding."""
     found = dequantize(ops, weight) if isinstance(weight, QTensor) else weight
     if found.dtype != torch.bfloat16 or (found is weight and not _ONEDNN_PACKS):
         return weight
@@ -139,7 +158,9 @@ def _fast_prepare(ops: NativeBase, weight: Operand, kept: Packed | None) -> Prep
     return kept
 
 
-def _fast_product(ops: NativeBase, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def _fast_product(
+    ops: NativeBase, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
+) -> Tensor:
     left = dequantize(ops, a) if isinstance(a, QTensor) else a
     packed, b = b if isinstance(b, Packed) else None, weight_of(b)
     if packed is not None and packed.values is not None:

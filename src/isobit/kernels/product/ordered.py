@@ -1,10 +1,11 @@
-"""Matrix products C = A·Bᵀ in float32 in one of two fixed orders, the definition: `consistency: bitwise` on a CPU.
+"""Matrix products C = A·Bᵀ in float32 in one of two fixed orders, the definition: `consistency:
+bitwise` on a CPU.
 
-Operands are BF16 numbers; FP8 and FP4 codes under power-of-two scales are BF16 numbers too. K is padded with zeros to a
-multiple of 32.
+Operands are BF16 numbers; FP8 and FP4 codes under power-of-two scales are BF16 numbers too. K is
+padded with zeros to a multiple of 32.
 
-`tdp32-v1`: for every 32 of K two chains of fused multiply-adds from zero, over even and odd places of 16 pairs, then
-c += even + odd:
+`tdp32-v1`: for every 32 of K two chains of fused multiply-adds from zero, over even and odd places
+of 16 pairs, then c += even + odd:
 
     even = fma(a[2i], b[2i], even),  odd = fma(a[2i + 1], b[2i + 1], odd),  i = 0 to 15
 
@@ -12,17 +13,19 @@ c += even + odd:
 
     chain = fma(a[2i], b[2i], fma(a[2i + 1], b[2i + 1], chain)),  i = 0 to 63
 
-Subnormal operands and results are zeros of their sign (a result counts as subnormal as rounded to 24 bits with any
-exponent). These are the arithmetic of the instructions TDPBF16PS and VDPBF16PS (Intel 64 manual, volume 2), so a
-processor with AMX computes the one in hardware, one with AVX512-BF16 the other, and any processor both by fused
-multiply-adds. Codes under other scales: c begins at zero for every 128 of K, and total = fma(c, scale_a · scale_b,
-total). Last the bias, in float32, and the rounding to the result's type.
+Subnormal operands and results are zeros of their sign (a result counts as subnormal as rounded to
+24 bits with any exponent). These are the arithmetic of the instructions TDPBF16PS and VDPBF16PS
+(Intel 64 manual, volume 2), so a processor with AMX computes the one in hardware, one with
+AVX512-BF16 the other, and any processor both by fused multiply-adds. Codes under other scales: c
+begins at zero for every 128 of K, and total = fma(c, scale_a · scale_b, total). Last the bias, in
+float32, and the rounding to the result's type.
 
-An element is one such sum whatever else is in the batch, so a row's bits do not depend on it. The error of a sum before
-its rounding is at most γ(n) · Σ|a·b|, γ(n) = n·2^-24 / (1 - n·2^-24), with n = 17 + ⌈K / 32⌉ or 128 + ⌈K / 128⌉, plus
-2^-126 for each operation (Higham 2002, section 4.2). Held by `tests/kernels/test_ordered.py`. This file emulates the
-operations in float64: slow, and plain. Left out: operands that are no BF16 numbers (`computes`), whose products stay
-exact (`definition.py`).
+An element is one such sum whatever else is in the batch, so a row's bits do not depend on it. The
+error of a sum before its rounding is at most γ(n) · Σ|a·b|, γ(n) = n·2^-24 / (1 - n·2^-24), with n
+= 17 + ⌈K / 32⌉ or 128 + ⌈K / 128⌉, plus 2^-126 for each operation (Higham 2002, section 4.2). Held
+by `tests/kernels/test_ordered.py`. This file emulates the operations in float64: slow, and plain.
+Left out: operands that are no BF16 numbers (`computes`), whose products stay exact
+(`definition.py`).
 """
 
 import torch
@@ -42,7 +45,8 @@ _LOST = (1 << 29) - 1  # the bits of a float64 that float32 lacks
 
 
 def computes(a: Operand, b: Operand) -> bool:
-    """Whether the product of these has an order: both are BF16 numbers, or codes with scales for blocks of 128."""
+    """Whether the product of these has an order: both are BF16 numbers, or codes with scales for
+    blocks of 128."""
     return (_is_bf16(a) and _is_bf16(b)) or has_block_scales(a, b)
 
 
@@ -66,7 +70,9 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order
         for start in range(0, a.shape[1], BLOCK):
             block = slice(start, start + BLOCK)
             scale = flushed(_scale_of(a, start) * _scale_of(b, start).t())
-            total = fused(ordered_sums(left[:, block], right[:, block], order) * scale.double(), total)
+            total = fused(
+                ordered_sums(left[:, block], right[:, block], order) * scale.double(), total
+            )
     else:
         total = ordered_sums(_values(a), _values(b), order)
     if bias is not None:
@@ -75,11 +81,16 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order
 
 
 def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
-    """The sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results, held as float64."""
+    """The sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results, held as
+    float64."""
     if order == TDP32:  # chains side by side, and the places that one goes through
         size, chains, places = _DEPTH, 2, [[2 * i, 2 * i + 1] for i in range(16)]
     else:
-        size, chains, places = BLOCK, 1, [[i ^ 1] for i in range(BLOCK)]  # of each pair the second first
+        size, chains, places = (
+            BLOCK,
+            1,
+            [[i ^ 1] for i in range(BLOCK)],
+        )  # of each pair the second first
     groups = -(-left.shape[1] // size)
     missing = groups * size - left.shape[1]
     last = size - missing // _DEPTH * _DEPTH  # places of the last group
@@ -96,7 +107,9 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
         for place in places:
             x, y = parts[0][place, :, start : start + step], parts[1][place]
             have = groups - (max(place) >= last)  # a zero more would turn a chain of -0 into 0
-            found[:, :have] = add(found[:, :have], x.unsqueeze(3)[:, :have], y.unsqueeze(2)[:, :have])
+            found[:, :have] = add(
+                found[:, :have], x.unsqueeze(3)[:, :have], y.unsqueeze(2)[:, :have]
+            )
         sums = found[0] if chains == 1 else found[0] + found[1]
         for one in flushed(sums.float()).double():
             rows.copy_(flushed((rows + one).float()))
@@ -104,8 +117,8 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
 
 
 def _is_narrow(left: Tensor, right: Tensor) -> bool:
-    """Whether all sums that occur are multiples of one power of two, which is no subnormal number, and have no more
-    than 53 bits: float64 then adds exactly, and nothing is flushed."""
+    """Whether all sums that occur are multiples of one power of two, which is no subnormal number,
+    and have no more than 53 bits: float64 then adds exactly, and nothing is flushed."""
     unit, largest = 1.0, BLOCK + 1.0
     for x in (left, right):
         magnitudes = x.abs()
@@ -126,10 +139,11 @@ def _add(chains: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def fused(products: Tensor, addend: Tensor) -> Tensor:
-    """float32(products + addend), rounded once, subnormal results flushed; the products are exact float64 numbers.
+    """float32(products + addend), rounded once, subnormal results flushed; the products are exact
+    float64 numbers.
 
-    float32(float64(sum)) is wrong only where float64 has rounded to a number halfway between two of float32: there the
-    sum is moved by a bit towards the true one.
+    float32(float64(sum)) is wrong only where float64 has rounded to a number halfway between two of
+    float32: there the sum is moved by a bit towards the true one.
     """
     total = products + addend
     words = total.view(torch.int64)
@@ -142,7 +156,9 @@ def fused(products: Tensor, addend: Tensor) -> Tensor:
     single = total.float().double()
     tiny = total.abs() < _SMALLEST
     if tiny.any():
-        survives = total.abs() >= _SMALLEST * (1 - 2.0**-25)  # rounds up to the smallest normal number
+        survives = total.abs() >= _SMALLEST * (
+            1 - 2.0**-25
+        )  # rounds up to the smallest normal number
         single = torch.where(tiny, torch.where(survives, _SMALLEST, 0.0).copysign(total), single)
     return single
 

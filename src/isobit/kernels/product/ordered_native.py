@@ -1,7 +1,9 @@
-"""Products in the orders of `kernels/product/ordered.py`, in C++ (`ordered.h`): packs, arguments, the instruction set.
+"""Products in the orders of `kernels/product/ordered.py`, in C++ (`ordered.h`): packs, arguments,
+the instruction set.
 
-The instruction set is the best that processor and build have for the order, or $ISOBIT_ISA; all give the same bits. The
-chosen one is first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
+The instruction set is the best that processor and build have for the order, or $ISOBIT_ISA; all
+give the same bits. The chosen one is first tested against scalar fused multiply-adds; a mark in the
+cache keeps that from being done again.
 """
 
 import ctypes
@@ -30,8 +32,8 @@ _DEPTH, _PANEL = 32, 16
 
 
 def instruction_set(order: str) -> str:
-    """The one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none that can, or the self-test
-    fails."""
+    """The one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none that
+    can, or the self-test fails."""
     return ISAS[_chosen(order, os.environ.get("ISOBIT_ISA", ""))]
 
 
@@ -47,18 +49,23 @@ def _chosen(order: str, wanted: str) -> int:
     lib, number = library(), ORDERS.index(order)
     isa: int = lib.isobit_ordered_isa(ISAS.index(wanted) if wanted else -1, number)
     if isa < 0:
-        raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
+        raise IsobitError(
+            f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, "
+            "lacks it"
+        )
     test = f"{order}.{ISAS[isa]}"
     if different := differing(lib, test, lambda: int(lib.isobit_ordered_self_test(isa, number))):
         raise IsobitError(
-            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
+            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ "
+            "from scalar ones; set "
             "ISOBIT_ISA=portable, or consistency: exact"
         )
     return isa
 
 
 class OrderedProducts:
-    """The products of `consistency: bitwise` in one order, where `reference.ordered.computes` them."""
+    """The products of `consistency: bitwise` in one order, where `reference.ordered.computes`
+    them."""
 
     def __init__(self, order: str) -> None:
         self._order, self._isa = ORDERS.index(order), ISAS.index(instruction_set(order))
@@ -69,14 +76,18 @@ class OrderedProducts:
         panels = self._pack(data, None if kept is None else kept.panels)
         return kept or Packed(weight, panels)
 
-    def product(self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    def product(
+        self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
+    ) -> Tensor:
         """As `Ops.product`."""
         result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
         arguments, _kept = self._arguments(a, b, bias, result)
         self._lib.isobit_ordered_product(ctypes.byref(arguments))
         return result
 
-    def grouped_product(self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype) -> Tensor:
+    def grouped_product(
+        self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype
+    ) -> Tensor:
         """As `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
         result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
         given = [
@@ -98,7 +109,9 @@ class OrderedProducts:
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
         panels = self._pack(right) if panels is None else panels
-        bias = bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
+        bias = (
+            bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
+        )
         arguments = product_arguments(left, right, panels, bias, result)
         arguments.isa, arguments.order = self._isa, self._order
         if isinstance(a, QTensor):
@@ -115,7 +128,13 @@ class OrderedProducts:
         size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
         panels = torch.empty(size, dtype=b.dtype) if into is None else into
         self._lib.isobit_ordered_pack(
-            KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
+            KINDS[b.dtype],
+            b.data_ptr(),
+            columns,
+            inner,
+            *b.stride(),
+            panels.data_ptr(),
+            torch.get_num_threads(),
         )
         return panels
 
@@ -123,7 +142,9 @@ class OrderedProducts:
 def is_packed(weight: Operand) -> bool:
     """Whether a prepared weight has the packs of these products."""
     if isinstance(weight, QTensor):
-        return _in_steps(weight) and (weight.spec.scale == "ue8m0" or has_block_scales(weight, weight))
+        return _in_steps(weight) and (
+            weight.spec.scale == "ue8m0" or has_block_scales(weight, weight)
+        )
     return weight.dtype == torch.bfloat16
 
 

@@ -1,5 +1,5 @@
-"""Quantization in C++ (`quantize.cpp`): E4M3 codes of a matrix, codes along its other dimension, back to BF16, and how
-large the error is. Other formats go to the reference operators."""
+"""Quantization in C++ (`quantize.cpp`): E4M3 codes of a matrix, codes along its other dimension,
+back to BF16, and how large the error is. Other formats go to the reference operators."""
 
 import torch
 from torch import Tensor
@@ -37,13 +37,19 @@ def quantize(ops: NativeBase, x: Tensor, spec: QuantSpec, name: str = "tensor") 
 def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: str) -> QTensor:
     """As `Ops.quantize_along_tokens`."""
     along = along_rows(spec)
-    if not (isinstance(x, QTensor) and _is_native(x) and has_scales(spec) and along.granularity == "128x1"):
+    if not (
+        isinstance(x, QTensor)
+        and _is_native(x)
+        and has_scales(spec)
+        and along.granularity == "128x1"
+    ):
         return definition.quantize_along_tokens(ops, x, spec, name)
     rows, columns = x.shape
     block_rows, _ = along.block(x.shape)
     data, scale = torch.empty_like(x.data), torch.empty((-(-rows // block_rows), columns))
     failed = ops.lib.isobit_requantize(
-        x.data.data_ptr(), rows, columns, x.scale.data_ptr(), *x.block, block_rows, spec.scale == "ue8m0",
+        x.data.data_ptr(), rows, columns, x.scale.data_ptr(), *x.block, block_rows,
+        spec.scale == "ue8m0",
         data.data_ptr(), scale.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if failed:
@@ -63,8 +69,10 @@ def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
     squares = torch.empty((2, -(-given.shape[0] // _BLOCK_ROWS)), dtype=torch.float64)
     ops.lib.isobit_error_sums(
         KINDS[given.dtype], given.data_ptr(), None if coded is None else coded.scale.data_ptr(),
-        *((1, 1) if coded is None else coded.block), quantized.data.data_ptr(), quantized.scale.data_ptr(),
-        *quantized.block, *quantized.shape, counts.data_ptr(), squares.data_ptr(), torch.get_num_threads(),
+        *((1, 1) if coded is None else coded.block), quantized.data.data_ptr(),
+        quantized.scale.data_ptr(),
+        *quantized.block, *quantized.shape, counts.data_ptr(), squares.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return ErrorSums(given.numel(), counts, squares)
 
@@ -75,7 +83,12 @@ def dequantize(ops: NativeBase, x: QTensor) -> Tensor:
         return x.dequantize().bfloat16()
     out = torch.empty(x.data.shape, dtype=torch.bfloat16)
     ops.lib.isobit_dequantize(
-        x.data.data_ptr(), *x.data.shape, x.scale.data_ptr(), *x.block, out.data_ptr(), torch.get_num_threads()
+        x.data.data_ptr(),
+        *x.data.shape,
+        x.scale.data_ptr(),
+        *x.block,
+        out.data_ptr(),
+        torch.get_num_threads(),
     )
     return out
 
@@ -86,7 +99,12 @@ def has_scales(spec: QuantSpec) -> bool:
 
 
 def _is_native(x: QTensor) -> bool:
-    """Whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16 columns, or for all."""
-    if x.data.dtype != torch.float8_e4m3fn or not x.data.is_contiguous() or not x.scale.is_contiguous():
+    """Whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16
+    columns, or for all."""
+    if (
+        x.data.dtype != torch.float8_e4m3fn
+        or not x.data.is_contiguous()
+        or not x.scale.is_contiguous()
+    ):
         return False
     return x.block[1] % 16 == 0 or x.block[1] in (1, x.shape[1])

@@ -1,12 +1,13 @@
 """E4M3 codes with a scale per block, on a GPU: the bits of `isobit.precision.quantize`.
 
-A program holds whole blocks in registers, so that their largest magnitude and their codes come from one reading: of
-float32 weights 4 bytes are read and 1 written an element, of BF16 activations 2 and 1, and where a saved activation is
-quantized again along the tokens 1 and 1, its transpose included. The bound is the memory's speed. Largest magnitudes
-do not depend on the order in which they are found and codes are elementwise, so tile sizes cannot change a bit.
+A program holds whole blocks in registers, so that their largest magnitude and their codes come from
+one reading: of float32 weights 4 bytes are read and 1 written an element, of BF16 activations 2 and
+1, and where a saved activation is quantized again along the tokens 1 and 1, its transpose included.
+The bound is the memory's speed. Largest magnitudes do not depend on the order in which they are
+found and codes are elementwise, so tile sizes cannot change a bit.
 
-NaN and infinity set the flag and make the scale NaN. Left out: FP4, E5M2, blocks of 32 and 16, and one scale for a
-whole tensor or column.
+NaN and infinity set the flag and make the scale NaN. Left out: FP4, E5M2, blocks of 32 and 16, and
+one scale for a whole tensor or column.
 """
 
 import torch
@@ -32,14 +33,16 @@ _ALIGNED = 16  # bytes of the widest store
 def largest(x, axis: tl.constexpr):
     """The bits of the largest magnitudes of float32 `x` along an axis (int32, of all if None).
 
-    Compared as integers, infinity is above every number and NaN above infinity, so that neither is lost.
+    Compared as integers, infinity is above every number and NaN above infinity, so that neither is
+    lost.
     """
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
 
 
 @triton.jit
 def scale_or_flag(bits, flag_ptr, UE8M0: tl.constexpr):
-    """Scales (float32) of blocks whose `largest` is given; the flag is set where that is not finite."""
+    """Scales (float32) of blocks whose `largest` is given; the flag is set where that is not
+    finite."""
     tl.store(flag_ptr + bits * 0, 1, mask=bits >= INFINITY)
     return block_scale(bits.to(tl.float32, bitcast=True), UE8M0)
 
@@ -51,8 +54,11 @@ def codes(x, scale, UE8M0: tl.constexpr):
     Under a NaN scale codes may be any: their values are NaN.
     """
     if UE8M0:
-        # the reciprocal of a power of two is one too, with the exponent mirrored: the product is the quotient
-        return to_e4m3(x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True))
+        # the reciprocal of a power of two is one too, with the exponent mirrored: the product is
+        # the quotient
+        return to_e4m3(
+            x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        )
     else:
         return to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
 
@@ -60,14 +66,16 @@ def codes(x, scale, UE8M0: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "old_row", "old_step"])
 def _tiles(
     x_ptr, old_ptr, data_ptr, scale_ptr, flag_ptr, rows, stride, pitch, old_row, old_step,
-    COLUMNS: tl.constexpr, OLD_BLOCK: tl.constexpr, GRANULARITY: tl.constexpr, TRANSPOSED: tl.constexpr,
+    COLUMNS: tl.constexpr, OLD_BLOCK: tl.constexpr, GRANULARITY: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BESIDE: tl.constexpr, UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE]: its scales and codes; `old_ptr` are the scales of an `x` that is codes itself, with strides
-    `old_row` and `old_step`. BESIDE: the result's scales as `empty` has them for many rows.
+    """A tile [HIGH, WIDE]: its scales and codes; `old_ptr` are the scales of an `x` that is codes
+    itself, with strides `old_row` and `old_step`. BESIDE: the result's scales as `empty` has them
+    for many rows.
 
-    `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows, rounded up to 16, on
-    which wide stores depend; the padding is written, as zeros.
+    `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows,
+    rounded up to 16, on which wide stores depend; the padding is written, as zeros.
     """
     ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
@@ -76,7 +84,9 @@ def _tiles(
     i, j = tl.arange(0, HIGH), tl.arange(0, WIDE)
     row, column = down * HIGH + i, across * WIDE + j
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    x = tl.load(x_ptr + first * stride + i[:, None] * stride + column[None, :], mask=inside, other=0)
+    x = tl.load(
+        x_ptr + first * stride + i[:, None] * stride + column[None, :], mask=inside, other=0
+    )
     if old_ptr is None:
         x = x.to(tl.float32)
     else:
@@ -92,7 +102,11 @@ def _tiles(
     elif GRANULARITY == "128x1":
         scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
         if TRANSPOSED and not BESIDE:
-            tl.store(scale_ptr + column * ((rows + HIGH - 1) // HIGH) + down, scale, mask=column < COLUMNS)
+            tl.store(
+                scale_ptr + column * ((rows + HIGH - 1) // HIGH) + down,
+                scale,
+                mask=column < COLUMNS,
+            )
         else:
             tl.store(scale_ptr + down * COLUMNS + column, scale, mask=column < COLUMNS)
         found = codes(x, scale[None, :], UE8M0)
@@ -106,7 +120,8 @@ def _tiles(
         tl.store(out, tl.trans(found), mask=inside)
     else:
         out = data_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
-        # left alone, Triton stores 16 codes a thread, and spreads the loads of wider elements to fit
+        # left alone, Triton stores 16 codes a thread, and spreads the loads of wider elements to
+        # fit
         out = tl.max_contiguous(out, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
         tl.store(out, found, mask=inside)
 
@@ -116,7 +131,8 @@ def _rows(
     x_ptr, data_ptr, scale_ptr, flag_ptr, stride,
     COLUMNS: tl.constexpr, UE8M0: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A row with one scale, in steps of WIDE columns; a row of one step is read once, a longer one twice."""
+    """A row with one scale, in steps of WIDE columns; a row of one step is read once, a longer one
+    twice."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDE)
     x_ptr += row * stride
@@ -125,7 +141,9 @@ def _rows(
     bits = largest(x, 0)
     for step in range(1, STEPS):
         at = step * WIDE + column
-        bits = tl.maximum(bits, largest(tl.load(x_ptr + at, mask=at < COLUMNS, other=0).to(tl.float32), 0))
+        bits = tl.maximum(
+            bits, largest(tl.load(x_ptr + at, mask=at < COLUMNS, other=0).to(tl.float32), 0)
+        )
     scale = scale_or_flag(bits, flag_ptr, UE8M0)
     tl.store(scale_ptr + row, scale)
     tl.store(data_ptr + column, codes(x, scale, UE8M0), mask=column < COLUMNS)
@@ -137,20 +155,30 @@ def _rows(
 
 def supported(spec: QuantSpec) -> bool:
     """Whether `quantize` computes this spec."""
-    return spec.format is E4M3 and spec.granularity in (*_TILES, "row") and spec.scale in ("fp32", "ue8m0")
+    return (
+        spec.format is E4M3
+        and spec.granularity in (*_TILES, "row")
+        and spec.scale in ("fp32", "ue8m0")
+    )
 
 
-def empty(rows: int, columns: int, spec: QuantSpec, device: torch.device, pitch: int | None = None) -> QTensor:
-    """A quantized matrix [rows, columns] whose codes and scales are still to be written. Rows of codes are `pitch`
-    bytes apart; by default they are contiguous.
+def empty(
+    rows: int, columns: int, spec: QuantSpec, device: torch.device, pitch: int | None = None
+) -> QTensor:
+    """A quantized matrix [rows, columns] whose codes and scales are still to be written. Rows of
+    codes are `pitch` bytes apart; by default they are contiguous.
 
-    Of more than FEW_ROWS rows with a scale of their own for each block, the scales of neighbouring rows stand side by
-    side, as products load them (`lies_beside`); all others are contiguous.
+    Of more than FEW_ROWS rows with a scale of their own for each block, the scales of neighbouring
+    rows stand side by side, as products load them (`lies_beside`); all others are contiguous.
     """
     high, wide = spec.block((rows, columns))
     data = torch.empty(rows, pitch or columns, dtype=E4M3.dtype, device=device)[:, :columns]
     sizes = (-(-rows // high), -(-columns // wide))
-    scale = torch.empty(sizes[::-1], device=device).t() if _many(rows, spec) else torch.empty(sizes, device=device)
+    scale = (
+        torch.empty(sizes[::-1], device=device).t()
+        if _many(rows, spec)
+        else torch.empty(sizes, device=device)
+    )
     return QTensor(data, scale, spec)
 
 
@@ -164,8 +192,8 @@ def lies_beside(made: QTensor) -> bool:
 
 
 def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """`isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes are contiguous, scales as
-    `empty` has them.
+    """`isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes are
+    contiguous, scales as `empty` has them.
 
     `flag` [1] int32 becomes 1 where `x` holds NaN or an infinity. Rows may have any stride.
     """
@@ -181,7 +209,8 @@ def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
         wide = min(triton.next_power_of_2(columns), _WIDEST)
         launch(
             _rows, (rows,), x, made.data.view(torch.uint8), made.scale, flag, x.stride(0),
-            COLUMNS=columns, UE8M0=ue8m0, WIDE=wide, STEPS=-(-columns // wide), num_warps=warps_for(wide),
+            COLUMNS=columns, UE8M0=ue8m0, WIDE=wide, STEPS=-(-columns // wide),
+            num_warps=warps_for(wide),
         )  # fmt: skip
     else:
         _launch_tiles(x, None, made, spec, flag, transposed=False)
@@ -189,26 +218,38 @@ def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
 
 
 def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C, ceil(T / 128)], as
-    `empty` has them.
+    """xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C, ceil(T
+    / 128)], as `empty` has them.
 
-    Rows of codes are a multiple of 16 bytes apart, so that any T is stored 16 codes at a time and by one binary. The
-    bits are those of `quantize(values of x, 128x1).transpose()`. `x` is a BF16 or float32 matrix, or quantized with
-    blocks along its rows (`1x128` or `row`): its values are then restored in registers. `spec` is that of `x` or of a
-    gradient; `flag` as of `quantize`.
+    Rows of codes are a multiple of 16 bytes apart, so that any T is stored 16 codes at a time and
+    by one binary. The bits are those of `quantize(values of x, 128x1).transpose()`. `x` is a BF16
+    or float32 matrix, or quantized with blocks along its rows (`1x128` or `row`): its values are
+    then restored in registers. `spec` is that of `x` or of a gradient; `flag` as of `quantize`.
     """
     along = along_rows(spec)
-    assert along.granularity == "128x1" and supported(along), f"no kernel quantizes {spec} along the tokens"  # noqa: PT018
+    assert along.granularity == "128x1" and supported(along), (
+        f"no kernel quantizes {spec} along the tokens"
+    )
     rows, columns = x.shape
     values = x.data.view(torch.uint8) if isinstance(x, QTensor) else x
-    made = empty(columns, rows, along.transpose(), values.device, pitch=-(-rows // _ALIGNED) * _ALIGNED)
+    made = empty(
+        columns, rows, along.transpose(), values.device, pitch=-(-rows // _ALIGNED) * _ALIGNED
+    )
     if rows * columns > 0:
-        _launch_tiles(_with_rows(values), x if isinstance(x, QTensor) else None, made, along, flag, transposed=True)
+        _launch_tiles(
+            _with_rows(values),
+            x if isinstance(x, QTensor) else None,
+            made,
+            along,
+            flag,
+            transposed=True,
+        )
     return made
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that holds so many elements: 16 of them a thread where that takes 1 to 16 warps."""
+    """Warps of a program that holds so many elements: 16 of them a thread where that takes 1 to 16
+    warps."""
     return min(max(triton.next_power_of_2(elements) // 512, 1), 16)
 
 
@@ -218,7 +259,13 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _launch_tiles(
-    values: Tensor, old: QTensor | None, made: QTensor, spec: QuantSpec, flag: Tensor, *, transposed: bool
+    values: Tensor,
+    old: QTensor | None,
+    made: QTensor,
+    spec: QuantSpec,
+    flag: Tensor,
+    *,
+    transposed: bool,
 ) -> None:
     rows, columns = values.shape
     high, wide, warps = _TILES[spec.granularity]
@@ -228,8 +275,11 @@ def _launch_tiles(
     launch(
         _tiles, (-(-rows // high) * -(-columns // wide),),
         values, None if old is None else old.scale, made.data.view(torch.uint8), made.scale, flag,
-        rows, values.stride(0), made.data.stride(0), *((0, 0) if old is None else old.scale.stride()),
-        COLUMNS=columns, OLD_BLOCK=BLOCK if old is None else old.block[1], GRANULARITY=spec.granularity,
-        TRANSPOSED=transposed, BESIDE=lies_beside(made), UE8M0=spec.scale == "ue8m0", HIGH=high, WIDE=wide,
+        rows, values.stride(0), made.data.stride(0),
+        *((0, 0) if old is None else old.scale.stride()),
+        COLUMNS=columns, OLD_BLOCK=BLOCK if old is None else old.block[1],
+        GRANULARITY=spec.granularity,
+        TRANSPOSED=transposed, BESIDE=lies_beside(made), UE8M0=spec.scale == "ue8m0", HIGH=high,
+        WIDE=wide,
         num_warps=warps,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""One rounding from float64: to float32 directly, to bfloat16 without the double rounding of a cast through float32."""
+"""One rounding from float64: to float32 directly, to bfloat16 without the double rounding of a cast
+through float32."""
 
 import torch
 from torch import Tensor
@@ -7,8 +8,9 @@ from torch import Tensor
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float64 `x` to `dtype`, to nearest, ties to even, in one rounding.
 
-    For bfloat16 the value goes through float32 rounded *to odd* (truncated, with the last bit set if anything was
-    lost), after which the second rounding gives what one rounding would have given (Boldo and Melquiond 2008).
+    For bfloat16 the value goes through float32 rounded *to odd* (truncated, with the last bit set
+    if anything was lost), after which the second rounding gives what one rounding would have given
+    (Boldo and Melquiond 2008).
     """
     if dtype != torch.bfloat16:
         return x.to(dtype)

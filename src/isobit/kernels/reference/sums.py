@@ -1,12 +1,14 @@
 """Sums in a fixed order, and a test of where another order could give other bits.
 
-The reference defines a sum of float64 terms by one tree (`tree_sum`), the same whatever else is in the batch. A BLAS is
-many times faster, but the order in which it adds depends on shapes and threads. Its result and the tree's are both
-within a known bound of the true sum (Higham 2002, sections 3.1 and 4.2). Where no boundary between two roundings lies
-within that bound, both round to the same bits, and the BLAS's result is used; elsewhere (`undecided`) the tree is.
-This is the rounding test of Ziv (1991). So results are the tree's at any shape and thread count: *proven* for finite
-operands and any BLAS that adds the products of an element and nothing else, in whatever order, fused or not
-(`tests/kernels/test_sums.py`). A wider bound makes the tree needed more often, and never changes a bit.
+The reference defines a sum of float64 terms by one tree (`tree_sum`), the same whatever else is in
+the batch. A BLAS is many times faster, but the order in which it adds depends on shapes and
+threads. Its result and the tree's are both within a known bound of the true sum (Higham 2002,
+sections 3.1 and 4.2). Where no boundary between two roundings lies within that bound, both round to
+the same bits, and the BLAS's result is used; elsewhere (`undecided`) the tree is. This is the
+rounding test of Ziv (1991). So results are the tree's at any shape and thread count: *proven* for
+finite operands and any BLAS that adds the products of an element and nothing else, in whatever
+order, fused or not (`tests/kernels/test_sums.py`). A wider bound makes the tree needed more often,
+and never changes a bit.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from torch import Tensor
 UNIT = 2.0**-53
 """The largest relative error of one float64 operation."""
 
-_ROOM = 8  # half units in the last place, for the few roundings that follow a sum: of a bias, of a quotient
+# half units in the last place, for the few roundings that follow a sum: of a bias, of a quotient
+_ROOM = 8
 _LOST_BITS = {torch.float32: 29, torch.bfloat16: 45}
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24}
 _WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -26,10 +29,11 @@ _CHUNK = 1 << 17  # products of the tree at a time
 
 
 def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
-    """Sum over a dimension of K terms, in halves: x[i] + x[i + h], h the powers of two below K, the largest first.
+    """Sum over a dimension of K terms, in halves: x[i] + x[i + h], h the powers of two below K, the
+    largest first.
 
-    Zeros at the end change nothing, and the result is never -0. Its error is at most ⌈log2 K⌉ · 2^-53 · Σ|x|, to first
-    order.
+    Zeros at the end change nothing, and the result is never -0. Its error is at most ⌈log2 K⌉ ·
+    2^-53 · Σ|x|, to first order.
     """
     count = x.shape[dim]
     if count < 2:
@@ -44,13 +48,15 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a number within `error`, and some roundings, of float64 x might round to another number of `dtype`: places
-    [count, dimensions of x]. `error` broadcasts to x; it is 0, or at least 2^-132. NaN in x is NaN in any order.
+    """Where a number within `error`, and some roundings, of float64 x might round to another number
+    of `dtype`: places [count, dimensions of x]. `error` broadcasts to x; it is 0, or at least
+    2^-132. NaN in x is NaN in any order.
 
-    Rounding changes where the lost bits of x are 100...0. How far they are from that is counted in units of x's last
-    place, and taken as if these were |x| · 2^-53, which is between half a unit and one. Just above a power of two the
-    nearest boundary is below x, half as far as the count says, and there |x| · 2^-53 is half a unit. Where `dtype` is
-    subnormal the error exceeds all that a count can be.
+    Rounding changes where the lost bits of x are 100...0. How far they are from that is counted in
+    units of x's last place, and taken as if these were |x| · 2^-53, which is between half a unit
+    and one. Just above a power of two the nearest boundary is below x, half as far as the count
+    says, and there |x| · 2^-53 is half a unit. Where `dtype` is subnormal the error exceeds all
+    that a count can be.
     """
     half = 1 << (_LOST_BITS[dtype] - 1)
     units = x.contiguous().view(torch.int64).bitwise_and(2 * half - 1).sub_(half).abs_().sub_(_ROOM)
@@ -61,11 +67,12 @@ def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or FP32; elements may differ
-    from it only in ways that rounding to `dtype` removes.
+    """The float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or FP32;
+    elements may differ from it only in ways that rounding to `dtype` removes.
 
-    Products are exact in float64. A row's elements are multiples of a power of two; where sums of products of such
-    multiples need no more than 53 bits, every order is exact and nothing need be tested, as for most BF16 data.
+    Products are exact in float64. A row's elements are multiples of a power of two; where sums of
+    products of such multiples need no more than 53 bits, every order is exact and nothing need be
+    tested, as for most BF16 data.
     """
     left, right = a.double(), b.double()
     total = left @ right.t()
@@ -96,8 +103,9 @@ def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
 def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """(x [M], y [N]): x[i] · y[j] bounds how far two orders of the sum of a[i] · b[j] are apart.
 
-    Each is within (K - 1) · 2^-53 · Σ|a·b| of the true sum, to first order, and Σ|a·b| is at most the product of the
-    Euclidean norms. It is 0 where all partial sums are multiples, below 2^53, of one power of two.
+    Each is within (K - 1) · 2^-53 · Σ|a·b| of the true sum, to first order, and Σ|a·b| is at most
+    the product of the Euclidean norms. It is 0 where all partial sums are multiples, below 2^53, of
+    one power of two.
     """
     norm_a, norm_b = norm_bound(left), norm_bound(right)
     reach_a, reach_b = norm_a / _grid(a), norm_b / _grid(b)
@@ -107,8 +115,8 @@ def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def _grid(x: Tensor) -> Tensor:
-    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last place of any nonzero
-    element; infinity for a row of zeros."""
+    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last
+    place of any nonzero element; infinity for a row of zeros."""
     word, infinity = _WORDS[x.dtype], x.new_full((), torch.inf)
     largest = torch.iinfo(word).max
     # sign off, then 0 becomes the largest of all, and the others the next smaller number

@@ -1,8 +1,8 @@
 """Log-probabilities and counter-based sampling, each a function of one row of logits.
 
-Sampling is the exponential race, which is Gumbel-max in another form: argmax_v p_v / E_v with E_v = -log(u_v). The
-uniform numbers are Philox4x32-10 (Salmon et al. 2011) of (seed; token, position, sample, prompt): no state, no order
-of work.
+Sampling is the exponential race, which is Gumbel-max in another form: argmax_v p_v / E_v with E_v =
+-log(u_v). The uniform numbers are Philox4x32-10 (Salmon et al. 2011) of (seed; token, position,
+sample, prompt): no state, no order of work.
 """
 
 import torch
@@ -13,7 +13,8 @@ from isobit.kernels.ops import Temperature
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_SUM_BLOCK = 1024  # PyTorch splits the sum of a single very long row over threads; sums of short rows it does not
+# PyTorch splits the sum of a single very long row over threads; sums of short rows it does not
+_SUM_BLOCK = 1024
 
 
 def scaled(logits: Tensor, temperature: Temperature) -> Tensor:
@@ -21,8 +22,11 @@ def scaled(logits: Tensor, temperature: Temperature) -> Tensor:
     return logits / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `tokens`, and the entropy, both [T] float32; float64 inside."""
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at `tokens`, and the entropy, both [T] float32; float64
+    inside."""
     z = scaled(logits, temperature).contiguous()
     shifted = z.double() - z.amax(-1, keepdim=True).double()
     weights = torch.exp(shifted)
@@ -41,13 +45,19 @@ def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
-    """-log(u) for tokens 0 to count-1 of every row of `keys` [B, 4] (seed, prompt, sample, position): [B, count]
-    float64."""
+    """-log(u) for tokens 0 to count-1 of every row of `keys` [B, 4] (seed, prompt, sample,
+    position): [B, count] float64."""
     seed, prompt, index, position = (column.unsqueeze(-1) for column in keys.unbind(-1))
     token = torch.arange(-(-count // 4), device=keys.device).unsqueeze(0)
-    counter = tuple(t.expand(keys.shape[0], token.shape[1]) & MASK for t in (token, position, index, prompt))
-    words = philox((counter[0], counter[1], counter[2], counter[3]), (seed & MASK, (seed >> 32) & MASK))
-    uniform = (torch.stack(words, -1).reshape(keys.shape[0], -1)[:, :count].double() + 0.5) * 2.0**-32
+    counter = tuple(
+        t.expand(keys.shape[0], token.shape[1]) & MASK for t in (token, position, index, prompt)
+    )
+    words = philox(
+        (counter[0], counter[1], counter[2], counter[3]), (seed & MASK, (seed >> 32) & MASK)
+    )
+    uniform = (
+        torch.stack(words, -1).reshape(keys.shape[0], -1)[:, :count].double() + 0.5
+    ) * 2.0**-32
     return -torch.log(uniform)
 
 
@@ -66,7 +76,8 @@ def philox(
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low halves of the 64-bit product; it wraps around in int64, whose bits are still right."""
+    """High and low halves of the 64-bit product; it wraps around in int64, whose bits are still
+    right."""
     wide = word * multiplier
     return (wide >> 32) & MASK, wide & MASK
 

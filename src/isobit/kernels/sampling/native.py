@@ -7,15 +7,22 @@ from isobit.kernels.native.base import NativeBase
 from isobit.kernels.ops import Temperature
 
 
-def token_logprobs(ops: NativeBase, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    ops: NativeBase, logits: Tensor, tokens: Tensor, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
     """As `Ops.token_logprobs`."""
     if logits.dtype != torch.float32:
-        return ops.falls_back("token_logprobs", logits.dtype).token_logprobs(logits, tokens, temperature)
+        return ops.falls_back("token_logprobs", logits.dtype).token_logprobs(
+            logits, tokens, temperature
+        )
     logits, tokens = logits.contiguous(), tokens.contiguous()
     assert not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < logits.shape[1])
-    logprobs, entropy, each = torch.empty(logits.shape[0]), torch.empty(logits.shape[0]), _each(temperature)
+    logprobs = torch.empty(logits.shape[0])
+    entropy = torch.empty(logits.shape[0])
+    each = _each(temperature)
     ops.lib.isobit_token_logprobs(
-        logits.data_ptr(), tokens.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim), logprobs.data_ptr(),
+        logits.data_ptr(), tokens.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim),
+        logprobs.data_ptr(),
         entropy.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return logprobs, entropy
@@ -28,12 +35,18 @@ def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperatu
     logits, keys = logits.contiguous(), keys.contiguous()
     tokens, each = torch.empty(logits.shape[0], dtype=torch.int64), _each(temperature)
     ops.lib.isobit_sample(
-        logits.data_ptr(), keys.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim), tokens.data_ptr(),
+        logits.data_ptr(), keys.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim),
+        tokens.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return tokens
 
 
 def _each(temperature: Temperature) -> Tensor:
-    """As C++ reads it, one step of `ndim` numbers a row: a lone number for all rows, or one number for each."""
-    return temperature.float().contiguous() if isinstance(temperature, Tensor) else torch.tensor(float(temperature))
+    """As C++ reads it, one step of `ndim` numbers a row: a lone number for all rows, or one number
+    for each."""
+    return (
+        temperature.float().contiguous()
+        if isinstance(temperature, Tensor)
+        else torch.tensor(float(temperature))
+    )

@@ -1,9 +1,11 @@
-"""Log-probabilities, entropies and draws of tokens from logits, in two stages over fixed parts of the vocabulary.
+"""Log-probabilities, entropies and draws of tokens from logits, in two stages over fixed parts of
+the vocabulary.
 
-Stage one (`summarize`) turns a part of a row of scaled logits z into four numbers: its largest z, the sum of
-exp(z - largest), the sum of exp(z - largest) · (z - largest), and one token's z. Stage two (`_merge`) combines a
-row's parts. Both are float32; the parts and the trees of sums are those of the vocabulary's size, so a row's bits are
-its own. The output head (`head/triton.py`) makes its logits tile by tile and runs the same stages on them.
+Stage one (`summarize`) turns a part of a row of scaled logits z into four numbers: its largest z,
+the sum of exp(z - largest), the sum of exp(z - largest) · (z - largest), and one token's z. Stage
+two (`_merge`) combines a row's parts. Both are float32; the parts and the trees of sums are those
+of the vocabulary's size, so a row's bits are its own. The output head (`head/triton.py`) makes its
+logits tile by tile and runs the same stages on them.
 
 A draw is the exponential race of `kernels/sampling/definition.py`, argmax of p / E, in the form
 argmax of z - log(E), with the same Philox words. Scores are float32: where the reference's two best
@@ -36,7 +38,8 @@ KINDS = 4
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 (Salmon et al. 2011) on uint32 of shapes that broadcast: as `reference.sampling.philox`."""
+    """Philox4x32-10 (Salmon et al. 2011) on uint32 of shapes that broadcast: as
+    `reference.sampling.philox`."""
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
         high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
@@ -47,11 +50,13 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def exponential(word):
-    """E = -log(u), u = (word + 1/2) / 2^32, float32 to a relative error of 2^-20, whatever the word.
+    """E = -log(u), u = (word + 1/2) / 2^32, float32 to a relative error of 2^-20, whatever the
+    word.
 
-    x, the distance of u from the nearer end of (0, 1), is a float32 after two roundings. Below 1/2, E = -log(x). Above,
-    E = -log1p(-x) = -log(y) - log1p(-d / y) with y = 1 - x rounded and d = y - (1 - x), exact and half a unit at most.
-    So d stands for the last term, right to 2^-24 of x, and E is not less than x.
+    x, the distance of u from the nearer end of (0, 1), is a float32 after two roundings. Below 1/2,
+    E = -log(x). Above, E = -log1p(-x) = -log(y) - log1p(-d / y) with y = 1 - x rounded and d = y -
+    (1 - x), exact and half a unit at most. So d stands for the last term, right to 2^-24 of x, and
+    E is not less than x.
     """
     below = word < 0x80000000
     distance = tl.where(below, word, word ^ 0xFFFFFFFF).to(tl.int32, bitcast=True).to(tl.float32)
@@ -67,7 +72,8 @@ def _gumbel(word):
 
 @triton.jit
 def _noise(keys_ptr, rows, inside, first_word, SIZE: tl.constexpr):
-    """-log(E) [SIZE, W] of tokens 4 · first_word and on, for the keys `rows` [W]: four tokens a Philox counter."""
+    """-log(E) [SIZE, W] of tokens 4 · first_word and on, for the keys `rows` [W]: four tokens a
+    Philox counter."""
     key = keys_ptr + rows * 4
     seed = tl.load(key, mask=inside, other=0)
     c3 = tl.load(key + 1, mask=inside, other=0).to(tl.uint32)[None, :]
@@ -84,7 +90,8 @@ def _noise(keys_ptr, rows, inside, first_word, SIZE: tl.constexpr):
 
 @triton.jit
 def _winner(z, noise):
-    """(best score [W], its place [W] int32) of z + noise [SIZE, W]; ties go to the lowest place; NaN never wins."""
+    """(best score [W], its place [W] int32) of z + noise [SIZE, W]; ties go to the lowest place;
+    NaN never wins."""
     score = z + noise
     score = tl.where(score == score, score, -float("inf"))
     best = tl.max(score, 0)
@@ -94,13 +101,24 @@ def _winner(z, noise):
 
 @triton.jit
 def summarize(
-    z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE: tl.constexpr, STRIDE: tl.constexpr
+    z,
+    part,
+    rows,
+    inside,
+    tokens_ptr,
+    keys_ptr,
+    partial_ptr,
+    race_ptr,
+    race,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
-    """Stage one for z [SIZE, W], part number `part` of the scaled logits of `rows` [W] int64; -inf beyond the
-    vocabulary.
+    """Stage one for z [SIZE, W], part number `part` of the scaled logits of `rows` [W] int64; -inf
+    beyond the vocabulary.
 
-    Writes partial [rows, KINDS, STRIDE]. With `race`, the chosen token is the winner of the part, and race [rows, 2,
-    STRIDE] receives its score and its place in the part; else it is tokens [rows], noted by the part that it is in.
+    Writes partial [rows, KINDS, STRIDE]. With `race`, the chosen token is the winner of the part,
+    and race [rows, 2, STRIDE] receives its score and its place in the part; else it is tokens
+    [rows], noted by the part that it is in.
     """
     largest = tl.max(z, 0)
     shifted = z - tl.where(largest == -float("inf"), 0.0, largest)[None, :]
@@ -126,10 +144,11 @@ def summarize(
 @triton.jit(do_not_specialize=["num_rows", "race"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _merge(
     partial_ptr, race_ptr, tokens_ptr, logprob_ptr, entropy_ptr, norm_ptr, num_rows, race,
-    COUNT: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stage two of ROWS rows: COUNT parts of SIZE tokens. norm [rows, 2]: largest z, and log of the sum of exp(z -
-    largest)."""
+    """Stage two of ROWS rows: COUNT parts of SIZE tokens. norm [rows, 2]: largest z, and log of the
+    sum of exp(z - largest)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     part = tl.arange(0, BLOCK)[None, :]
@@ -153,7 +172,9 @@ def _merge(
     else:
         winner = (tl.load(tokens_ptr + rows, mask=inside, other=0) // SIZE).to(tl.int32)
     known = inside & (winner >= 0) & (winner < COUNT)
-    chosen = tl.load(partial_ptr + rows * (4 * STRIDE) + 3 * STRIDE + winner, mask=known, other=float("nan"))
+    chosen = tl.load(
+        partial_ptr + rows * (4 * STRIDE) + 3 * STRIDE + winner, mask=known, other=float("nan")
+    )
     log_total = tl.log(all_total)
     tl.store(logprob_ptr + rows, (chosen - most) - log_total, mask=inside)
     tl.store(entropy_ptr + rows, log_total - tl.div_rn(all_energy, all_total), mask=inside)
@@ -175,44 +196,57 @@ def _logit_chunks(
     part = tl.program_id(1)
     token = part * SIZE + tl.arange(0, SIZE)[:, None]
     filled = inside[None, :] & (token < VOCABULARY)
-    logits = tl.load(logits_ptr + (rows * VOCABULARY)[None, :] + token, mask=filled, other=-float("inf"))
+    logits = tl.load(
+        logits_ptr + (rows * VOCABULARY)[None, :] + token, mask=filled, other=-float("inf")
+    )
     z = scaled(logits, temperature)
-    summarize(z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE)
+    summarize(
+        z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE
+    )
 
 
 @triton.jit
 def scaled(logits, temperature):
-    """logits / temperature, rounded once, as `logits / temperature` in PyTorch; a temperature for all, or for each."""
+    """logits / temperature, rounded once, as `logits / temperature` in PyTorch; a temperature for
+    all, or for each."""
     return tl.div_rn(logits, tl.zeros(logits.shape, tl.float32) + temperature)
 
 
 class VocabularyParts:
     """What stage one leaves of `rows` rows, for stage two: `count` parts of `size` tokens each."""
 
-    def __init__(self, rows: int, vocabulary: int, size: int, race: bool, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, vocabulary: int, size: int, race: bool, device: torch.device
+    ) -> None:
         self.size, self.count, self.race = size, triton.cdiv(vocabulary, size), race
         self.stride = triton.cdiv(self.count, 32) * 32
         self.partial = torch.empty((rows, KINDS, self.stride), device=device)
         self.scores = torch.empty((rows, 2, self.stride), device=device) if race else self.partial
 
     def merge(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probabilities [rows], entropies [rows], norms [rows, 2]) of `tokens` [rows], which a race first
-        writes."""
+        """(log-probabilities [rows], entropies [rows], norms [rows, 2]) of `tokens` [rows], which a
+        race first writes."""
         rows = self.partial.shape[0]
         logprob, entropy = (torch.empty(rows, device=self.partial.device) for _ in range(2))
         norm = torch.empty((rows, 2), device=self.partial.device)
         block = triton.next_power_of_2(self.count)
         launch(
-            _merge, (triton.cdiv(rows, ROWS),), self.partial, self.scores, tokens, logprob, entropy, norm, rows,
+            _merge, (triton.cdiv(rows, ROWS),), self.partial, self.scores, tokens, logprob, entropy,
+            norm, rows,
             int(self.race), num_warps=4 if block <= 1024 else 8,
             COUNT=self.count, SIZE=self.size, STRIDE=self.stride, ROWS=ROWS, BLOCK=block,
         )  # fmt: skip
         return logprob, entropy, norm
 
 
-def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, race: bool) -> VocabularyParts:
-    """Stage one of logits [T, V] float32; `given` are tokens [T] or, for a race, keys [T, 4], int64."""
-    if isinstance(temperature, Tensor):  # the same division as in the kernel, where dividing by 1 then rounds nothing
+def summarize_logits(
+    logits: Tensor, given: Tensor, temperature: Temperature, race: bool
+) -> VocabularyParts:
+    """Stage one of logits [T, V] float32; `given` are tokens [T] or, for a race, keys [T, 4],
+    int64."""
+    if isinstance(
+        temperature, Tensor
+    ):  # the same division as in the kernel, where dividing by 1 then rounds nothing
         logits, temperature = logits / temperature.unsqueeze(1), 1.0
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
@@ -220,16 +254,19 @@ def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, ra
     rows, vocabulary = logits.shape
     parts = VocabularyParts(rows, vocabulary, size, race, logits.device)
     launch(
-        _logit_chunks, (triton.cdiv(rows, ROWS), parts.count), logits, given, given, parts.partial, parts.scores,
+        _logit_chunks, (triton.cdiv(rows, ROWS), parts.count), logits, given, given, parts.partial,
+        parts.scores,
         rows, float(temperature), int(race), num_warps=8,
         VOCABULARY=vocabulary, SIZE=size, STRIDE=parts.stride, ROWS=ROWS,
     )  # fmt: skip
     return parts
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
-    float32, of which some may be -inf.
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(logits /
+    temperature); logits [T, V] float32, of which some may be -inf.
 
     Chunks of 4096 tokens: not the bits of `head_logprobs`, whose tiles have 128.
     """
@@ -239,7 +276,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> 
 
 
 def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-    """Tokens [B] int64 from softmax(logits / temperature), logits [B, V] float32, keys [B, 4] int64."""
+    """Tokens [B] int64 from softmax(logits / temperature), logits [B, V] float32, keys [B, 4]
+    int64."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     summarize_logits(logits, keys.contiguous(), temperature, True).merge(tokens)
     return tokens

@@ -1,8 +1,10 @@
-"""Triton's interpreter with a product whose rows do not depend on their place in a tile, as a matrix unit's do not.
+"""Triton's interpreter with a product whose rows do not depend on their place in a tile, as a
+matrix unit's do not.
 
-The interpreter's own is NumPy's, and so some BLAS's: on some processors a row of a tile has other bits in its first
-place than in its tenth, and what is claimed of a row alone and among others fails there through no fault of a kernel.
-This one adds in float64 and rounds the sum once. Left out: the interpreter's other faults, which `numbers.py` avoids.
+The interpreter's own is NumPy's, and so some BLAS's: on some processors a row of a tile has other
+bits in its first place than in its tenth, and what is claimed of a row alone and among others fails
+there through no fault of a kernel. This one adds in float64 and rounds the sum once. Left out: the
+interpreter's other faults, which `numbers.py` avoids.
 """
 
 from typing import Any
@@ -13,7 +15,9 @@ from triton.runtime import interpreter
 
 def install() -> None:
     """Replace the interpreter's product of float32 sums."""
-    interpreter.InterpreterBuilder.create_dot = _dot_in_place_of(interpreter.InterpreterBuilder.create_dot)
+    interpreter.InterpreterBuilder.create_dot = _dot_in_place_of(
+        interpreter.InterpreterBuilder.create_dot
+    )
 
 
 def _dot_in_place_of(own: Any) -> Any:
@@ -21,7 +25,9 @@ def _dot_in_place_of(own: Any) -> Any:
         if d.data.dtype != np.float32:
             return own(builder, a, b, d, *options)
         wide = (_wide(each) for each in (a, b))
-        return interpreter.TensorHandle(np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar)
+        return interpreter.TensorHandle(
+            np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar
+        )
 
     return create_dot
 

@@ -1,14 +1,15 @@
 """How Triton kernels are launched: one function, with everything pinned that could change a bit.
 
-`enable_fp_fusion` is off: a multiplication and an addition become one instruction only where a kernel says `tl.fma`, so
-the bits are those of the source, whatever surrounds an expression, and whatever the default of a Triton version is.
-Nothing is autotuned.
+`enable_fp_fusion` is off: a multiplication and an addition become one instruction only where a
+kernel says `tl.fma`, so the bits are those of the source, whatever surrounds an expression, and
+whatever the default of a Triton version is. Nothing is autotuned.
 
-Tiles and pipelines follow the architecture that kernels are compiled for, `target()`; a process has one.
+Tiles and pipelines follow the architecture that kernels are compiled for, `target()`; a process has
+one.
 
-`record_launches` records launches instead of running them. With tensors on PyTorch's meta device it lists the kernels
-that a model of any size needs, with their types and constants; `benchmarks/kernel_table.py` compiles them without a
-GPU. Left out: the kernels.
+`record_launches` records launches instead of running them. With tensors on PyTorch's meta device it
+lists the kernels that a model of any size needs, with their types and constants;
+`benchmarks/kernel_table.py` compiles them without a GPU. Left out: the kernels.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from isobit.precision.quantize import QuantSpec
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunch:
-    """One launch: the kernel, its arguments in order, its compile-time constants and compiler options."""
+    """One launch: the kernel, its arguments in order, its compile-time constants and compiler
+    options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -42,7 +44,8 @@ _target = HOPPER
 
 
 def target() -> Architecture:
-    """The architecture that kernels are compiled for: an H100's, unless a GPU of another was opened."""
+    """The architecture that kernels are compiled for: an H100's, unless a GPU of another was
+    opened."""
     return _target
 
 
@@ -53,16 +56,23 @@ def compile_for(architecture: Architecture) -> None:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: object, num_warps: int, num_stages: int = 2, **constants: object
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: object,
+    num_warps: int,
+    num_stages: int = 2,
+    **constants: object,
 ) -> None:
-    """Run `kernel` over `grid` with positional `arguments` and compile-time `constants`, and compiler options
-    among them such as `maxnreg`; an empty grid runs nothing."""
+    """Run `kernel` over `grid` with positional `arguments` and compile-time `constants`, and
+    compiler options among them such as `maxnreg`; an empty grid runs nothing."""
     if 0 in grid:
         return
     if _recorded is not None:
         _recorded.append(KernelLaunch(kernel, grid, arguments, constants, num_warps, num_stages))
         return
-    kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+    kernel[grid](
+        *arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False
+    )
 
 
 @contextmanager
@@ -89,14 +99,15 @@ class Faults:
         self._names: dict[tuple[str, Format], int] = {}
 
     def of(self, name: str, form: Format = E4M3) -> Tensor:
-        """The flag [1] int32 of a tensor's name, and what it is quantized to; names beyond the capacity share the last
-        one."""
+        """The flag [1] int32 of a tensor's name, and what it is quantized to; names beyond the
+        capacity share the last one."""
         most = self._flags.numel() // self._STRIDE - 1
         index = min(self._names.setdefault((name, form), len(self._names)), most)
         return self._flags[index * self._STRIDE :]
 
     def raise_first(self) -> None:
-        """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear all."""
+        """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear
+        all."""
         if self._flags.is_meta:  # launches are recorded, and nothing has run
             return
         raised = self._flags.nonzero()[:, 0].tolist()

@@ -1,13 +1,14 @@
 """Casts, scales and the dot product of all Triton kernels, for GPU and interpreter.
 
-On a GPU these are the hardware's instructions. Triton 3.6's interpreter, in which kernels are tested on a CPU, rounds
-float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the same rounding is written out in integers.
-Its product is replaced too (`interpreter.py`).
-The results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference quantizer).
+On a GPU these are the hardware's instructions. Triton 3.6's interpreter, in which kernels are
+tested on a CPU, rounds float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the
+same rounding is written out in integers. Its product is replaced too (`interpreter.py`). The
+results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference
+quantizer).
 
-FP8 codes are passed as uint8 pointers and reinterpreted after the load, so kernels need no FP8 tensors from PyTorch.
-INT8 codes are int8: the type of a pointer tells which they are.
-Left out: block sizes and launches (`launch.py`).
+FP8 codes are passed as uint8 pointers and reinterpreted after the load, so kernels need no FP8
+tensors from PyTorch. INT8 codes are int8: the type of a pointer tells which they are. Left out:
+block sizes and launches (`launch.py`).
 """
 
 import triton
@@ -31,7 +32,11 @@ def to_bf16(x):
         word = x.to(tl.uint32, bitcast=True)
         rounded = word + 0x7FFF + ((word >> 16) & 1)
         finite = (word & 0x7F800000) != 0x7F800000
-        return (tl.where(finite, rounded, word) & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+        return (
+            (tl.where(finite, rounded, word) & 0xFFFF0000)
+            .to(tl.float32, bitcast=True)
+            .to(tl.bfloat16)
+        )
     else:
         return x.to(tl.bfloat16)
 
@@ -55,7 +60,8 @@ def to_e4m3(x):
         bits = magnitude.to(tl.uint32, bitcast=True)
         # normal numbers: 3 bits of mantissa, exponent bias 7 instead of 127
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # below 2**-6 codes count steps of 2**-9: adding 1.5 * 2**14 leaves them, rounded, in the last bits
+        # below 2**-6 codes count steps of 2**-9: adding 1.5 * 2**14 leaves them, rounded, in the
+        # last bits
         steps = ((magnitude + 24576.0).to(tl.uint32, bitcast=True)) - 0x46C00000
         code = tl.where(magnitude < 0.015625, steps, normal) | sign
         return tl.where(x == x, code, NAN_CODE).to(tl.uint8)
@@ -70,7 +76,9 @@ def from_e4m3(code):
         exponent = ((code >> 3) & 0xF).to(tl.int32)
         mantissa = (code & 7).to(tl.int32)
         normal = ((exponent + 120) << 23) | (mantissa << 20)
-        value = tl.where(exponent > 0, normal.to(tl.float32, bitcast=True), mantissa.to(tl.float32) * 0.001953125)
+        value = tl.where(
+            exponent > 0, normal.to(tl.float32, bitcast=True), mantissa.to(tl.float32) * 0.001953125
+        )
         value = tl.where((code & 0x7F) == NAN_CODE, float("nan"), value)
         # a negation is 0 - value here, which would lose the sign of zero
         word = value.to(tl.uint32, bitcast=True) | ((code & 0x80).to(tl.uint32) << 24)
@@ -81,8 +89,9 @@ def from_e4m3(code):
 
 @triton.jit
 def from_nibbles(pair, k, scale, common):
-    """The values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is in the low half, times
-    scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale, rounded once, as `PackedFP4` are."""
+    """The values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is in the
+    low half, times scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale,
+    rounded once, as `PackedFP4` are."""
     code = (pair >> ((k % 2) * 4).to(tl.uint8)) & 15
     magnitude = (code & 7).to(tl.int32)
     # two bits of exponent under a bias of 1, one of mantissa; 0.5 is the only subnormal number
@@ -109,8 +118,9 @@ def from_codes(codes):
         return from_e4m3(codes)
 
 
-# What unpacks a word of two pairs of codes, $2, into the first of both, $0, and the second of both, $1; in PTX, since
-# Triton has no operation on two numbers of a register. Each number is exact (`tests/kernels/triton/test_pairs.py`).
+# What unpacks a word of two pairs of codes, $2, into the first of both, $0, and the second of both,
+# $1; in PTX, since Triton has no operation on two numbers of a register. Each number is exact
+# (`tests/kernels/triton/test_pairs.py`).
 INT8_TO_FP16 = tl.constexpr("""{
 .reg .b32 high, magic;
 mov.b32 magic, 0x64806480;
@@ -155,8 +165,8 @@ def pair_pointer(codes_ptr):
 
 @triton.jit
 def pairs(codes, like: tl.constexpr):
-    """(first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or bfloat16: exactly; NaN codes
-    to NaN."""
+    """(first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or bfloat16:
+    exactly; NaN codes to NaN."""
     if INTERPRETED:
         form: tl.constexpr = tl.int8 if codes.dtype == tl.int16 else tl.uint8
         low, high = (codes & 0xFF).to(form), ((codes >> 8) & 0xFF).to(form)
@@ -175,17 +185,23 @@ def pairs(codes, like: tl.constexpr):
         )
     else:
         return tl.inline_asm_elementwise(
-            INT8_TO_BF16, "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            INT8_TO_BF16,
+            "=&r,=&r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
 
 
 @triton.jit
 def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
-    """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`. `form` is the
-    type of its codes.
+    """The scale of a block with this largest magnitude, float32: as
+    `isobit.precision.quantize.scales`. `form` is the type of its codes.
 
-    amax / 448, of INT8 amax / 127, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a power of two. NaN
-    where amax is NaN or infinite, so that whatever the block is multiplied with becomes NaN too.
+    amax / 448, of INT8 amax / 127, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a
+    power of two. NaN where amax is NaN or infinite, so that whatever the block is multiplied with
+    becomes NaN too.
     """
     if form == tl.int8:
         scale = tl.maximum(tl.div_rn(amax, 127.0), SMALLEST_SCALE)
@@ -205,13 +221,16 @@ def quantize_block(x, scale, form: tl.constexpr = tl.uint8):
     if form == tl.int8:
         return to_int8(tl.minimum(tl.maximum(scaled, -127.0), 127.0))
     else:
-        return to_e4m3(tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL))
+        return to_e4m3(
+            tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
+        )
 
 
 @triton.jit
 def e4m3_pointer(codes_ptr):
-    """A pointer to codes (uint8) as one to E4M3, on a GPU: what it loads for `dot` then goes from shared memory right
-    into the matrix unit. Codes cast after their load take a detour through registers, and back through shared memory.
+    """A pointer to codes (uint8) as one to E4M3, on a GPU: what it loads for `dot` then goes from
+    shared memory right into the matrix unit. Codes cast after their load take a detour through
+    registers, and back through shared memory.
     """
     if INTERPRETED:
         return codes_ptr
@@ -221,18 +240,21 @@ def e4m3_pointer(codes_ptr):
 
 @triton.jit
 def load_step(w_tile, x_tile, k, left, EVEN: tl.constexpr):
-    """One step along K of both operands of `dot`, w [N, K] and x [K, T]: zeros for `k` from `left` on, and no mask
-    where sizes are EVEN."""
+    """One step along K of both operands of `dot`, w [N, K] and x [K, T]: zeros for `k` from `left`
+    on, and no mask where sizes are EVEN."""
     if EVEN:
         return tl.load(w_tile), tl.load(x_tile)
     else:
         inside = k < left
-        return tl.load(w_tile, mask=inside[None, :], other=0.0), tl.load(x_tile, mask=inside[:, None], other=0.0)
+        return tl.load(w_tile, mask=inside[None, :], other=0.0), tl.load(
+            x_tile, mask=inside[:, None], other=0.0
+        )
 
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also as uint8."""
+    """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also
+    as uint8."""
     if a.dtype == tl.uint8:
         if INTERPRETED:
             return tl.dot(from_e4m3(a), from_e4m3(b), acc, input_precision="ieee")

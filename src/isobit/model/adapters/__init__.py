@@ -1,1 +1,2 @@
-"""LoRA: which matrices have factors, their arithmetic, PEFT's folders, and several adapters at once."""
+"""LoRA: which matrices have factors, their arithmetic, PEFT's folders, and several adapters at
+once."""

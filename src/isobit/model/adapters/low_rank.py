@@ -1,19 +1,22 @@
-"""Adapters of low rank on frozen weights (LoRA: Hu et al. 2021, arXiv 2106.09685), never merged, with their gradients.
+"""Adapters of low rank on frozen weights (LoRA: Hu et al. 2021, arXiv 2106.09685), never merged,
+with their gradients.
 
-For a linear layer with working weight W, rows x̂ as W multiplies them (dequantized, if they are quantized), and factors
-A [r, K] and B [n, r] of some rows of W, with s = alpha / r:
+For a linear layer with working weight W, rows x̂ as W multiplies them (dequantized, if they are
+quantized), and factors A [r, K] and B [n, r] of some rows of W, with s = alpha / r:
 
     y = round(W·x̂ + bias + s · (B · u)),  u = round(A · x̂)
 
-W·x̂ + bias and B·u are float32 results of `Ops.product`; times s and the sum are float32 operations, element by element;
-`round` is to the compute format. A fused matrix has factors for each of its projections; columns without any have
-W·x̂ + bias alone. So a row's bits do not depend on its batch (`tests/model/test_low_rank.py`), and with B = 0 they are
-those of W alone where a backend's float32 result, rounded, is its BF16 result: under `bitwise`; under `exact` y is then
+W·x̂ + bias and B·u are float32 results of `Ops.product`; times s and the sum are float32
+operations, element by element; `round` is to the compute format. A fused matrix has factors for
+each of its projections; columns without any have W·x̂ + bias alone. So a row's bits do not depend
+on its batch (`tests/model/test_low_rank.py`), and with B = 0 they are those of W alone where a
+backend's float32 result, rounded, is its BF16 result: under `bitwise`; under `exact` y is then
 rounded twice. The backward, of dy:
 
     du = round(s · (dy·B)),  dx = round(dy·W + Σ du·A),  dA = duᵀ·x̂,  dB = s · (dyᵀ·u)
 
-where dy·W runs as the flow says. Left out: DoRA, dropout, adapters of embeddings, heads and experts.
+where dy·W runs as the flow says. Left out: DoRA, dropout, adapters of embeddings, heads and
+experts.
 """
 
 import math
@@ -29,8 +32,8 @@ from isobit.model.weights.stored import LowRank, Weight
 
 
 class Projection(NamedTuple):
-    """A matrix [hi - lo, inputs] of a model: rows `lo` to `hi` of the master `weight`. `name` is `layers.3.q_proj`,
-    `module` Hugging Face's name."""
+    """A matrix [hi - lo, inputs] of a model: rows `lo` to `hi` of the master `weight`. `name` is
+    `layers.3.q_proj`, `module` Hugging Face's name."""
 
     name: str
     module: str
@@ -47,8 +50,8 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model that they adapt, and
-    `origin` how a person would name the adapter."""
+    """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
+    that they adapt, and `origin` how a person would name the adapter."""
 
     rank: int
     alpha: float
@@ -84,7 +87,9 @@ def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tup
     return found
 
 
-def product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+def product(
+    x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y [T, N] in `dtype` of x [T, K], the u [T, r] of each adapter)."""
     if not weight.adapters:
         return ops.product(x, weight.prepared, weight.bias, dtype), ()
@@ -93,13 +98,18 @@ def product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> tuple[T
     return total.to(dtype), kept
 
 
-def add(total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K]; the u of each."""
+def add(
+    total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K];
+    the u of each."""
     values, kept = plain(x, dtype), []
     for one in adapters:
         u = ops.product(values, one.a.prepared, None, dtype)
         delta = ops.product(u, one.b.prepared, None, torch.float32)
-        total[:, one.lo : one.hi] += delta.mul_(one.scale)  # two operations: one that fuses them would round once
+        total[:, one.lo : one.hi] += delta.mul_(
+            one.scale
+        )  # two operations: one that fuses them would round once
         kept.append(u)
     return tuple(kept)
 
@@ -107,7 +117,8 @@ def add(total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype:
 def backward(
     dy: Tensor, x: Operand, kept: Sequence[Tensor], weight: Weight, ops: Ops, needs_input: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """(what the adapters add to dx [T, K], float32, or None; dA and dB of each in turn, float32), of dy [T, N]."""
+    """(what the adapters add to dx [T, K], float32, or None; dA and dB of each in turn, float32),
+    of dy [T, N]."""
     values, dx, found = plain(x, dy.dtype), None, list[Tensor]()
     for one, u in zip(weight.adapters, kept):
         part = dy[:, one.lo : one.hi].contiguous()
@@ -123,8 +134,8 @@ def backward(
 
 
 def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
-    """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is that of the sum over
-    (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]."""
+    """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is
+    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]."""
     squares = []
     for one in adapters:
         a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()

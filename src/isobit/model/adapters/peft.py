@@ -1,8 +1,10 @@
-"""PEFT's folders of an adapter: adapter_model.safetensors and adapter_config.json, read and written, in FP32.
+"""PEFT's folders of an adapter: adapter_model.safetensors and adapter_config.json, read and
+written, in FP32.
 
-Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), so `peft` loads what is written
-here, and its folders load here (`tests/model/test_peft.py`). What an adapter's config.json says beside rank and alpha
-is taken only where it changes nothing; the rest is refused by name. Left out: the arithmetic (`low_rank.py`).
+Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), so `peft` loads
+what is written here, and its folders load here (`tests/model/test_peft.py`). What an adapter's
+config.json says beside rank and alpha is taken only where it changes nothing; the rest is refused
+by name. Left out: the arithmetic (`low_rank.py`).
 """
 
 import filecmp
@@ -55,49 +57,62 @@ def is_adapter(directory: Path) -> bool:
 
 
 def brings_tokenizer(directory: Path) -> bool:
-    """Whether a tokenizer is beside an adapter, with the tokens that end a sequence, as `Model.save` writes it."""
+    """Whether a tokenizer is beside an adapter, with the tokens that end a sequence, as
+    `Model.save` writes it."""
     return exists(directory / "tokenizer.json") and exists(directory / "generation_config.json")
 
 
 def base_of(directory: Path) -> Path:
-    """The model that an adapter's directory names. Raises IsobitError if it names none, or one that is not here."""
+    """The model that an adapter's directory names. Raises IsobitError if it names none, or one that
+    is not here."""
     base = read_json(directory / CONFIG).get("base_model_name_or_path")
     if isinstance(base, str) and base and exists(Path(base)):
         return model_folder(base)
     raise IsobitError(
-        f"{directory}: its model {base or '(base_model_name_or_path is missing)'} is not here; give the model's "
+        f"{directory}: its model {base or '(base_model_name_or_path is missing)'} is not here; "
+        "give the model's "
         "directory, and this one as its adapter (--adapter, or Model.load(path, adapter=...))"
     )
 
 
 def check_served(directory: Path, base: Path | None) -> None:
-    """Raise IsobitError for a directory that no model at `base` can serve: a whole model, or an adapter of another one
-    that is here too; a copy of `base` is none, and where the model has moved nobody can say."""
+    """Raise IsobitError for a directory that no model at `base` can serve: a whole model, or an
+    adapter of another one that is here too; a copy of `base` is none, and where the model has moved
+    nobody can say."""
     if exists(directory / "config.json") and not exists(directory / CONFIG):
-        raise IsobitError(f"adapter {directory}: a whole model, merged or never adapted; give it as the model itself")
+        raise IsobitError(
+            f"adapter {directory}: a whole model, merged or never adapted; give it as the model "
+            "itself"
+        )
     named = read_json(directory / CONFIG).get("base_model_name_or_path")
     if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
         return
     other = Path(named)
     if other.resolve() != base.resolve() and not _same_weights(other, base):
-        raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not those of {base}; "
+        raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not "
+            f"those of {base}; "
                           "serve each beside its own")  # fmt: skip
 
 
 def _same_weights(first: Path, second: Path) -> bool:
     """Whether two models' files of weights are the same bytes."""
-    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)]
+    names = [
+        sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)
+    ]
     same = names[0] == names[1] and all((first / name).stat().st_size == (second / name).stat().st_size
                                         for name in names[0])  # fmt: skip
-    return same and all(filecmp.cmp(first / name, second / name, shallow=False) for name in names[0])
+    return same and all(
+        filecmp.cmp(first / name, second / name, shallow=False) for name in names[0]
+    )
 
 
 def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
-    """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError for what is missing or
-    damaged, what is not supported, and factors that do not fit the model."""
+    """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError
+    for what is missing or damaged, what is not supported, and factors that do not fit the model."""
     if not exists(directory / CONFIG):
         raise IsobitError(
-            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint of a run that "
+            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a "
+            "checkpoint of a run that "
             "trained an adapter (RUN/checkpoints/step-...)"
         )
     values = read_json(directory / CONFIG)
@@ -108,9 +123,11 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     return Adapter(rank, alpha, tuple(chosen), tensors, base)
 
 
-def write_peft(directory: Path, adapter: Adapter, masters: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the first one the rest.
-    Raises OSError if one cannot."""
+def write_peft(
+    directory: Path, adapter: Adapter, masters: Mapping[str, Tensor], ranks: Ranks
+) -> None:
+    """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the
+    first one the rest. Raises OSError if one cannot."""
     shards = Shards.of(adapter.shapes, ranks)
     parts = {}
     for one in adapter.projections:
@@ -143,8 +160,8 @@ def _config(adapter: Adapter) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """The ends of the modules' names; whole names where an end is found in some layers only, as dense ones among
-    experts are."""
+    """The ends of the modules' names; whole names where an end is found in some layers only, as
+    dense ones among experts are."""
     layers: dict[str, set[str]] = {}
     for one in adapter.projections:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
@@ -163,7 +180,9 @@ def _keys(one: Projection) -> dict[str, str]:
 def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
     """(rank, alpha). Raises IsobitError for what else an adapter's config.json asks for."""
     if values.get("peft_type") != "LORA":
-        raise IsobitError(f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read")
+        raise IsobitError(
+            f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read"
+        )
     for key, what in _REFUSED.items():
         if values.get(key):
             raise IsobitError(f"{path}: {key}: {what} cannot be read; only plain LoRA adapters are")
@@ -171,20 +190,25 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
         raise IsobitError(f"{path}: bias: trained biases cannot be read; only bias: none is")
     if str(values.get("init_lora_weights", True)).lower().startswith(_CHANGES_BASE):
         raise IsobitError(
-            f"{path}: init_lora_weights: {values['init_lora_weights']} changes the base model; save the adapter as "
+            f"{path}: init_lora_weights: {values['init_lora_weights']} changes the base model; "
+            "save the adapter as "
             "plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
         )
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise IsobitError(f"{path}: r: expected a whole number, at least 1, got {brief(repr(rank))}")
+        raise IsobitError(
+            f"{path}: r: expected a whole number, at least 1, got {brief(repr(rank))}"
+        )
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-        raise IsobitError(f"{path}: lora_alpha: expected a number above 0, got {brief(repr(alpha))}")
+        raise IsobitError(
+            f"{path}: lora_alpha: expected a number above 0, got {brief(repr(alpha))}"
+        )
     return rank, float(alpha)
 
 
 def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) -> list[Projection]:
-    """The projections whose factors these tensors are. Raises IsobitError for tensors that are no factors, and for
-    those that do not fit."""
+    """The projections whose factors these tensors are. Raises IsobitError for tensors that are no
+    factors, and for those that do not fit."""
     chosen, known = [], set[str]()
     for one in projections(config):
         a, b = _keys(one).values()
@@ -194,13 +218,15 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
             if key not in shapes:
                 raise IsobitError(f"{directory}: tensor {key} is missing; A and B belong together")
             if shapes[key] != shape:
-                raise IsobitError(f"{directory}: tensor {key} has shape {shapes[key]}, but the model and r ask for "
+                raise IsobitError(f"{directory}: tensor {key} has shape {shapes[key]}, but the "
+                    "model and r ask for "
                                   f"{shape}")  # fmt: skip
         chosen.append(one)
         known |= {a, b}
     if others := shapes.keys() - known:
         raise IsobitError(
-            f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this {config.family} model; "
+            f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this "
+            f"{config.family} model; "
             "adapters of experts, embeddings and heads are not read"
         )
     if not chosen:

@@ -1,7 +1,8 @@
 """Which matrices of a model an adapter has factors for, and a new adapter's values.
 
-A begins as PEFT begins it, uniform in ±1 / sqrt(inputs) (Kaiming's bound with a = sqrt(5)), and B = 0, so that a new
-adapter changes nothing. Left out: the arithmetic (`low_rank.py`), and folders (`peft.py`).
+A begins as PEFT begins it, uniform in ±1 / sqrt(inputs) (Kaiming's bound with a = sqrt(5)), and B =
+0, so that a new adapter changes nothing. Left out: the arithmetic (`low_rank.py`), and folders
+(`peft.py`).
 """
 
 import math
@@ -51,7 +52,8 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     if ALL_LINEAR in targets:
         if has_experts:
             raise IsobitError(
-                "adapter.targets: all-linear would take the experts, which have no adapters yet; give "
+                "adapter.targets: all-linear would take the experts, which have no adapters "
+                "yet; give "
                 "targets: [q_proj, k_proj, v_proj, o_proj]"
             )
         return tuple(known)
@@ -59,13 +61,20 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
     if missing:
         of_experts = has_experts and missing[0] in MLP_PROJECTIONS
-        where = "of experts, which have no adapters yet" if of_experts else f"no matrix of a {config.family} model"
-        raise IsobitError(f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}")
+        where = (
+            "of experts, which have no adapters yet"
+            if of_experts
+            else f"no matrix of a {config.family} model"
+        )
+        raise IsobitError(
+            f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}"
+        )
     return found
 
 
 def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapter:
-    """A random A and B = 0, by `given`. The same seed gives the same values. Raises IsobitError as `targeted`."""
+    """A random A and B = 0, by `given`. The same seed gives the same values. Raises IsobitError as
+    `targeted`."""
     chosen = targeted(config, given.targets)
     generator = torch.Generator().manual_seed(given.seed)
     tensors = {}
@@ -78,8 +87,9 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:
-    """What to warn of where factors have more of a rank than the matrices that they change, or None. Not refused: with
-    matrices of several sizes people choose a rank by the large ones, and PEFT and its folders have no limit."""
+    """What to warn of where factors have more of a rank than the matrices that they change, or
+    None. Not refused: with matrices of several sizes people choose a rank by the large ones, and
+    PEFT and its folders have no limit."""
     smaller: dict[str, tuple[int, int]] = {}
     for one in targeted(config, targets):
         shape = one.hi - one.lo, one.inputs
@@ -90,7 +100,8 @@ def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | 
     found = ", ".join(f"{name} [{rows}, {inputs}]" for name, (rows, inputs) in smaller.items())
     enough = max(map(min, smaller.values()))
     return (
-        f"adapter.rank {rank} is above the smaller side of {found}: no change of these has a rank above that, and what "
+        f"adapter.rank {rank} is above the smaller side of {found}: no change of these has a "
+        "rank above that, and what "
         f"the factors have beyond takes memory and time; {enough} is enough for them"
     )
 

@@ -1,5 +1,5 @@
-"""The families of `config.json` that are supported: their tables. A new one is a file with its table
-here, listed in `options/families.py`."""
+"""The families of `config.json` that are supported: their tables. A new one is a file with its
+table here, listed in `options/families.py`."""
 
 from importlib import import_module
 
@@ -9,7 +9,8 @@ from isobit.model.families.windows import windows_of, windows_to_hf
 from isobit.options import families
 
 FAMILIES: dict[str, Family] = {
-    name: import_module(f"isobit.model.families.{module}").FAMILIES[name] for name, module in families.FAMILIES.items()
+    name: import_module(f"isobit.model.families.{module}").FAMILIES[name]
+    for name, module in families.FAMILIES.items()
 }
 
 __all__ = [

@@ -1,8 +1,9 @@
 """What a family of models is: one table, whose values all other code reads.
 
-Defaults are those of the configuration classes of transformers 5 (`configuration_llama.py` and its siblings), which
-differ by family: a Mixtral without `rope_theta` has 1,000,000 and a Llama 10,000. `tests/model/test_config_table.py`
-compares what is accepted with `transformers`, and what is left out.
+Defaults are those of the configuration classes of transformers 5 (`configuration_llama.py` and its
+siblings), which differ by family: a Mixtral without `rope_theta` has 1,000,000 and a Llama 10,000.
+`tests/model/test_config_table.py` compares what is accepted with `transformers`, and what is left
+out.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +15,9 @@ from isobit.model.families.ropes import RopeKinds
 from isobit.model.families.windows import Windows
 
 Modules = dict[str, tuple[str, ...]]
-"""Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number, and
-`linear.` is before the masters of linear attention that are other modules in other layers."""
+"""Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an
+expert's number, and `linear.` is before the masters of linear attention that are other modules in
+other layers."""
 
 LLAMA_MODULES: Modules = {
     "input_norm": ("input_layernorm",),
@@ -31,10 +33,10 @@ LLAMA_MODULES: Modules = {
 
 @dataclass(frozen=True)
 class Mixtures:
-    """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`: sizes, gates and
-    dense layers have keys of their own; else all layers have experts of `intermediate_size`, whose gates sum to 1.
-    `biases`: routers and experts have them. `together`: files hold a layer's experts in one tensor
-    (`hub/packed_experts.py`)."""
+    """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`:
+    sizes, gates and dense layers have keys of their own; else all layers have experts of
+    `intermediate_size`, whose gates sum to 1. `biases`: routers and experts have them. `together`:
+    files hold a layer's experts in one tensor (`hub/packed_experts.py`)."""
 
     count: int
     per_token: int
@@ -45,25 +47,28 @@ class Mixtures:
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a key that config.json
-    leaves out.
+    """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a
+    key that config.json leaves out.
 
-    `norms`: those of a layer, of input_norm and post_norm before attention and MLP, and attention_out_norm and
-    mlp_out_norm after them. `qk_norm`: queries and keys are normed, each head by itself, or with `norms_all_heads` all
-    heads of a token together. Norms multiply by their weight and `norm_offset`, with one in float32 and rounded once.
-    `activation` is that of the gates, the only one that `activation_key` may name. `query_scalar`: what stands for
-    query_pre_attn_scalar, whose root divides the scores, None if that is head_dim. `scaled_embedding`: embeddings are
-    multiplied by the root of hidden_size. `off` are keys that must be null or false, and `fixed` those that must have
-    these values, if they are there. `attention_bias` and `mlp_bias`: whether config.json says if there are any, and
-    `biased` whether attention has them where it does not; `output_bias`: then its output projection has one too;
-    `qkv_bias`: queries, keys and values always have them. `sinks`: heads have them.
-    `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers without rotary
-    embedding, from config.json, its name and the number of layers; None if there are none. `linear_attention`: some
-    layers have it in place of attention. `gated_attention`: q_proj gives each head a gate beside its query.
-    `partial_rotary`: the part of a head that is rotated where config.json does not say; `interleaved`: its neighbours
-    are rotated with each other, (0, 1), (2, 3), ..., not its halves. `kv_heads` None is one for
-    each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the same as None
-    here. `wrapper`: the model_type of models that wrap such a one, and whose language model is read.
+    `norms`: those of a layer, of input_norm and post_norm before attention and MLP, and
+    attention_out_norm and mlp_out_norm after them. `qk_norm`: queries and keys are normed, each
+    head by itself, or with `norms_all_heads` all heads of a token together. Norms multiply by their
+    weight and `norm_offset`, with one in float32 and rounded once. `activation` is that of the
+    gates, the only one that `activation_key` may name. `query_scalar`: what stands for
+    query_pre_attn_scalar, whose root divides the scores, None if that is head_dim.
+    `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `off` are keys that
+    must be null or false, and `fixed` those that must have these values, if they are there.
+    `attention_bias` and `mlp_bias`: whether config.json says if there are any, and `biased` whether
+    attention has them where it does not; `output_bias`: then its output projection has one too;
+    `qkv_bias`: queries, keys and values always have them. `sinks`: heads have them. `windows`:
+    which layers have a sliding window, None if none ever has. `unrotated`: the layers without
+    rotary embedding, from config.json, its name and the number of layers; None if there are none.
+    `linear_attention`: some layers have it in place of attention. `gated_attention`: q_proj gives
+    each head a gate beside its query. `partial_rotary`: the part of a head that is rotated where
+    config.json does not say; `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
+    3), ..., not its halves. `kv_heads` None is one for each query head; `head_dim` None is
+    hidden_size / heads. `nullable` are keys of which null means the same as None here. `wrapper`:
+    the model_type of models that wrap such a one, and whose language model is read.
     """
 
     architecture: str
@@ -90,14 +95,18 @@ class Family:
     linear_attention: bool = False
     gated_attention: bool = False
     wrapper: str | None = None
-    whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
+    whole_heads: bool = (
+        False  # hidden_size must be a multiple of the heads, also where head_dim is given
+    )
     yarn_needs_head_dim: bool = False
     max_positions: int = 32768
     rope_theta: float = 10000.0
     partial_rotary: float = 1.0
     interleaved: bool = False
     ropes: RopeKinds | None = None
-    rope_section: Mapping[str, Any] | None = None  # that of a config.json without rope_scaling and rope_parameters
+    rope_section: Mapping[str, Any] | None = (
+        None  # that of a config.json without rope_scaling and rope_parameters
+    )
     rms_eps: float = 1e-6
     kv_heads: int | None = 32
     head_dim: int | None = None
@@ -107,9 +116,12 @@ class Family:
 
     @property
     def variants(self) -> list[tuple[bool, bool, bool, bool]]:
-        """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
+        """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can
+        express."""
         attention = (False, True) if self.attention_bias else (False,)
         mlp = (False, True) if self.mlp_bias else (False,)
         return [
-            (bias or self.qkv_bias, bias and self.output_bias, more, self.qk_norm) for bias in attention for more in mlp
+            (bias or self.qkv_bias, bias and self.output_bias, more, self.qk_norm)
+            for bias in attention
+            for more in mlp
         ]

@@ -1,7 +1,9 @@
-"""Gemma 3, its models of text. Norms stand before and after attention and MLP and multiply by 1 + weight in float32,
-gates have GELU, embeddings are multiplied by the root of their width, and the scale of scores has a key of its own.
+"""Gemma 3, its models of text. Norms stand before and after attention and MLP and multiply by 1 +
+weight in float32, gates have GELU, embeddings are multiplied by the root of their width, and the
+scale of scores has a key of its own.
 
-Five of six layers have a window, and a rotary embedding of their own. Left out: models that read images, too.
+Five of six layers have a window, and a rotary embedding of their own. Left out: models that read
+images, too.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""GLM-4 0414, dense: norms stand before and after attention and MLP, the first half of each head is rotated in pairs of
-neighbours, and gate and up are one matrix."""
+"""GLM-4 0414, dense: norms stand before and after attention and MLP, the first half of each head is
+rotated in pairs of neighbours, and gate and up are one matrix."""
 
 from isobit.model.families.family import LLAMA_MODULES, Family
 

@@ -1,7 +1,8 @@
-"""gpt-oss: attention sinks, biases everywhere, clamped gates, and experts that files hold together, in MXFP4 or BF16.
+"""gpt-oss: attention sinks, biases everywhere, clamped gates, and experts that files hold together,
+in MXFP4 or BF16.
 
-Every other layer has a window, the first among them. A router's gates are the softmax over the logits of those that it
-chose, which is that over all logits, divided by the sum of the chosen.
+Every other layer has a window, the first among them. A router's gates are the softmax over the
+logits of those that it chose, which is that over all logits, divided by the sum of the chosen.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,8 @@
-"""OLMo 2 and 3: norms follow attention and MLP, x + norm(attention(x)), and queries and keys are normed over all heads.
+"""OLMo 2 and 3: norms follow attention and MLP, x + norm(attention(x)), and queries and keys are
+normed over all heads.
 
-Three of four layers of an OLMo 3 have a window, and a rotary embedding of their own, which is never scaled.
+Three of four layers of an OLMo 3 have a window, and a rotary embedding of their own, which is never
+scaled.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,11 @@ from isobit.model.families.windows import Windows
 
 _THETA = 500000.0
 
-_MODULES = {name: modules for name, modules in LLAMA_MODULES.items() if name not in ("input_norm", "post_norm")} | {
+_MODULES = {
+    name: modules
+    for name, modules in LLAMA_MODULES.items()
+    if name not in ("input_norm", "post_norm")
+} | {
     "attention_out_norm": ("post_attention_layernorm",),
     "mlp_out_norm": ("post_feedforward_layernorm",),
 }

@@ -16,7 +16,11 @@ def _from_a_layer_on(values: Mapping[str, Any], where: str, layers: int) -> list
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, windows=Windows(_WINDOW, flag=True, slides=_from_a_layer_on)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        qkv_bias=True,
+        windows=Windows(_WINDOW, flag=True, slides=_from_a_layer_on),
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         attention_bias=True,

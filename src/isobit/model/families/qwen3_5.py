@@ -1,9 +1,9 @@
-"""Qwen3.5: three of four layers have linear attention by the gated delta rule; the others a gate on what attention
-gives, and rotate a quarter of a head.
+"""Qwen3.5: three of four layers have linear attention by the gated delta rule; the others a gate on
+what attention gives, and rotate a quarter of a head.
 
-Published checkpoints read images too. Their text is taken: config.json's text_config, and the tensors of the language
-model; the vision tower and the layers that predict further tokens (MTP) are left out, and `save` writes a
-Qwen3_5ForCausalLM.
+Published checkpoints read images too. Their text is taken: config.json's text_config, and the
+tensors of the language model; the vision tower and the layers that predict further tokens (MTP) are
+left out, and `save` writes a Qwen3_5ForCausalLM.
 """
 
 from isobit.model.families.family import LLAMA_MODULES, Family

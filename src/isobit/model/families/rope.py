@@ -1,7 +1,9 @@
-"""Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3 and yarn scaling.
+"""Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3
+and yarn scaling.
 
-Frequencies and angles are float64, tables float32. Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear),
-Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). Left out: dynamic NTK and longrope.
+Frequencies and angles are float64, tables float32. Formulas: Su et al. 2021 (default), Chen et al.
+2023 (linear), Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). Left
+out: dynamic NTK and longrope.
 """
 
 import math
@@ -22,7 +24,9 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}  # null: left out
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+}  # null: left out
 _SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
@@ -38,23 +42,33 @@ class Rope:
 
     @staticmethod
     def from_hf(
-        values: Mapping[str, Any], where: str, *, theta: float, max_positions: int, partial: float = 1.0
+        values: Mapping[str, Any],
+        where: str,
+        *,
+        theta: float,
+        max_positions: int,
+        partial: float = 1.0,
     ) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
 
-        `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's own where
-        config.json has none; where a family rotates whole heads, another part is refused. IsobitError for a kind that
-        is not supported, a parameter that is missing or no number, and for two sections that say different things.
+        `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's
+        own where config.json has none; where a family rotates whole heads, another part is refused.
+        IsobitError for a kind that is not supported, a parameter that is missing or no number, and
+        for two sections that say different things.
         """
         read = []
         for key in ("rope_scaling", "rope_parameters"):
             section = values.get(key)
             if section is not None and not isinstance(section, dict):
-                raise IsobitError(f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}")
+                raise IsobitError(
+                    f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}"
+                )
             if section:
                 read.append(_read(section, values, where, theta, max_positions, partial))
         if len(read) == 2 and read[0] != read[1]:
-            raise IsobitError(f"{where}: rope_scaling and rope_parameters say different things; keep one of them")
+            raise IsobitError(
+                f"{where}: rope_scaling and rope_parameters say different things; keep one of them"
+            )
         return read[0] if read else _read({}, values, where, theta, max_positions, partial)
 
     @staticmethod
@@ -63,8 +77,9 @@ class Rope:
         return Rope(theta, "default", () if partial == 1.0 else ((_PARTIAL, partial),))
 
     def to_hf(self, scaled: bool = False, partial: float = 1.0) -> dict[str, Any]:
-        """`scaled`: with a section also where there is no scaling, since one that is left out would be another; and
-        with the part of a head that is rotated, where one that is left out would be `partial`."""
+        """`scaled`: with a section also where there is no scaling, since one that is left out would
+        be another; and with the part of a head that is rotated, where one that is left out would be
+        `partial`."""
         values: dict[str, Any] = {"rope_theta": self.theta}
         if self.kind != "default" or scaled or partial != 1.0:
             own = {_PARTIAL: 1.0} if partial != 1.0 else {}
@@ -76,10 +91,12 @@ class Rope:
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
 
     def tables(self, num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn. Columns after those of the
-        `rotated` dimensions leave what they are applied to as it is."""
+        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn.
+        Columns after those of the `rotated` dimensions leave what they are applied to as it is."""
         inverse, factor = self._frequencies(self.rotated(head_dim))
-        angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(0)
+        angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(
+            0
+        )
         rest = head_dim // 2 - inverse.shape[0]
         cos, sin = (torch.cos(angles) * factor).float(), (torch.sin(angles) * factor).float()
         return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
@@ -101,16 +118,22 @@ class Rope:
 
 
 Tables = dict[Rope | None, tuple[Tensor, Tensor]]
-"""Cosines and sines [positions, head_dim / 2] of each rotary embedding that a model has; None is that of layers without
-one, by which rotation leaves every element as it is."""
+"""Cosines and sines [positions, head_dim / 2] of each rotary embedding that a model has; None is
+that of layers without one, by which rotation leaves every element as it is."""
 
 
-def make_tables(ropes: Iterable[Rope | None], num_positions: int, head_dim: int, device: torch.device) -> Tables:
+def make_tables(
+    ropes: Iterable[Rope | None], num_positions: int, head_dim: int, device: torch.device
+) -> Tables:
     """The tables of these, on a device."""
     found: Tables = {}
     for rope in ropes:
         shape = num_positions, head_dim // 2
-        cos, sin = (torch.ones(shape), torch.zeros(shape)) if rope is None else rope.tables(num_positions, head_dim)
+        cos, sin = (
+            (torch.ones(shape), torch.zeros(shape))
+            if rope is None
+            else rope.tables(num_positions, head_dim)
+        )
         found[rope] = cos.to(device), sin.to(device)
     return found
 
@@ -123,24 +146,36 @@ def _read(
     max_positions: int,
     rotated: float,
 ) -> Rope:
-    """One section. `original_max_position_embeddings` beside it counts more than the one inside, else the context."""
+    """One section. `original_max_position_embeddings` beside it counts more than the one inside,
+    else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind not in KINDS:
-        raise IsobitError(f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}")
+        raise IsobitError(
+            f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}"
+        )
     if any(isinstance(value, dict) for value in section.values()):
         raise IsobitError(
-            f"{where}: rope_parameters of each layer type are not supported: all layers must share one set"
+            f"{where}: rope_parameters of each layer type are not supported: all layers must "
+            "share one set"
         )
     outside = values.get(_PARTIAL)
     partial = section.get(_PARTIAL, rotated if outside is None else outside)
     if partial != 1.0 and rotated == 1.0:
-        raise IsobitError(f"{where}: partial rotary embedding is not supported ({_PARTIAL} {partial!r:.80})")
+        raise IsobitError(
+            f"{where}: partial rotary embedding is not supported ({_PARTIAL} {partial!r:.80})"
+        )
     if not isinstance(partial, (int, float)) or isinstance(partial, bool) or not 0 < partial <= 1:
-        raise IsobitError(f"{where}: {_PARTIAL} must be a number above 0, and at most 1, got {partial!r:.80}")
+        raise IsobitError(
+            f"{where}: {_PARTIAL} must be a number above 0, and at most 1, got {partial!r:.80}"
+        )
     base = _number({"rope_theta": theta, **values, **section}, "rope_theta", where)
     if base <= 1:
         raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
-    own = {_ORIGINAL: max_positions, **section, **{key: values[key] for key in values if key == _ORIGINAL}}
+    own = {
+        _ORIGINAL: max_positions,
+        **section,
+        **{key: values[key] for key in values if key == _ORIGINAL},
+    }
     given: dict[str, float | bool] = {} if partial == 1.0 else {_PARTIAL: partial}
     for key in _NEEDED[kind]:
         if key not in own:
@@ -155,16 +190,24 @@ def _read(
         if own.get(key) is not None:
             given[key] = _number(own, key, where)
     if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
-        raise IsobitError(f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor")
+        raise IsobitError(
+            f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor"
+        )
     if kind == "yarn" and "truncate" in own:
         given["truncate"] = bool(own["truncate"])
     made = Rope(float(base), kind, tuple(sorted(given.items())))
     try:
         usable = bool(torch.isfinite(torch.cat(made.tables(2, _SOME_DIM))).all())
-    except (ArithmeticError, ValueError, RuntimeError):  # out of the range of floats, or of logarithms
+    except (
+        ArithmeticError,
+        ValueError,
+        RuntimeError,
+    ):  # out of the range of floats, or of logarithms
         usable = False
     if not usable:
-        raise IsobitError(f"{where}: rope scaling {kind} has no angles with these parameters: {given!s:.200}")
+        raise IsobitError(
+            f"{where}: rope scaling {kind} has no angles with these parameters: {given!s:.200}"
+        )
     return made
 
 
@@ -186,23 +229,31 @@ def _llama3(inverse: Tensor, parameters: Mapping[str, float]) -> Tensor:
     return torch.where(wavelength < original / high, inverse, scaled)
 
 
-def _yarn(inverse: Tensor, parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[Tensor, float]:
-    """Interpolated frequencies for dimensions that turn rarely, kept ones for those that turn often; and sqrt(1/t)."""
+def _yarn(
+    inverse: Tensor, parameters: Mapping[str, Any], theta: float, head_dim: int
+) -> tuple[Tensor, float]:
+    """Interpolated frequencies for dimensions that turn rarely, kept ones for those that turn
+    often; and sqrt(1/t)."""
     factor = parameters["factor"]
     original = parameters["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
+    low = dimension(parameters.get("beta_fast") or 32)
+    high = dimension(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    ramp = (
+        (torch.arange(head_dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)
+    ).clamp(0, 1)
     scaled = inverse / factor * ramp + inverse * (1 - ramp)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        attention_factor = _yarn_attention(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
+        attention_factor = _yarn_attention(
+            factor, parameters.get("mscale"), parameters.get("mscale_all_dim")
+        )
     return scaled, float(attention_factor)
 
 

@@ -1,4 +1,5 @@
-"""Rotary embeddings of families in which layers with a window have their own, by the keys of transformers 4 and 5."""
+"""Rotary embeddings of families in which layers with a window have their own, by the keys of
+transformers 4 and 5."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,48 +13,70 @@ _KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class RopeKinds:
-    """`read` gives them from config.json, its name and the context, that of layers without a window first, and `write`
-    the keys."""
+    """`read` gives them from config.json, its name and the context, that of layers without a window
+    first, and `write` the keys."""
 
     read: Callable[[Mapping[str, Any], str, int], tuple[Rope, Rope]]
     write: Callable[[Rope, Rope], dict[str, Any]]
 
 
 def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = None) -> RopeKinds:
-    """One section each in rope_parameters; or rope_theta and rope_scaling for layers without a window alone. These
-    thetas stand for what is left out; `sliding_key` names that of the others beside rope_theta, None if nothing
-    does."""
+    """One section each in rope_parameters; or rope_theta and rope_scaling for layers without a
+    window alone. These thetas stand for what is left out; `sliding_key` names that of the others
+    beside rope_theta, None if nothing does."""
 
     def read(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
         sections = values.get("rope_parameters")
         given = [{key: v for key, v in values.items() if not key.startswith("rope_")}] * 2
         if not sections:
-            if sliding_key is None and values.get("rope_theta", theta) != theta:  # transformers tells the first alone
-                raise IsobitError(f"{where}: rope_theta other than {theta}: give rope_parameters of each layer type")
-            other = {} if sliding_key is None else {"rope_theta": values.get(sliding_key, sliding_theta)}
+            if (
+                sliding_key is None and values.get("rope_theta", theta) != theta
+            ):  # transformers tells the first alone
+                raise IsobitError(
+                    f"{where}: rope_theta other than {theta}: give rope_parameters of each "
+                    "layer type"
+                )
+            other = (
+                {}
+                if sliding_key is None
+                else {"rope_theta": values.get(sliding_key, sliding_theta)}
+            )
             given = [dict(values), {**given[1], **other}]
-        elif not isinstance(sections, dict) or not all(isinstance(sections.get(kind), dict) for kind in _KINDS):
-            raise IsobitError(f"{where}: rope_parameters must have the sections {' and '.join(_KINDS)}")
+        elif not isinstance(sections, dict) or not all(
+            isinstance(sections.get(kind), dict) for kind in _KINDS
+        ):
+            raise IsobitError(
+                f"{where}: rope_parameters must have the sections {' and '.join(_KINDS)}"
+            )
         elif values.get("rope_scaling") or "rope_theta" in values or sliding_key in values:
-            raise IsobitError(f"{where}: rope_scaling or rope_theta stand beside rope_parameters; keep the latter")
+            raise IsobitError(
+                f"{where}: rope_scaling or rope_theta stand beside rope_parameters; keep the latter"
+            )
         else:
-            given = [{**rest, "rope_parameters": sections[kind]} for rest, kind in zip(given, _KINDS)]
+            given = [
+                {**rest, "rope_parameters": sections[kind]} for rest, kind in zip(given, _KINDS)
+            ]
         full, sliding = (
             Rope.from_hf(one, where, theta=own, max_positions=max_positions)
             for one, own in zip(given, (theta, sliding_theta))
         )
         if any(dict(rope.parameters).get("truncate") is False for rope in (full, sliding)):
             raise IsobitError(
-                f"{where}: rope scaling yarn: truncate off is not supported where layer types have rotary embeddings "
+                f"{where}: rope scaling yarn: truncate off is not supported where layer types "
+                "have rotary embeddings "
                 "of their own: transformers ignores it there, and truncates; leave it out"
             )
         return full, sliding
 
     def write(full: Rope, sliding: Rope) -> dict[str, Any]:
-        if sliding_key is not None and sliding.kind == "default":  # in keys that transformers 4 knows too
+        if (
+            sliding_key is not None and sliding.kind == "default"
+        ):  # in keys that transformers 4 knows too
             return {**full.to_hf(), sliding_key: sliding.theta}
         if sliding == Rope(sliding_theta) and full.theta == theta:
             return full.to_hf()
-        return {"rope_parameters": {kind: rope.section() for kind, rope in zip(_KINDS, (full, sliding))}}
+        return {
+            "rope_parameters": {kind: rope.section() for kind, rope in zip(_KINDS, (full, sliding))}
+        }
 
     return RopeKinds(read, write)

@@ -1,4 +1,5 @@
-"""SmolLM3, in which every fourth layer has no rotary embedding; with use_sliding_window these layers have a window."""
+"""SmolLM3, in which every fourth layer has no rotary embedding; with use_sliding_window these
+layers have a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,8 @@ from isobit.model.families.windows import Windows
 
 
 def _unrotated(values: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
-    """By `no_rope_layers`, which says of each layer whether it has the embedding, or by their interval."""
+    """By `no_rope_layers`, which says of each layer whether it has the embedding, or by their
+    interval."""
     listed = values.get("no_rope_layers")
     if listed is None:
         interval = whole(values, "no_rope_layer_interval", where, 4)
@@ -20,7 +22,10 @@ def _unrotated(values: Mapping[str, Any], where: str, layers: int) -> tuple[int,
         or len(listed) < layers
         or not all(type(one) is int and one in (0, 1) for one in listed)
     ):
-        raise IsobitError(f"{where}: no_rope_layers must say 0 or 1 for each of {layers} layers, got {listed!s:.80}")
+        raise IsobitError(
+            f"{where}: no_rope_layers must say 0 or 1 for each of {layers} layers, got "
+            f"{listed!s:.80}"
+        )
     return tuple(layer for layer in range(layers) if not listed[layer])
 
 

@@ -16,11 +16,13 @@ Slides = Callable[[Mapping[str, Any], str, int], list[bool]]
 
 @dataclass(frozen=True)
 class Windows:
-    """When a family's layers have a sliding window: where sliding_window is a number, and with `flag` only if
-    use_sliding_window is true. `default` is that number where config.json leaves it out.
+    """When a family's layers have a sliding window: where sliding_window is a number, and with
+    `flag` only if use_sliding_window is true. `default` is that number where config.json leaves it
+    out.
 
-    `slides` says which layers, if `layer_types` does not; without it all have the window. `nullable`: sliding_window
-    may be null, so that no layer has one. `layer_types`: whether config.json may have that key.
+    `slides` says which layers, if `layer_types` does not; without it all have the window.
+    `nullable`: sliding_window may be null, so that no layer has one. `layer_types`: whether
+    config.json may have that key.
     """
 
     default: int | None = None
@@ -33,27 +35,34 @@ class Windows:
 def windows_of(
     values: Mapping[str, Any], where: str, rule: Windows | None, layers: int, max_positions: int
 ) -> tuple[int | None, ...]:
-    """The window of each layer in tokens, None where it sees all positions; () if no layer has one. Raises IsobitError
-    for layer types of other kinds, and for those that the family's models do not follow."""
+    """The window of each layer in tokens, None where it sees all positions; () if no layer has one.
+    Raises IsobitError for layer types of other kinds, and for those that the family's models do not
+    follow."""
     kinds = _layer_kinds(values, where, layers)
     if kinds and rule is not None and not rule.layer_types:
-        raise IsobitError(f"{where}: layer_types is not supported in this architecture; leave it out")
+        raise IsobitError(
+            f"{where}: layer_types is not supported in this architecture; leave it out"
+        )
     window = None if rule is None else _window(values, where, rule)
     if rule is None or window is None:
         if "sliding_attention" in kinds:
             raise IsobitError(
-                f"{where}: layer_types has sliding_attention, but no window is in use; take full_attention"
+                f"{where}: layer_types has sliding_attention, but no window is in use; take "
+                "full_attention"
             )
         return ()
     if rule.slides is None:
         slides = [True] * layers
         if "full_attention" in kinds and window < max_positions:
             raise IsobitError(
-                f"{where}: layer_types has full_attention, but in this architecture sliding_window {window} is that "
+                f"{where}: layer_types has full_attention, but in this architecture "
+                f"sliding_window {window} is that "
                 "of all layers; leave layer_types out"
             )
     else:
-        slides = [kind == "sliding_attention" for kind in kinds] or rule.slides(values, where, layers)
+        slides = [kind == "sliding_attention" for kind in kinds] or rule.slides(
+            values, where, layers
+        )
     found = tuple(window if one else None for one in slides)
     return found if any(found) else ()
 
@@ -85,11 +94,14 @@ def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str
     if kinds is None:
         return []
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise IsobitError(f"{where}: layer_types must name the attention of each of {layers} layers")
+        raise IsobitError(
+            f"{where}: layer_types must name the attention of each of {layers} layers"
+        )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise IsobitError(
-                f"{where}: layer_types: {kind!r:.80} is not supported: supported are full_attention and "
+                f"{where}: layer_types: {kind!r:.80} is not supported: supported are "
+                "full_attention and "
                 "sliding_attention"
             )
     return kinds

@@ -1,1 +1,2 @@
-"""The forward and its gradients: layers, attention, MLPs, experts, the output head; for rollout and learner."""
+"""The forward and its gradients: layers, attention, MLPs, experts, the output head; for rollout and
+learner."""

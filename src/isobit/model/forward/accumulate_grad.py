@@ -1,10 +1,10 @@
 """Gradients of masters that a backward's products add to, in the place of autograd.
 
-Autograd adds a gradient to the one that a master has: that takes another buffer as large, and reads it once more. Where
-a product writes its result, it can add it instead, with one float32 addition an element either way
-(`tests/rl/test_adding.py`). Only where a master has one gradient a backward, and nobody looks at it on its way: so it
-is the learner that says which masters, and none by default. Left out: gradients that leave for other ranks
-(`distributed/exchange.py`), tied weights, vectors.
+Autograd adds a gradient to the one that a master has: that takes another buffer as large, and reads
+it once more. Where a product writes its result, it can add it instead, with one float32 addition an
+element either way (`tests/rl/test_adding.py`). Only where a master has one gradient a backward, and
+nobody looks at it on its way: so it is the learner that says which masters, and none by default.
+Left out: gradients that leave for other ranks (`distributed/exchange.py`), tied weights, vectors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_MARK = "adds_in_place"  # of a tensor; not a context variable: on a GPU backwards run in autograd's own threads
+# of a tensor; not a context variable: on a GPU backwards run in autograd's own threads
+_MARK = "adds_in_place"
 
 
 @contextmanager

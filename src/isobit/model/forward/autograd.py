@@ -1,13 +1,15 @@
 """The operators with their gradients: one function each, for rollout and learner alike.
 
-With gradients disabled a function is a direct call of the operator. With gradients enabled the same forward operator
-runs inside a `torch.autograd.Function` whose backward is written out; so recording a graph cannot change a bit of the
-forward (`tests/model/test_transformer.py`). Weights enter twice: the *working* weight that is multiplied, and the FP32
-*master* that receives the gradient, straight through the quantization.
+With gradients disabled a function is a direct call of the operator. With gradients enabled the same
+forward operator runs inside a `torch.autograd.Function` whose backward is written out; so recording
+a graph cannot change a bit of the forward (`tests/model/test_transformer.py`). Weights enter twice:
+the *working* weight that is multiplied, and the FP32 *master* that receives the gradient, straight
+through the quantization.
 
-What an elementwise operator makes again bit for bit of what is kept anyway is not kept (COAT: Xi et al. 2024, arXiv
-2410.19313, which keeps it rounded): the operands of products behind norms and gates, queries, and keys and values.
-`tests/model/test_saved.py` holds gradients to the bits that they have when all is kept.
+What an elementwise operator makes again bit for bit of what is kept anyway is not kept (COAT: Xi et
+al. 2024, arXiv 2410.19313, which keeps it rounded): the operands of products behind norms and
+gates, queries, and keys and values. `tests/model/test_saved.py` holds gradients to the bits that
+they have when all is kept.
 
 Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
 """
@@ -21,7 +23,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, input_gradient, plain, unwatched
+from isobit.kernels import (
+    Activation,
+    Heads,
+    KVStore,
+    Layout,
+    Operand,
+    Ops,
+    input_gradient,
+    plain,
+    unwatched,
+)
 from isobit.model.adapters import low_rank
 from isobit.model.forward.accumulate_grad import added_to
 from isobit.model.weights.stored import Vector, Weight, copy_spec, has_own_copy
@@ -31,16 +43,22 @@ Again = Callable[[], tuple[Tensor, Tensor]]
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
-def linear(x: Tensor, weight: Weight, ops: Ops, *, kept: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider `dtype`. `kept`: another
-    function keeps x for its backward, so this one does too, and not its codes."""
+def linear(
+    x: Tensor, weight: Weight, ops: Ops, *, kept: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider `dtype`.
+    `kept`: another function keeps x for its backward, so this one does too, and not its codes."""
     dtype = dtype or x.dtype
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight.master, weight.bias_master, weight, ops, kept, dtype, *weight.adapter_masters)
+        return _Linear.apply(
+            x, weight.master, weight.bias_master, weight, ops, kept, dtype, *weight.adapter_masters
+        )
     return _product(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops
+) -> tuple[Tensor, Tensor]:
     """(normed, x + residual), both [R, C]."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, residual, weight.master, weight.working, eps, ops)
@@ -54,7 +72,9 @@ def norm_linear(
     """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn."""
     if torch.is_grad_enabled():
         masters = norm.master, weight.master, weight.bias_master
-        return _NormLinear.apply(x, residual, *masters, norm, eps, weight, ops, *weight.adapter_masters)
+        return _NormLinear.apply(
+            x, residual, *masters, norm, eps, weight, ops, *weight.adapter_masters
+        )
     operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
     return _product(operand, weight, ops, x.dtype), summed
 
@@ -62,11 +82,13 @@ def norm_linear(
 def gated_linear(
     gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops, again: "Again | None" = None
 ) -> Tensor:
-    """linear(gate_mul(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`: gives gate_up, and
-    something, once more, so that it is not kept for the backward."""
+    """linear(gate_mul(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`:
+    gives gate_up, and something, once more, so that it is not kept for the backward."""
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
-        return _GatedLinear.apply(gate_up, *masters, activation, weight, ops, again, *weight.adapter_masters)
+        return _GatedLinear.apply(
+            gate_up, *masters, activation, weight, ops, again, *weight.adapter_masters
+        )
     return _product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
 
 
@@ -76,9 +98,12 @@ def _product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor
     return low_rank.product(x, weight, ops, dtype)[0]
 
 
-def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops) -> Tensor:
-    """Attention [T, H, D] of qkv [T, H + 2 KV, D]: queries and keys normed and rotated, keys and values stored, queries
-    rounded where the flow says so. `masters` are those of the norms. Straight through the roundings."""
+def attend(
+    qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops
+) -> Tensor:
+    """Attention [T, H, D] of qkv [T, H + 2 KV, D]: queries and keys normed and rotated, keys and
+    values stored, queries rounded where the flow says so. `masters` are those of the norms.
+    Straight through the roundings."""
     if torch.is_grad_enabled():
         sinks = None if given.sinks is None else given.sinks.master
         return _Attend.apply(qkv, *(masters or (None, None)), sinks, given, ops)
@@ -87,9 +112,10 @@ def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended"
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What attention takes besides its rows. `store` gives where keys and values are, `temporary` an empty one of the
-    same kind; `window` is how many keys a row sees, None all; `query` is how queries are rounded, if they are, with a
-    scale per row, or with `query_scale` [1]; `sinks` [H] are the heads', in float32; `probabilities` are rounded so."""
+    """What attention takes besides its rows. `store` gives where keys and values are, `temporary`
+    an empty one of the same kind; `window` is how many keys a row sees, None all; `query` is how
+    queries are rounded, if they are, with a scale per row, or with `query_scale` [1]; `sinks` [H]
+    are the heads', in float32; `probabilities` are rounded so."""
 
     heads: Heads
     store: Callable[[], KVStore]
@@ -104,7 +130,8 @@ class Attended:
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
-    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given `scale` [1]."""
+    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given
+    `scale` [1]."""
     flat = x.reshape(-1, x.shape[-1])
     if scale is None:
         quantized = ops.quantize(flat, spec, "queries")
@@ -114,7 +141,8 @@ def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -
 
 
 def embedding(tokens: Tensor, table: Vector, scale: float | None, ops: Ops) -> Tensor:
-    """Rows of the table [V, C] for tokens [T]; times a scale, which is rounded to their type first."""
+    """Rows of the table [V, C] for tokens [T]; times a scale, which is rounded to their type
+    first."""
     factor = None if scale is None else float(torch.tensor(scale, dtype=table.working.dtype))
     if torch.is_grad_enabled():
         return _Embedding.apply(tokens, table.master, table.working, factor, ops)
@@ -147,7 +175,8 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.weight
-        us, saved = ctx.saved_tensors[: len(weight.adapters)], ctx.saved_tensors[len(weight.adapters) :]
+        us = ctx.saved_tensors[: len(weight.adapters)]
+        saved = ctx.saved_tensors[len(weight.adapters) :]
         if ctx.kept and saved:
             operand: Operand | None = _multiplied(saved[0].to(dy.dtype), None, weight, ctx.ops)
         else:
@@ -157,8 +186,8 @@ class _Linear(Function):
 
 
 def _multiplied(x: Tensor, operand: Operand | None, weight: Weight, ops: Ops) -> Operand:
-    """What gradients of masters take of x [T, K]: `operand`, which was quantized from it, or that again; or a copy of x
-    quantized along the tokens. DGrad needs neither."""
+    """What gradients of masters take of x [T, K]: `operand`, which was quantized from it, or that
+    again; or a copy of x quantized along the tokens. DGrad needs neither."""
     if weight.activation is not None and has_own_copy(weight):
         return ops.quantize_along_tokens(x, weight.activation, weight.name)
     return _quantized(x, weight, unwatched(ops)) if operand is None else operand
@@ -176,14 +205,19 @@ def parts(operand: Operand) -> tuple[Tensor, ...]:
 def _joined(saved: Sequence[Tensor], weight: Weight) -> Operand | None:
     """The operand of saved `parts`, None of none."""
     spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
-    return QTensor(saved[0], saved[1], spec) if len(saved) == 2 and spec is not None else next(iter(saved), None)
+    return (
+        QTensor(saved[0], saved[1], spec)
+        if len(saved) == 2 and spec is not None
+        else next(iter(saved), None)
+    )
 
 
 def _linear_backward(
     ctx: Any, dy: Tensor, operand: Operand | None, us: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each adapter's A and B.
-    `operand`: `_multiplied`, None where the weight needs none; `us`: each adapter's u."""
+    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each
+    adapter's A and B. `operand`: `_multiplied`, None where the weight needs none; `us`: each
+    adapter's u."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
     if weight.adapters:
         assert operand is not None
@@ -203,19 +237,30 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
     if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
         transposed = working.transpose()
-        if working.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
-            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, f"transposed {weight.name}")
+        if (
+            working.spec.granularity in ALONG_INPUTS
+        ):  # scales for every row of N: quantized again, along N
+            transposed = ops.quantize(
+                transposed.dequantize().contiguous(), working.spec, f"transposed {weight.name}"
+            )
         return ops.gradient_product(quantized, transposed, out)
     return input_gradient(ops, dy, working, out)
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor | None:
-    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T, K], or its copy
-    [K, T] that is already quantized along the tokens. None if it was added to the gradient that there is."""
+    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T,
+    K], or its copy [K, T] that is already quantized along the tokens. None if it was added to the
+    gradient that there is."""
     into = added_to(weight.master)
     if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
-        left: Operand = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
-        right: Operand = saved if has_own_copy(weight) else ops.quantize_along_tokens(saved, saved.spec, weight.name)
+        left: Operand = ops.quantize_along_tokens(
+            dy, weight.gradient, f"output gradient of {weight.name}"
+        )
+        right: Operand = (
+            saved
+            if has_own_copy(weight)
+            else ops.quantize_along_tokens(saved, saved.spec, weight.name)
+        )
     else:
         left, right = dy.t(), plain(saved, dy.dtype).t()
     dw = ops.gradient_product(left, right, torch.float32, into)
@@ -225,7 +270,13 @@ def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor | Non
 class _RMSNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, master: Tensor, working: Tensor, eps: float, ops: Ops
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        master: Tensor,
+        working: Tensor,
+        eps: float,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor]:
         normed, summed, rstd = ops.rms_norm(x, working, eps, residual)
         ctx.ops, ctx.has_residual = ops, residual is not None
@@ -257,7 +308,11 @@ class _NormLinear(Function):
     ) -> tuple[Tensor, Tensor]:
         operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
         y, us = low_rank.product(operand, weight, ops, x.dtype)
-        ctx.norm, ctx.eps, ctx.weight, ctx.ops, ctx.has_residual = norm, eps, weight, ops, residual is not None
+        ctx.norm = norm
+        ctx.eps = eps
+        ctx.weight = weight
+        ctx.ops = ops
+        ctx.has_residual = residual is not None
         ctx.save_for_backward(summed, rstd, *us)
         return y, summed.view_as(summed)
 
@@ -265,13 +320,28 @@ class _NormLinear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
         (summed, rstd, *us), norm, weight = ctx.saved_tensors, ctx.norm, ctx.weight
-        operand = _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
-        dnormed, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5]))
+        operand = (
+            _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
+        )
+        dnormed, dw, db, *adapters = _linear_backward(
+            ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5])
+        )
         del operand
         assert dnormed is not None
         dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, norm.working, rstd)
         dx = dx + dsummed
-        return dx, dx if ctx.has_residual else None, dnorm, dw, db, None, None, None, None, *adapters
+        return (
+            dx,
+            dx if ctx.has_residual else None,
+            dnorm,
+            dw,
+            db,
+            None,
+            None,
+            None,
+            None,
+            *adapters,
+        )
 
 
 def _normed(
@@ -302,7 +372,9 @@ class _GatedLinear(Function):
         again: Again | None,
         *adapter_masters: Tensor,
     ) -> Tensor:
-        y, us = low_rank.product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
+        y, us = low_rank.product(
+            _gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype
+        )
         ctx.activation, ctx.weight, ctx.ops, ctx.again = activation, weight, ops, again
         ctx.save_for_backward(*us, *(() if again else (gate_up,)))
         return y
@@ -313,7 +385,9 @@ class _GatedLinear(Function):
         weight, saved = ctx.weight, ctx.saved_tensors
         us, gate_up = saved[: len(weight.adapters)], ctx.again()[0] if ctx.again else saved[-1]
         ctx.again = None  # it holds the residual stream
-        operand = _gated_again(gate_up, ctx.activation, weight, ctx.ops) if weight.keeps_inputs else None
+        operand = (
+            _gated_again(gate_up, ctx.activation, weight, ctx.ops) if weight.keeps_inputs else None
+        )
         dh, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         del operand
         dgate_up = None if dh is None else ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
@@ -355,7 +429,9 @@ class _Attend(Function):
         (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
         store = given.temporary()
         q, dout = _queries(qkv, given, store, unwatched(ops)), dout.contiguous()
-        gradients = ops.attention_backward(dout, q, out, lse, store, given.layout, given.scale, given.window)
+        gradients = ops.attention_backward(
+            dout, q, out, lse, store, given.layout, given.scale, given.window
+        )
         if (keys := given.layout.keys) is not None:
             dq, dk, dv = gradients
             gradients = dq, keys.copies.added(dk, ops), keys.copies.added(dv, ops)
@@ -371,7 +447,9 @@ def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
     store = given.store()
     q = _queries(qkv, given, store, ops)
     sinks = None if given.sinks is None else given.sinks.working
-    return ops.attention(q, store, given.layout, given.scale, given.window, sinks, given.probabilities)
+    return ops.attention(
+        q, store, given.layout, given.scale, given.window, sinks, given.probabilities
+    )
 
 
 def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:
@@ -382,7 +460,9 @@ def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, factor: float | None, ops: Ops) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, factor: float | None, ops: Ops
+    ) -> Tensor:
         ctx.count, ctx.factor, ctx.ops = master.shape[0], factor, ops
         ctx.save_for_backward(tokens)
         return _embedded(tokens, working, factor)

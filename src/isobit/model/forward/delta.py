@@ -1,9 +1,10 @@
-"""Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), as a layer of Qwen3.5 has it.
+"""Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), as a layer of
+Qwen3.5 has it.
 
-Of a layer's rows x, normed: (q, k, v, z) = x · qkv, (b, a) = x · gates; q, k and v go through a short convolution over
-their last tokens and SiLU; the delta rule gives, head by head, what its state recalls; that is normed, multiplied by
-silu(z), and projected. Both operators go on from what a store has of earlier rows. Left out: their arithmetic
-(`Ops.short_convolution`, `Ops.delta_rule`).
+Of a layer's rows x, normed: (q, k, v, z) = x · qkv, (b, a) = x · gates; q, k and v go through a
+short convolution over their last tokens and SiLU; the delta rule gives, head by head, what its
+state recalls; that is normed, multiplied by silu(z), and projected. Both operators go on from what
+a store has of earlier rows. Left out: their arithmetic (`Ops.short_convolution`, `Ops.delta_rule`).
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from isobit.model.weights.stored import Vector
 
 @dataclass(frozen=True, eq=False)
 class Recurrent:
-    """What linear attention takes besides its rows: `store` has the states of earlier ones, None where sequences are
-    whole."""
+    """What linear attention takes besides its rows: `store` has the states of earlier ones, None
+    where sequences are whole."""
 
     sizes: LinearAttention
     eps: float
@@ -33,7 +34,9 @@ class Recurrent:
     store: StateStore | None
 
 
-def linear_attention(qkvz: Tensor, gates: Tensor, layer: Delta, given: Recurrent, ops: Ops) -> Tensor:
+def linear_attention(
+    qkvz: Tensor, gates: Tensor, layer: Delta, given: Recurrent, ops: Ops
+) -> Tensor:
     """qkvz [T, channels + values] and gates [T, 2 Hv] float32 to [T, hidden]."""
     sizes = given.sizes
     mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
@@ -51,10 +54,14 @@ def convolved(x: Tensor, weight: Vector, given: Recurrent, ops: Ops) -> Tensor:
     return ops.short_convolution(x, weight.working, given.store, given.layout)
 
 
-def delta_rule(qkv: Tensor, gates: Tensor, fading: tuple[Vector, Vector], given: Recurrent, ops: Ops) -> Tensor:
+def delta_rule(
+    qkv: Tensor, gates: Tensor, fading: tuple[Vector, Vector], given: Recurrent, ops: Ops
+) -> Tensor:
     """`Ops.delta_rule` of qkv [T, C], with its gradient; `fading`: decay and step_bias."""
     if torch.is_grad_enabled():
-        return _DeltaRule.apply(qkv, gates, *(vector.master for vector in fading), fading, given, ops)
+        return _DeltaRule.apply(
+            qkv, gates, *(vector.master for vector in fading), fading, given, ops
+        )
     return ops.delta_rule(qkv, gates, _heads(fading, given.sizes), given.store, given.layout)
 
 
@@ -66,7 +73,9 @@ def _heads(fading: Sequence[Vector], sizes: LinearAttention) -> DeltaHeads:
 
 class _Convolved(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, weight: Vector, given: Recurrent, ops: Ops) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, master: Tensor, weight: Vector, given: Recurrent, ops: Ops
+    ) -> Tensor:
         ctx.weight, ctx.layout, ctx.ops = weight, given.layout, ops
         ctx.save_for_backward(x)
         return ops.short_convolution(x, weight.working, given.store, given.layout)
@@ -75,7 +84,9 @@ class _Convolved(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        found = ctx.ops.short_convolution_backward(dy.contiguous(), x, ctx.weight.working, ctx.layout)
+        found = ctx.ops.short_convolution_backward(
+            dy.contiguous(), x, ctx.weight.working, ctx.layout
+        )
         return (*found, None, None, None)
 
 

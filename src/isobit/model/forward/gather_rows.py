@@ -1,4 +1,5 @@
-"""Copies of rows with their gradient: the sum over a row's copies, which repeats (`isobit.kernels.Copies`)."""
+"""Copies of rows with their gradient: the sum over a row's copies, which repeats
+(`isobit.kernels.Copies`)."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""The output head with its gradient: log-probabilities of given tokens, a few rows of logits at a time.
+"""The output head with its gradient: log-probabilities of given tokens, a few rows of logits at a
+time.
 
 Logits are never held for a whole batch; the backward computes them again. Where logits are filtered
 (top-k, top-p, min-p) the distribution is softmax over each row's support, a constant of the
@@ -14,7 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.head.definition import head_gradients
-from isobit.kernels.sampling.filtering import Context, Filtering, filter_around, of_rows, penalize, slopes
+from isobit.kernels.sampling.filtering import (
+    Context,
+    Filtering,
+    filter_around,
+    of_rows,
+    penalize,
+    slopes,
+)
 from isobit.model.weights.stored import Weight
 
 
@@ -28,13 +36,16 @@ def head_logprobs(
     filtering: Filtering | None = None,
     context: Context | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of logits at a time.
+    """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of
+    logits at a time.
 
-    hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the renormalized
-    distribution; a target outside its row's support is added to it. A repetition penalty is of the tokens in
-    the rows' `context`."""
+    hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the
+    renormalized distribution; a target outside its row's support is added to it. A repetition
+    penalty is of the tokens in the rows' `context`."""
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, filtering, context, chunk, ops)
+        return _HeadLogprobs.apply(
+            hidden, head.master, head, targets, temperature, filtering, context, chunk, ops
+        )
     return _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
 
 
@@ -52,8 +63,14 @@ class _HeadLogprobs(Function):
         chunk: int,
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
-        ctx.head, ctx.temperature, ctx.filtering, ctx.chunk, ctx.ops = head, temperature, filtering, chunk, ops
+        logprobs, entropy = _chunked_logprobs(
+            hidden, head, targets, temperature, filtering, context, chunk, ops
+        )
+        ctx.head = head
+        ctx.temperature = temperature
+        ctx.filtering = filtering
+        ctx.chunk = chunk
+        ctx.ops = ops
         ctx.context = context
         ctx.save_for_backward(hidden, targets)
         ctx.mark_non_differentiable(entropy)
@@ -71,12 +88,16 @@ class _HeadLogprobs(Function):
             if filtering is None:
                 found = ops.head_backward(dlogprobs[rows], *given)
             else:
-                logits, slope = _kept(*given, filtering, _seen(ctx.context, rows, weight, filtering), ops)
+                logits, slope = _kept(
+                    *given, filtering, _seen(ctx.context, rows, weight, filtering), ops
+                )
                 found = head_gradients(ops, dlogprobs[rows], logits, *given, slope)
             dhidden[rows] = found[0]
             if trained:
                 dweight = found[1] if dweight is None else dweight.add_(found[1])
-            del found  # else a third matrix of the head's size is there while the next rows are computed
+            del (
+                found
+            )  # else a third matrix of the head's size is there while the next rows are computed
         if trained and dweight is None:
             dweight = torch.zeros(weight.shape, device=hidden.device)
         return dhidden, dweight, None, None, None, None, None, None, None
@@ -98,7 +119,9 @@ def _chunked_logprobs(
         if filtering is None:
             parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
         else:
-            seen = _seen(context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering)
+            seen = _seen(
+                context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering
+            )
             logits, _ = _kept(rows, head.prepared, tokens, temperature, filtering, seen, ops)
             parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -113,8 +136,8 @@ def _kept(
     seen: Tensor | None,
     ops: Ops,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and their slope where tokens that were
-    `seen` are penalized."""
+    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and their slope where
+    tokens that were `seen` are penalized."""
     logits, slope = ops.product(hidden, weight, None, torch.float32), None
     if seen is not None:
         penalty = torch.full((len(logits), 1), filtering[3], device=logits.device)
@@ -122,7 +145,9 @@ def _kept(
     return filter_around(logits, tokens, temperature, filtering[:3]), slope
 
 
-def _seen(context: Context | None, rows: slice, weight: Prepared, filtering: Filtering) -> Tensor | None:
+def _seen(
+    context: Context | None, rows: slice, weight: Prepared, filtering: Filtering
+) -> Tensor | None:
     if filtering[3] == 1:
         return None
     assert context is not None, "a repetition penalty is of tokens"

@@ -1,8 +1,9 @@
-"""Static scales of an FP8 KV cache: one for K and one for V in each layer, and one for the queries if these are
-calibrated too. Includes the recorder of the amax from which they are computed.
+"""Static scales of an FP8 KV cache: one for K and one for V in each layer, and one for the queries
+if these are calibrated too. Includes the recorder of the amax from which they are computed.
 
-NeMo RL's rule: amax of K, V and Q after QK-norm and rotary embedding, per batch and layer; a percentile over the
-batches; times a margin; over 448. Left out: the forwards that are recorded (`engine/calibration.py`).
+NeMo RL's rule: amax of K, V and Q after QK-norm and rotary embedding, per batch and layer; a
+percentile over the batches; times a margin; over 448. Left out: the forwards that are recorded
+(`engine/calibration.py`).
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from isobit.precision import E4M3, Calibration
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q if queries are calibrated;
-    `version`: the version of the weights that they were computed with."""
+    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q if queries are
+    calibrated; `version`: the version of the weights that they were computed with."""
 
     values: Tensor
     version: int
@@ -37,7 +38,8 @@ def scales_of(scales: KVScales | None) -> Tensor:
 
 
 class AmaxRecorder:
-    """Records the largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a `Watch`.
+    """Records the largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a
+    `Watch`.
 
     They stay on their device until `amax` reads them, so that no forward waits.
     """
@@ -47,14 +49,16 @@ class AmaxRecorder:
         self.batches: list[dict[tuple[int, int], Tensor]] = []
 
     def __call__(self, ops: Ops, layer: int | None) -> Any:
-        """The recording operators of a layer; the call for those outside the layers comes first and begins a batch."""
+        """The recording operators of a layer; the call for those outside the layers comes first and
+        begins a batch."""
         if layer is None:
             self.batches.append({})
             return ops
         return _Recording(ops, self.batches[-1], layer, self.sides)
 
     def amax(self, percentile: float) -> Tensor:
-        """[layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated linearly."""
+        """[layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated
+        linearly."""
         seen = torch.zeros(len(self.batches), self.num_layers, self.sides)
         places = [(batch, *place) for batch, found in enumerate(self.batches) for place in found]
         if places:
@@ -64,7 +68,9 @@ class AmaxRecorder:
 
 
 class _Recording(Watching):
-    def __init__(self, ops: Ops, found: dict[tuple[int, int], Tensor], layer: int, sides: int) -> None:
+    def __init__(
+        self, ops: Ops, found: dict[tuple[int, int], Tensor], layer: int, sides: int
+    ) -> None:
         super().__init__(ops)
         self._found, self._layer, self._sides = found, layer, sides
 

@@ -1,7 +1,7 @@
 """One forward of the model over rows: its layers, and `Pass`, which is all that they share.
 
-Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and state that outlives a forward
-(`transformer.py`).
+Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and state that
+outlives a forward (`transformer.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,19 +27,21 @@ from isobit.model.weights.stored import Vector, Weight
 from isobit.precision import QuantSpec
 
 Watch = Callable[[Ops, int | None], Any]
-"""Called with the operators and the index of the layer that uses them (None outside the layers); returns the operators
-to use instead. These return the same results, and may look at them (`isobit.kernels.Watching`)."""
+"""Called with the operators and the index of the layer that uses them (None outside the layers);
+returns the operators to use instead. These return the same results, and may look at them
+(`isobit.kernels.Watching`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
     """What the layers of one forward share.
 
-    `masters` receive gradients. `stores` hold keys and values or states, one per layer; without them each layer has a
-    temporary one, and states are not kept. `scales` are those of a calibrated cache. `tape` follows the routers of a
-    mixture of experts, `watch` the operators. With `recompute` the backward computes each layer's activations again, or
-    those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales
-    stay in the compute format.
+    `masters` receive gradients. `stores` hold keys and values or states, one per layer; without
+    them each layer has a temporary one, and states are not kept. `scales` are those of a calibrated
+    cache. `tape` follows the routers of a mixture of experts, `watch` the operators. With
+    `recompute` the backward computes each layer's activations again, or those of its MLP, and the
+    forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales stay in
+    the compute format.
     """
 
     config: ModelConfig
@@ -77,13 +79,16 @@ class Pass:
         flow, layout = layer.flow, self.layout
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
         pages, device = layout.num_slots // layout.page_size, layout.positions.device
-        found = new_store(self.config, index, flow, pages, layout.page_size, device, flow.kv, scales)
+        found = new_store(
+            self.config, index, flow, pages, layout.page_size, device, flow.kv, scales
+        )
         assert isinstance(found, KVStore)
         return found
 
 
 def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
-    """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
+    """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators'
+    device."""
     ops, outside = ctx.ops_of(None), working.outside
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
     compute = _recomputed_layer if ctx.recompute is True else _layer
@@ -92,13 +97,17 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     return autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
 
 
-def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass) -> tuple[Tensor, Tensor]:
+def _layer(
+    x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
+) -> tuple[Tensor, Tensor]:
     """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
     eps, ops = ctx.config.rms_eps, ctx.ops_of(index)
     if isinstance(layer.attention, Delta):
         x, residual = _linear_attention(x, residual, index, layer, layer.attention, ctx, ops)
     else:
-        qkv, residual = _norm_then_project(x, residual, layer.input_norm, layer.attention.qkv, eps, ops)
+        qkv, residual = _norm_then_project(
+            x, residual, layer.input_norm, layer.attention.qkv, eps, ops
+        )
         x = _attend(qkv, index, layer, layer.attention, ctx, ops)
     x = _post_norm(x, layer.attention_out_norm, eps, ops)
     if isinstance(layer.mlp, Mixture):
@@ -110,7 +119,9 @@ def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pa
         gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops)
         again = None
         if ctx.recompute == "mlp":
-            again = partial(_norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops))
+            again = partial(
+                _norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops)
+            )
         x = autograd.gated_linear(gate_up, layer.mlp.activation, layer.mlp.down, ops, again)
     return _post_norm(x, layer.mlp_out_norm, eps, ops), residual
 
@@ -118,7 +129,8 @@ def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pa
 def _norm_then_project(
     x: Tensor, residual: Tensor | None, norm: Vector | None, weight: Weight, eps: float, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T, hidden])."""
+    """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T,
+    hidden])."""
     if norm is not None:
         return autograd.norm_linear(x, residual, norm, eps, weight, ops)
     summed = x if residual is None else x + residual
@@ -144,8 +156,8 @@ def _linear_attention(
 
 
 def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops) -> Tensor:
-    """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) · D], to
-    [T, hidden]."""
+    """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) ·
+    D], to [T, hidden]."""
     config, dim, norms = ctx.config, ctx.config.head_dim, own.head_norms
     rope = config.rope_of(index)
     if norms is not None and config.norms_all_heads:
@@ -175,7 +187,9 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
     return autograd.linear(out.flatten(1), own.o, ops, kept=True)
 
 
-def _rounding_of_queries(index: int, layer: Layer, ctx: Pass) -> tuple[QuantSpec | None, Tensor | None]:
+def _rounding_of_queries(
+    index: int, layer: Layer, ctx: Pass
+) -> tuple[QuantSpec | None, Tensor | None]:
     """(how queries are rounded, if they are; their scale [1] where it is calibrated)."""
     if not layer.flow.calibrated_queries:
         return layer.flow.query, None
@@ -185,16 +199,21 @@ def _rounding_of_queries(index: int, layer: Layer, ctx: Pass) -> tuple[QuantSpec
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
-    """qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV · D."""
+    """qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV ·
+    D."""
     width, kv_width = (norm.working.shape[0] for norm in norms)
     q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
-    q, k = (autograd.rms_norm(x.contiguous(), None, norm, eps, ops)[0] for x, norm in zip((q, k), norms))
+    q, k = (
+        autograd.rms_norm(x.contiguous(), None, norm, eps, ops)[0] for x, norm in zip((q, k), norms)
+    )
     return torch.cat((q, k, v), dim=1)
 
 
-def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass) -> tuple[Tensor, Tensor]:
-    """`_layer`, computed again in the backward. The tape records the first forward only; a router's probabilities have
-    a gradient, so they are among the results."""
+def _recomputed_layer(
+    x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
+) -> tuple[Tensor, Tensor]:
+    """`_layer`, computed again in the backward. The tape records the first forward only; a router's
+    probabilities have a gradient, so they are among the results."""
     tape = ctx.tape if isinstance(layer.mlp, Mixture) else None
     given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
     chosen: list[Tensor] = []

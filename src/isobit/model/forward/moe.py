@@ -1,14 +1,16 @@
-"""Mixture of experts: the router in FP32, top-k with a defined order on ties, experts summed in slot order.
+"""Mixture of experts: the router in FP32, top-k with a defined order on ties, experts summed in
+slot order.
 
-For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to the lower index;
-their gates are p, divided by their sum where the architecture says so (`Ops.route`: no sum depends on the number of
-rows). The token's rows go through the experts as through any MLP, and gate times result is added in float32 in the
-order of the slots, the largest gate first, and rounded once. So a token's bits depend on the token and the weights,
-whoever else an expert serves (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
+For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to
+the lower index; their gates are p, divided by their sum where the architecture says so
+(`Ops.route`: no sum depends on the number of rows). The token's rows go through the experts as
+through any MLP, and gate times result is added in float32 in the order of the slots, the largest
+gate first, and rounded once. So a token's bits depend on the token and the weights, whoever else an
+expert serves (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
 
-`RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al. 2025, arXiv
-2510.11370), and collects the probabilities for the load-balancing loss. Left out: experts over several processes,
-capacity limits, shared experts.
+`RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al.
+2025, arXiv 2510.11370), and collects the probabilities for the load-balancing loss. Left out:
+experts over several processes, capacity limits, shared experts.
 """
 
 import base64
@@ -30,9 +32,10 @@ from isobit.model.weights.layout import Mixture
 class RouteTape:
     """A record of the routers in one forward over T rows, one entry per MoE layer.
 
-    `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers must use those experts, with gates
-    from their own probabilities, and `chosen` holds the experts that they would have used. `probabilities` holds, per
-    layer, each expert's probability summed over the rows, [E] float32, with gradient, for a load-balancing loss.
+    `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers must use those
+    experts, with gates from their own probabilities, and `chosen` holds the experts that they would
+    have used. `probabilities` holds, per layer, each expert's probability summed over the rows, [E]
+    float32, with gradient, for a load-balancing loss.
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
@@ -68,9 +71,11 @@ def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
     return torch.from_numpy(values.reshape(-1, layers, per_token))
 
 
-def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None, again: bool = False) -> Tensor:
-    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype. `again`: the backward computes the
-    experts' forward again."""
+def mixture(
+    x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None, again: bool = False
+) -> Tensor:
+    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype. `again`: the
+    backward computes the experts' forward again."""
     given = None if tape is None else tape.next_given(x.device)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
     probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
@@ -79,7 +84,9 @@ def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None, 
     return through_experts(x, gates, chosen if given is None else given, layer, ops, again)
 
 
-def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, count: int, normalize: bool, given: Tensor | None, ops: Ops
+) -> tuple[Tensor, Tensor, Tensor]:
     """`Ops.route`, with a gradient through probabilities and gates."""
     if torch.is_grad_enabled():
         return _Route.apply(logits, given, count, normalize, ops)
@@ -99,8 +106,11 @@ class _Route(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dprobabilities: Tensor, _: Tensor, dgates: Tensor) -> tuple[Tensor | None, ...]:
-        """With gates g = p / s, s = Σ p: dp = (dg - Σ dg·g) / s; of the softmax d logits = p·(dp - Σ dp·p)."""
+    def backward(
+        ctx: Any, dprobabilities: Tensor, _: Tensor, dgates: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """With gates g = p / s, s = Σ p: dp = (dg - Σ dg·g) / s; of the softmax d logits = p·(dp -
+        Σ dp·p)."""
         probabilities, experts = ctx.saved_tensors
         p, dpicked = probabilities.double(), dgates.double()
         if ctx.normalize:

@@ -18,7 +18,8 @@ def new_store(
     kv: QuantSpec | None,
     scales: Tensor | None = None,
 ) -> Store:
-    """An empty one, of `pages`. `kv`: how keys and values are stored; with calibrated `scales` [2], if there are."""
+    """An empty one, of `pages`. `kv`: how keys and values are stored; with calibrated `scales` [2],
+    if there are."""
     if config.linear is not None and config.is_linear(layer):
         inputs = config.linear.width - 1, config.linear.channels
         return StateStore.allocate(pages, inputs, config.linear.state, flow.compute, device)

@@ -1,9 +1,8 @@
 """Hugging Face directories: read and write weights (safetensors, single or sharded) and JSON files.
 
-Reads float32, bfloat16 and float16 tensors, E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), and MXFP4
-(`mxfp4_blocks.py`), into float32. Every
-defect of a directory is one `IsobitError`. Left out: pickled weights, other quantized checkpoints, and making a write
-atomic (`isobit.run.checkpoints`).
+Reads float32, bfloat16 and float16 tensors, E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), and
+MXFP4 (`mxfp4_blocks.py`), into float32. Every defect of a directory is one `IsobitError`. Left out:
+pickled weights, other quantized checkpoints, and making a write atomic (`isobit.run.checkpoints`).
 """
 
 import json
@@ -39,19 +38,26 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def model_folder(path: str | Path, what: str = "model") -> Path:
     """The Hugging Face directory at a path. Raises IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
-        raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}")
+        raise IsobitError(
+            f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}"
+        )
     folder = Path(path)
     if not exists(folder):
-        hint = download_hint(path) or f"; expected {_EXPECTED.get(what, 'a Hugging Face model directory')}"
+        hint = (
+            download_hint(path)
+            or f"; expected {_EXPECTED.get(what, 'a Hugging Face model directory')}"
+        )
         raise IsobitError(f"{what} {folder}: no such directory{hint}")
     if not folder.is_dir():
-        raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")
+        raise IsobitError(
+            f"{what} {folder}: a file; give the Hugging Face model directory that it is in"
+        )
     return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is missing or
-    malformed."""
+    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is
+    missing or malformed."""
     try:
         values = parse_json(read_text(path))
     except BadJson as error:
@@ -70,28 +76,35 @@ def read_text(path: Path) -> str:
         exists(path)  # raises for a link whose target is gone
         what = instead(path.parent) if path.name == "config.json" else ""
         raise IsobitError(
-            f"{path.parent}: {path.name} is missing{what or '; expected a Hugging Face model directory'}"
+            f"{path.parent}: {path.name} is "
+            f"missing{what or '; expected a Hugging Face model directory'}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 class Weights:
-    """The tensors of a directory whose files are open: their `shapes`, and their rows as float32, of which no more is
-    read than is asked for. Scales of FP8 blocks belong to their tensors, and blocks and scales of MXFP4 are one. Of a
-    model that reads images too these are its language model's, by the names that they have without it."""
+    """The tensors of a directory whose files are open: their `shapes`, and their rows as float32,
+    of which no more is read than is asked for. Scales of FP8 blocks belong to their tensors, and
+    blocks and scales of MXFP4 are one. Of a model that reads images too these are its language
+    model's, by the names that they have without it."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
         tensors = _of_language_model(tensors)
         self._directory, self._tensors = directory, tensors
-        scales = [key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors]
+        scales = [
+            key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors
+        ]
         self._packed = mxfp4.shapes_of(tensors, directory)
-        scales += [name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)]
+        scales += [
+            name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)
+        ]
         kept = {key: each.shape for key, (_, each) in tensors.items() if key not in set(scales)}
         self.shapes: Shapes = kept | self._packed
 
     def check(self) -> None:
-        """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have their scales."""
+        """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have
+        their scales."""
         packed = {name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)}
         for name, (path, tensor) in self._tensors.items():
             if name in packed:
@@ -99,7 +112,8 @@ class Weights:
             blocks = tensor.dtype == E4M3.dtype and len(tensor.shape) == 2
             if tensor.dtype not in _FLOATS and not blocks:
                 raise IsobitError(
-                    f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, bfloat16 or float16"
+                    f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, "
+                    "bfloat16 or float16"
                 )
             if not blocks:
                 continue
@@ -108,12 +122,13 @@ class Weights:
             if scale is None or scale[1].shape != grid:
                 found = "no scales" if scale is None else f"scales of shape {scale[1].shape}"
                 raise IsobitError(
-                    f"{self._directory}: FP8 tensor {brief(name)} has {found}; expected {brief(name)}{_SCALES} {grid}"
+                    f"{self._directory}: FP8 tensor {brief(name)} has {found}; expected "
+                    f"{brief(name)}{_SCALES} {grid}"
                 )
 
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is not finite. Where
-        scales are powers of two, the values of FP8 blocks are exact."""
+        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is
+        not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
         hi = next(iter(self.shapes[name]), 1) if hi is None else hi
         if name in self._packed:
             return self._unpacked(name, lo, hi)
@@ -140,8 +155,11 @@ class Weights:
         return _finite(values, path, name)
 
 
-def _of_language_model(tensors: Mapping[str, tuple[Path, FileTensor]]) -> Mapping[str, tuple[Path, FileTensor]]:
-    """Without the towers beside it, and the layers that predict further tokens, where files have a language model."""
+def _of_language_model(
+    tensors: Mapping[str, tuple[Path, FileTensor]],
+) -> Mapping[str, tuple[Path, FileTensor]]:
+    """Without the towers beside it, and the layers that predict further tokens, where files have a
+    language model."""
     if not any(name.startswith(_LANGUAGE_MODEL) for name in tensors):
         return tensors
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BESIDE)}
@@ -158,9 +176,9 @@ def _finite(values: Tensor, path: Path, name: str) -> Tensor:
 def open_weights(
     directory: Path, check: Callable[[Shapes], None] | None = None, name: str | None = None
 ) -> Iterator[Weights]:
-    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes before any is read,
-    and raises for what the model cannot take. Raises IsobitError for a file that is missing or corrupt, and for
-    headers and an index that contradict each other."""
+    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes
+    before any is read, and raises for what the model cannot take. Raises IsobitError for a file
+    that is missing or corrupt, and for headers and an index that contradict each other."""
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     with ExitStack() as stack:
         files = _weight_files(directory) if name is None else {name: []}
@@ -169,14 +187,16 @@ def open_weights(
             for key, tensor in _opened(path, stack).items():
                 if key in tensors:
                     raise IsobitError(
-                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} and {name}; it must be in "
+                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} "
+                        f"and {name}; it must be in "
                         "one of them"
                     )
                 tensors[key] = path, tensor
             for key in wanted:
                 if key not in tensors or tensors[key][0] != path:
                     raise IsobitError(
-                        f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where weight_map says it is"
+                        f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where "
+                        "weight_map says it is"
                     )
         weights = Weights(directory, tensors)
         if check is not None:
@@ -186,13 +206,15 @@ def open_weights(
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights` and `Weights.rows`."""
+    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights`
+    and `Weights.rows`."""
     with open_weights(directory) as weights:
         return {name: weights.rows(name) for name in weights.shapes}
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
+    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be
+    read, or is damaged."""
     if not exists(path):
         raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
     try:
@@ -224,23 +246,34 @@ def _weight_files(directory: Path) -> dict[str, list[str]]:
         files: dict[str, list[str]] = {}
         for tensor, name in mapping.items():
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-                raise IsobitError(f"{directory / INDEX}: weight_map names a file outside the directory: {name!r:.80}")
+                raise IsobitError(
+                    f"{directory / INDEX}: weight_map names a file outside the directory: "
+                    f"{name!r:.80}"
+                )
             files.setdefault(name, []).append(tensor)
         return dict(sorted(files.items()))
-    raise IsobitError(f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read")
+    raise IsobitError(
+        f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read"
+    )
 
 
 def write_weights(
-    directory: Path, tensors: Mapping[str, Tensor | Part], shard_bytes: int = SHARD_BYTES, ranks: Ranks = ALONE
+    directory: Path,
+    tensors: Mapping[str, Tensor | Part],
+    shard_bytes: int = SHARD_BYTES,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Write `tensors`, of any device, as one safetensors file, or as shards of at most `shard_bytes` with an index. Of
-    a `Part` each rank writes what it has.
+    """Write `tensors`, of any device, as one safetensors file, or as shards of at most
+    `shard_bytes` with an index. Of a `Part` each rank writes what it has.
 
     Weights that the directory already holds are replaced, whichever of the two forms they have.
     """
     parts = {name: t if isinstance(t, Part) else Part.whole(t) for name, t in tensors.items()}
     shards = _shards(parts, shard_bytes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     names = names if len(shards) > 1 else [WEIGHTS]
     for name, shard in zip(names, shards):
         write_file(directory / name, shard, ranks)
@@ -250,7 +283,9 @@ def write_weights(
         if len(shards) > 1:
             total = sum(part.nbytes for part in parts.values())
             weight_map = {key: name for name, shard in zip(names, shards) for key in shard}
-            write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(
+                directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+            )
             written.add(INDEX)
         for pattern in (WEIGHTS, INDEX, "model-?????-of-?????.safetensors"):
             for path in directory.glob(pattern):

@@ -1,10 +1,11 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
-Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query attention, in which a
-layer may have a sliding window, or linear attention in its place, and a gated MLP, or several of which a router
-chooses. How families differ is in their tables (`families/`). Left out: shared experts, capped scores and logits; each
-is refused with the reason, and nothing in a model directory is ever executed. What is accepted has the
-log-probabilities of `transformers` (`tests/model/test_config_table.py`).
+Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query
+attention, in which a layer may have a sliding window, or linear attention in its place, and a gated
+MLP, or several of which a router chooses. How families differ is in their tables (`families/`).
+Left out: shared experts, capped scores and logits; each is refused with the reason, and nothing in
+a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
+(`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
@@ -32,8 +33,8 @@ from isobit.model.hub.wrapped import architectures, text_of
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a token, with gates that
-    sum to 1 if `normalize`; in all layers but `dense_layers`."""
+    """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
+    token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`."""
 
     count: int
     per_token: int
@@ -44,11 +45,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One architecture. Sizes are counts; `max_positions` is the context length in tokens. `windows`: of each layer the
-    last tokens that a row sees, itself included, None where it sees all; () if it does in every layer. `unrotated`:
-    the layers without rotary embedding. `sliding_rope`: that of layers with a window, None if it is `rope`.
-    `query_scalar`: scores are divided by its root; head_dim where None. `linear`: which layers have linear attention,
-    None if none has."""
+    """One architecture. Sizes are counts; `max_positions` is the context length in tokens.
+    `windows`: of each layer the last tokens that a row sees, itself included, None where it sees
+    all; () if it does in every layer. `unrotated`: the layers without rotary embedding.
+    `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
+    divided by its root; head_dim where None. `linear`: which layers have linear attention, None if
+    none has."""
 
     family: str
     vocab_size: int
@@ -77,33 +79,51 @@ class ModelConfig:
     linear: LinearAttention | None = None
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
             if getattr(self, key) < 1:
-                raise IsobitError(f"config.json: {key} must be at least 1, got {getattr(self, key)}")
+                raise IsobitError(
+                    f"config.json: {key} must be at least 1, got {getattr(self, key)}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise IsobitError(
-                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+                f"config.json: {self.num_heads} attention heads cannot share "
+                f"{self.num_kv_heads} key/value heads evenly"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
+            raise IsobitError(
+                f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}"
+            )
         if self.rope.rotated(self.head_dim) < 2 or self.rope.rotated(self.head_dim) % 2:
             raise IsobitError(
-                f"config.json: rotary embedding needs an even part of a head, and partial_rotary_factor leaves "
+                "config.json: rotary embedding needs an even part of a head, and "
+                "partial_rotary_factor leaves "
                 f"{self.rope.rotated(self.head_dim)} of head_dim {self.head_dim}"
             )
         family = FAMILIES[self.family]
         assert (self.experts is not None) == (family.mixtures is not None)
-        assert not self.windows or (family.windows is not None and len(self.windows) == self.num_layers)
+        assert not self.windows or (
+            family.windows is not None and len(self.windows) == self.num_layers
+        )
         if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
             raise IsobitError(
-                f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
+                f"config.json: {self.experts.per_token} experts per token, of "
+                f"{self.experts.count}: expected 1 to all"
             )
         assert (self.linear is not None) == family.linear_attention
         assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
-        assert given in family.variants, f"a {self.family} of transformers has no such biases and norms: {given}"
+        assert given in family.variants, (
+            f"a {self.family} of transformers has no such biases and norms: {given}"
+        )
 
     @property
     def qkv_size(self) -> int:
@@ -171,14 +191,19 @@ class ModelConfig:
         return float(self.hidden_size**0.5) if FAMILIES[self.family].scaled_embedding else None
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a row of the layer sees, itself included; None if it sees all before it."""
+        """How many tokens a row of the layer sees, itself included; None if it sees all before
+        it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= self.max_positions else window
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, None if it has none."""
         slides = bool(self.windows) and self.windows[layer] is not None
-        return None if layer in self.unrotated else (self.sliding_rope if slides else None) or self.rope
+        return (
+            None
+            if layer in self.unrotated
+            else (self.sliding_rope if slides else None) or self.rope
+        )
 
     def is_linear(self, layer: int) -> bool:
         """Whether the layer has linear attention in place of attention."""
@@ -205,24 +230,36 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
-        """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
+        """From the parsed config.json. Raises IsobitError for an unsupported architecture or
+        feature."""
         values = text_of(values, where)
         name = values.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
             named = name or architectures(values)
-            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: supported are {', '.join(FAMILIES)}")
+            raise IsobitError(
+                f"{where}: unsupported architecture {named!r:.80}: supported are "
+                f"{', '.join(FAMILIES)}"
+            )
         family = FAMILIES[name]
         _refuse_unsupported(values, where, family)
-        num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
+        num_heads, hidden = (
+            whole(values, key, where) for key in ("num_attention_heads", "hidden_size")
+        )
         if family.whole_heads and hidden % num_heads:
-            raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
+            raise IsobitError(
+                f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}"
+            )
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
         rope, sliding = _ropes(values, where, family, max_positions)
         head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
-        kv_heads = optional_whole(values, "num_key_value_heads", where, family.nullable, family.kv_heads)
+        kv_heads = optional_whole(
+            values, "num_key_value_heads", where, family.nullable, family.kv_heads
+        )
         if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
-            raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
+            raise IsobitError(
+                f"{where}: rope scaling yarn needs head_dim in a {name}"
+            )  # as in transformers
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
         try:
             ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
@@ -248,18 +285,25 @@ class ModelConfig:
             bos_id=_first(ids["bos"]),
             eos_ids=ids["eos"],
             pad_id=_first(ids["pad"]),
-            experts=None if family.mixtures is None else _experts_from_hf(values, where, family.mixtures, layers),
-            windows=() if family.linear_attention else windows_of(values, where, family.windows, layers, max_positions),
+            experts=None
+            if family.mixtures is None
+            else _experts_from_hf(values, where, family.mixtures, layers),
+            windows=()
+            if family.linear_attention
+            else windows_of(values, where, family.windows, layers, max_positions),
             sliding_rope=None if sliding == rope else sliding,
             query_scalar=None
             if family.query_scalar is None
             else whole(values, "query_pre_attn_scalar", where, family.query_scalar),
-            linear=LinearAttention.from_hf(values, where, layers) if family.linear_attention else None,
+            linear=LinearAttention.from_hf(values, where, layers)
+            if family.linear_attention
+            else None,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both know."""
+        """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both
+        know."""
         family = FAMILIES[self.family]
         values: dict[str, Any] = {
             "architectures": [family.architecture],
@@ -276,12 +320,16 @@ class ModelConfig:
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
             "bos_token_id": self.bos_id,
-            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
+            "eos_token_id": self.eos_ids[0]
+            if len(self.eos_ids) == 1
+            else list(self.eos_ids) or None,
             "pad_token_id": self.pad_id,
             "dtype": "float32",
         }
         if family.ropes is None:
-            values |= self.rope.to_hf(scaled=family.rope_section is not None, partial=family.partial_rotary)
+            values |= self.rope.to_hf(
+                scaled=family.rope_section is not None, partial=family.partial_rotary
+            )
         else:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.query_scalar is not None:
@@ -293,7 +341,9 @@ class ModelConfig:
         if family.windows is not None:
             values |= windows_to_hf(self.windows, family.windows, self.num_layers)
         if family.unrotated is not None:
-            values["no_rope_layers"] = [int(layer not in self.unrotated) for layer in range(self.num_layers)]
+            values["no_rope_layers"] = [
+                int(layer not in self.unrotated) for layer in range(self.num_layers)
+            ]
         if self.linear is not None:
             values |= self.linear.to_hf(self.num_layers)
         if family.mixtures is not None and self.experts is not None:
@@ -301,29 +351,44 @@ class ModelConfig:
         return values
 
 
-def _ropes(values: Mapping[str, Any], where: str, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
+def _ropes(
+    values: Mapping[str, Any], where: str, family: Family, max_positions: int
+) -> tuple[Rope, Rope | None]:
     """The rotary embedding, and that of layers with a window where it may be another."""
     if family.ropes is not None:
         return family.ropes.read(values, where, max_positions)
-    if family.rope_section is not None and not (values.get("rope_scaling") or values.get("rope_parameters")):
+    if family.rope_section is not None and not (
+        values.get("rope_scaling") or values.get("rope_parameters")
+    ):
         values = {**values, "rope_scaling": family.rope_section}
     theta, partial = family.rope_theta, family.partial_rotary
-    return Rope.from_hf(values, where, theta=theta, max_positions=max_positions, partial=partial), None
+    return Rope.from_hf(
+        values, where, theta=theta, max_positions=max_positions, partial=partial
+    ), None
 
 
-def _experts_from_hf(values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int) -> Experts:
+def _experts_from_hf(
+    values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int
+) -> Experts:
     """The number of experts is num_local_experts or num_experts: either name, in either family."""
     names = [key for key in ("num_local_experts", "num_experts") if key in values]
     counts = {whole(values, key, where) for key in names} or {mixtures.count}
     if len(counts) > 1:
-        raise IsobitError(f"{where}: num_local_experts and num_experts name one number, but differ; keep one of them")
+        raise IsobitError(
+            f"{where}: num_local_experts and num_experts name one number, but differ; keep one "
+            "of them"
+        )
     count = counts.pop()
     per_token = whole(values, "num_experts_per_tok", where, mixtures.per_token)
     if not mixtures.own_keys:
         return Experts(count, per_token, whole(values, "intermediate_size", where))
-    step, dense = whole(values, "decoder_sparse_step", where, 1), values.get("mlp_only_layers") or []
+    step = whole(values, "decoder_sparse_step", where, 1)
+    dense = values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise IsobitError(f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got {dense!r:.80}")
+        raise IsobitError(
+            f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got "
+            f"{dense!r:.80}"
+        )
     listed = set(dense)
     return Experts(
         count,
@@ -335,7 +400,10 @@ def _experts_from_hf(values: Mapping[str, Any], where: str, mixtures: Mixtures, 
 
 
 def _experts_to_hf(experts: Experts, mixtures: Mixtures) -> dict[str, Any]:
-    values: dict[str, Any] = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
+    values: dict[str, Any] = {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+    }
     if not mixtures.own_keys:
         return values
     return values | {
@@ -348,7 +416,8 @@ def _experts_to_hf(experts: Experts, mixtures: Mixtures) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for anything else."""
+    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for
+    anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
@@ -364,23 +433,35 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -
     named = family.activation_name or family.activation
     activation = values.get(family.activation_key, named)
     if activation != named:
-        raise IsobitError(f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {named}")
+        raise IsobitError(
+            f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {named}"
+        )
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
-            raise IsobitError(f"{where}: unsupported {key} {values[key]!r:.80}: supported is {wanted}")
+            raise IsobitError(
+                f"{where}: unsupported {key} {values[key]!r:.80}: supported is {wanted}"
+            )
     for key in family.off:
         if values.get(key) not in (None, False):
-            raise IsobitError(f"{where}: {key} {values[key]!r:.80} is not supported: it must be null or false")
+            raise IsobitError(
+                f"{where}: {key} {values[key]!r:.80} is not supported: it must be null or false"
+            )
     if not values.get("is_causal", True):
         raise IsobitError(
-            f"{where}: is_causal is off: a model that sees later tokens has no log-probabilities to train"
+            f"{where}: is_causal is off: a model that sees later tokens has no "
+            "log-probabilities to train"
         )
     if values.get("per_layer_config"):
-        raise IsobitError(f"{where}: per_layer_config is not supported: all layers must have one form")
+        raise IsobitError(
+            f"{where}: per_layer_config is not supported: all layers must have one form"
+        )
     quantized = values.get("quantization_config")
     blocks: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     kind, named = blocks, "FP8 blocks of 128x128"
     if family.mixtures is not None and family.mixtures.together:
         kind, named = {"quant_method": "mxfp4"}, "MXFP4"
     if quantized and not (isinstance(quantized, dict) and kind.items() <= quantized.items()):
-        raise IsobitError(f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one in {named}")
+        raise IsobitError(
+            f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one "
+            f"in {named}"
+        )

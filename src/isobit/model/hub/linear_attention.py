@@ -1,6 +1,8 @@
-"""Sizes of linear attention by the gated delta rule, as Qwen3.5 has it, and their keys in config.json.
+"""Sizes of linear attention by the gated delta rule, as Qwen3.5 has it, and their keys in
+config.json.
 
-Left out: the arithmetic (`forward/delta.py`, and `isobit.kernels.delta.definition`, which defines it).
+Left out: the arithmetic (`forward/delta.py`, and `isobit.kernels.delta.definition`, which defines
+it).
 """
 
 import math
@@ -16,13 +18,14 @@ from isobit.model.families import whole
 
 _KINDS = ("linear_attention", "full_attention")
 _EVERY = 4
-"""Where config.json does not say which layers are which, every fourth one has attention over all tokens."""
+"""Where config.json does not say which layers are which, every fourth one has attention over all
+tokens."""
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The layers that have it, and the sizes of its heads: each of `key_heads` queries and keys serves value_heads /
-    key_heads values. A short convolution over `width` tokens comes before."""
+    """The layers that have it, and the sizes of its heads: each of `key_heads` queries and keys
+    serves value_heads / key_heads values. A short convolution over `width` tokens comes before."""
 
     layers: tuple[int, ...]
     key_heads: int
@@ -34,7 +37,8 @@ class LinearAttention:
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
             raise IsobitError(
-                f"config.json: {self.value_heads} value heads of linear attention cannot share {self.key_heads} key "
+                f"config.json: {self.value_heads} value heads of linear attention cannot share "
+                f"{self.key_heads} key "
                 "heads evenly"
             )
 
@@ -68,20 +72,33 @@ class LinearAttention:
     @staticmethod
     def like(heads: int, dim: int, num_layers: int) -> "LinearAttention":
         """Of a model whose attention has these heads, in all layers but every fourth."""
-        return LinearAttention(tuple(n for n in range(num_layers) if (n + 1) % _EVERY), heads, heads, dim, dim)
+        return LinearAttention(
+            tuple(n for n in range(num_layers) if (n + 1) % _EVERY), heads, heads, dim, dim
+        )
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str, num_layers: int) -> "LinearAttention":
         """IsobitError for a value of a wrong type, and for layers of another kind."""
         every = whole(values, "full_attention_interval", where, _EVERY)
-        kinds = values.get("layer_types") or [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in _KINDS for kind in kinds):
+        kinds = values.get("layer_types") or [
+            _KINDS[(layer + 1) % every == 0] for layer in range(num_layers)
+        ]
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or not all(kind in _KINDS for kind in kinds)
+        ):
             raise IsobitError(
-                f"{where}: layer_types must name {num_layers} layers, each {' or '.join(_KINDS)}, got {kinds!r:.80}"
+                f"{where}: layer_types must name {num_layers} layers, each "
+                f"{' or '.join(_KINDS)}, got {kinds!r:.80}"
             )
         sizes = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "width": 4}
-        found = {name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()}
-        return LinearAttention(tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]), **found)
+        found = {
+            name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
+        }
+        return LinearAttention(
+            tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]), **found
+        )
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
         """The keys of config.json."""
@@ -90,10 +107,15 @@ class LinearAttention:
 
 
 def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-    """Random values of a master that linear attention alone has, None of another: a convolution begins as PyTorch's,
-    uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step of 0.001 to 0.1, uniform in its logarithm, as Mamba
-    2's (Dao and Gu 2024, arXiv 2405.21060), so that some heads forget within ten tokens and some keep hundreds."""
-    uniform = torch.rand(shape, generator=generator) if name.endswith((".conv", ".decay", ".step_bias")) else None
+    """Random values of a master that linear attention alone has, None of another: a convolution
+    begins as PyTorch's, uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step of 0.001 to
+    0.1, uniform in its logarithm, as Mamba 2's (Dao and Gu 2024, arXiv 2405.21060), so that some
+    heads forget within ten tokens and some keep hundreds."""
+    uniform = (
+        torch.rand(shape, generator=generator)
+        if name.endswith((".conv", ".decay", ".step_bias"))
+        else None
+    )
     if uniform is None:
         return None
     if name.endswith(".conv"):

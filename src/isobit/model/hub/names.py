@@ -1,8 +1,8 @@
 """Hugging Face tensor names to fused masters, and back.
 
-`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
-`gate_up`: the `modules` of a family's table. Every expert has its own tensors, also where files hold all of a layer
-together (`packed_experts.py`).
+`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral:
+w1, w3) those of `gate_up`: the `modules` of a family's table. Every expert has its own tensors,
+also where files hold all of a layer together (`packed_experts.py`).
 """
 
 import math
@@ -24,7 +24,11 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.packed_experts import Place, Read, apart, in_files, joined, place
 from isobit.model.hub.shapes import parameter_shapes
 
-_OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_OUTSIDE = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
 _BARE = ("sinks", "decay", "step_bias")  # tensors whose names end with the module's
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -32,21 +36,29 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 def fuse(
     read: Read, config: ModelConfig, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
-    takes, rounded to `dtype`. No others are read."""
+    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that
+    `check_shapes` takes, rounded to `dtype`. No others are read."""
     shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config)
 
     def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        pieces = [read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]
+        pieces = [
+            read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))
+        ]
         return torch.cat(pieces).reshape(shards.own_shape(master)).to(dtype)
 
-    return {master: own(master, tensors) for master, tensors in parts(config) if shards.owned(master)}
+    return {
+        master: own(master, tensors) for master, tensors in parts(config) if shards.owned(master)
+    }
 
 
 def split(
-    masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
+    masters: Mapping[str, Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Part]:
-    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the inverse of `fuse`."""
+    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the
+    inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
     for master, tensors in parts(config):
@@ -54,14 +66,19 @@ def split(
             continue
         found |= {name: Part(dtype, shape) for name, shape in tensors}
         for piece in _pieces(tensors, shards.own(master)):
-            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo].reshape(-1, *piece.shape[1:])
+            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo].reshape(
+                -1, *piece.shape[1:]
+            )
             found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
     return found | (_joined(masters, config, dtype, shards) if _together(config) else {})
 
 
-def _joined(masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, shards: Shards) -> dict[str, Part]:
-    """The tensors that hold experts together. Alone, each is made when it is written; of several ranks the first makes
-    and writes them, of the rows that all have sent, and holds them until then."""
+def _joined(
+    masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, shards: Shards
+) -> dict[str, Part]:
+    """The tensors that hold experts together. Alone, each is made when it is written; of several
+    ranks the first makes and writes them, of the rows that all have sent, and holds them until
+    then."""
     groups: dict[str, list[tuple[Place, str, int, int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for master, tensors in parts(config):
@@ -125,7 +142,8 @@ class Fused(Mapping[str, Tensor]):
 
 
 class _Piece(NamedTuple):
-    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a rank keeps."""
+    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a
+    rank keeps."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,14 +163,15 @@ def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Itera
 
 
 def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
-    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than they are many, however
-    large the sizes in config.json."""
+    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
+    they are many, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
     most = sum(map(math.prod, shapes.values())) if _together(config) else len(shapes)
     if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""
         raise IsobitError(
-            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights are {len(shapes):,} "
+            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights "
+            f"are {len(shapes):,} "
             "tensors, fewer than such layers have"
         )
     expected = {name: shape for _, names in parts(config) for name, shape in names}
@@ -165,28 +184,37 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise IsobitError(f"{where}: tensor {brief(min(names))} {problem}{more}; config.json says {config.family}")
+            raise IsobitError(
+                f"{where}: tensor {brief(min(names))} {problem}{more}; config.json says "
+                f"{config.family}"
+            )
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise IsobitError(f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}")
+            raise IsobitError(
+                f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}"
+            )
 
 
-def check_tied(read: Read, shapes: Shapes, config: ModelConfig, where: str, ranks: Ranks = ALONE) -> None:
-    """Refuse a head that differs from the embedding where config.json ties them: `transformers` would take the head.
-    Each rank compares the rows that it keeps."""
+def check_tied(
+    read: Read, shapes: Shapes, config: ModelConfig, where: str, ranks: Ranks = ALONE
+) -> None:
+    """Refuse a head that differs from the embedding where config.json ties them: `transformers`
+    would take the head. Each rank compares the rows that it keeps."""
     embed, head = _OUTSIDE["embed"], _OUTSIDE["head"]
     if not config.tie_embeddings or head not in shapes:
         return
     lo, hi = Shards.of(parameter_shapes(config), ranks).own("embed")
     if shapes[head] != shapes[embed] or not torch.equal(read(head, lo, hi), read(embed, lo, hi)):
         raise IsobitError(
-            f"{where}: tensor lm_head.weight differs from the embedding; config.json must have tie_word_embeddings "
+            f"{where}: tensor lm_head.weight differs from the embedding; config.json must have "
+            "tie_word_embeddings "
             "false"
         )
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with their shapes."""
+    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with
+    their shapes."""
     modules = FAMILIES[config.family].modules
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
@@ -199,7 +227,9 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         named = modules["experts." + base if inside else own if linear and own in modules else base]
         heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, linear)
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
-        row = (1, *shape[1:]) if base == "conv" else shape[1:]  # a convolution's has one input for each channel
+        row = (
+            (1, *shape[1:]) if base == "conv" else shape[1:]
+        )  # a convolution's has one input for each channel
         yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
 
 
@@ -215,7 +245,7 @@ def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[i
 
 
 def layer_and_role(name: str) -> tuple[int, str]:
-    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down) from
-    `layers.3.experts.7.down`."""
+    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down)
+    from `layers.3.experts.7.down`."""
     parts = name.split(".")
     return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"

@@ -1,8 +1,10 @@
-"""Experts of a layer that files hold in one tensor (gpt-oss), as if each had tensors of its own, and back.
+"""Experts of a layer that files hold in one tensor (gpt-oss), as if each had tensors of its own,
+and back.
 
-A file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed matrix whose columns are a gate and its up
-in turn, `experts.down_proj` [E, I, C], transposed too, and biases `..._proj_bias` [E, 2 I] and [E, C]. Here expert 3
-has `experts.3.gate_proj.weight` [I, C], `experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C, I], and biases.
+A file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed matrix whose columns
+are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too, and biases
+`..._proj_bias` [E, 2 I] and [E, C]. Here expert 3 has `experts.3.gate_proj.weight` [I, C],
+`experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C, I], and biases.
 """
 
 import re
@@ -13,12 +15,14 @@ import torch
 from torch import Tensor
 
 Read = Callable[[str, int, int], Tensor]
-"""Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the last."""
+"""Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the
+last."""
 _OWN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 class Place(NamedTuple):
-    """Where the rows of an expert's own tensor are: the last dimension of `name`[expert], from `first` on by `step`."""
+    """Where the rows of an expert's own tensor are: the last dimension of `name`[expert], from
+    `first` on by `step`."""
 
     name: str
     expert: int
@@ -33,7 +37,9 @@ def place(name: str) -> Place | None:
         return None
     experts, number, role, kind = found.groups()
     first, step, role = (0, 1, "down") if role == "down" else (int(role == "up"), 2, "gate_up")
-    return Place(f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), first, step)
+    return Place(
+        f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), first, step
+    )
 
 
 def in_files(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -50,8 +56,8 @@ def in_files(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
 
 
 def apart(read: Read) -> Read:
-    """Reads single experts' tensors by way of `read`, which reads those of files. The last expert read is kept, since
-    its gates and ups are asked for one after the other."""
+    """Reads single experts' tensors by way of `read`, which reads those of files. The last expert
+    read is kept, since its gates and ups are asked for one after the other."""
     kept: dict[tuple[str, int], Tensor] = {}
 
     def rows(name: str, lo: int, hi: int) -> Tensor:
@@ -66,7 +72,9 @@ def apart(read: Read) -> Read:
     return rows
 
 
-def joined(pieces: Iterable[tuple[Place, Tensor]], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def joined(
+    pieces: Iterable[tuple[Place, Tensor]], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """A file's tensor of this shape, on the CPU, of experts' own."""
     out = torch.empty(shape, dtype=dtype)
     for at, rows in pieces:

@@ -7,12 +7,13 @@ from isobit.model.hub.linear_attention import LinearAttention
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every master, in order.
 
-    `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D, C], `q_norm` and
-    `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then
-    `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert
-    e, and `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of
-    `ModelConfig.norms`. A bias has the name of its weight and `_bias`. A layer with linear attention has
-    `LinearAttention.shapes` from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
+    `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D,
+    C], `q_norm` and `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D],
+    `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C]
+    and `experts.e.gate_up` and `experts.e.down` of each expert e, and `mlp_out_norm`; `final_norm`;
+    `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A bias has
+    the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
+    from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
@@ -67,7 +68,11 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
     return _with_norms_of(config, shapes)
 
 
-def _with_norms_of(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _with_norms_of(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Without the norms that the architecture does not have."""
     kept = {"q_norm", "k_norm", "state_norm", *config.norms}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept}
+    return {
+        name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
+    }

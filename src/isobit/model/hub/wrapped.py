@@ -1,4 +1,5 @@
-"""Models that wrap a language model, to read images or to hear: the language model's part of their config.json."""
+"""Models that wrap a language model, to read images or to hear: the language model's part of their
+config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,8 @@ _SENSES = {"vision_config": "images", "visual_config": "images", "audio_config":
 
 
 def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Of a model that reads images too, and whose language model is read, the language model's values. Raises
-    IsobitError for another model around a language model."""
+    """Of a model that reads images too, and whose language model is read, the language model's
+    values. Raises IsobitError for another model around a language model."""
     name = values.get("model_type")
     text = next((values[key] for key in _INNER if isinstance(values.get(key), dict)), None)
     if text is None or (isinstance(name, str) and name in FAMILIES):
@@ -20,7 +21,11 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     inner = text.get("model_type")
     family = FAMILIES.get(inner) if isinstance(inner, str) else None
     if family is not None and name is not None and family.wrapper == name:
-        outside = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if key in values}
+        outside = {
+            key: values[key]
+            for key in ("tie_word_embeddings", "quantization_config")
+            if key in values
+        }
         return {**outside, **text}
     seen = dict.fromkeys(word for key, word in _SENSES.items() if isinstance(values.get(key), dict))
     kind = f"a model for {' and '.join(seen)} that wraps" if seen else "a model around"

@@ -1,10 +1,12 @@
-"""Tokens that a model directory adds to its tokenizer.json: names, ids and flags as `transformers` gives them.
+"""Tokens that a model directory adds to its tokenizer.json: names, ids and flags as `transformers`
+gives them.
 
 Beside tokenizer.json, tokens are named by `added_tokens_decoder` and `extra_special_tokens` (older:
-`additional_special_tokens`) of tokenizer_config.json, by its `eos_token` and others of the kind, and, where it has no
-`added_tokens_decoder`, by added_tokens.json and special_tokens_map.json. What the vocabulary does not have gets the
-next ids, in the order of the ids that are given; where those are others, embeddings would be of other tokens, so that
-is refused. Left out: tokenizer classes that make tokens of their own.
+`additional_special_tokens`) of tokenizer_config.json, by its `eos_token` and others of the kind,
+and, where it has no `added_tokens_decoder`, by added_tokens.json and special_tokens_map.json. What
+the vocabulary does not have gets the next ids, in the order of the ids that are given; where those
+are others, embeddings would be of other tokens, so that is refused. Left out: tokenizer classes
+that make tokens of their own.
 """
 
 from collections.abc import Mapping
@@ -18,13 +20,18 @@ from isobit.data.foreign import exists
 from isobit.errors import IsobitError, brief
 from isobit.model.hub.checkpoint import read_json
 
-TOKEN_SETTINGS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+TOKEN_SETTINGS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_DECODER = "added_tokens_decoder"
+_EXTRA = "extra_special_tokens"
+_OLD_EXTRA = "additional_special_tokens"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what an older special_tokens_map.json beside it says in its place."""
+    """tokenizer_config.json, with what an older special_tokens_map.json beside it says in its
+    place."""
     path = directory / "tokenizer_config.json"
     settings = read_json(path) if exists(path) else {}
     older = directory / "special_tokens_map.json"
@@ -33,16 +40,26 @@ def read_settings(directory: Path) -> dict[str, Any]:
     given = read_json(older)
     if settings.get(_EXTRA) or settings.get(_OLD_EXTRA):
         given.pop(_OLD_EXTRA, None)
-    if _EXTRA in given and isinstance(settings.get(_EXTRA), list) and isinstance(given[_EXTRA], list):
-        given[_EXTRA] = [*settings[_EXTRA], *(token for token in given[_EXTRA] if token not in settings[_EXTRA])]
+    if (
+        _EXTRA in given
+        and isinstance(settings.get(_EXTRA), list)
+        and isinstance(given[_EXTRA], list)
+    ):
+        given[_EXTRA] = [
+            *settings[_EXTRA],
+            *(token for token in given[_EXTRA] if token not in settings[_EXTRA]),
+        ]
     return {**settings, **given}
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that have a name of their own, such as `eos_token`: what a chat template knows them by."""
+    """The tokens that have a name of their own, such as `eos_token`: what a chat template knows
+    them by."""
     named = {name: token_text(settings[name]) for name in TOKEN_SETTINGS if settings.get(name)}
     named |= {
-        name: value for name, value in settings.items() if name.endswith("_token") and isinstance(value, str) and value
+        name: value
+        for name, value in settings.items()
+        if name.endswith("_token") and isinstance(value, str) and value
     }
     extra = settings.get(_EXTRA)
     if isinstance(extra, Mapping):
@@ -56,14 +73,17 @@ def token_text(token: Any) -> str:
 
 
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], directory: Path) -> None:
-    """Add what the directory names to its tokenizer. Raises IsobitError where it gives a token an id that it does not
-    get, and for what is no token."""
+    """Add what the directory names to its tokenizer. Raises IsobitError where it gives a token an
+    id that it does not get, and for what is no token."""
     declared, where = _declared(settings, directory)
     present = fast.get_added_tokens_decoder()
-    before, known = {repr(token) for token in present.values()}, {token.content for token in present.values()}
+    before = {repr(token) for token in present.values()}
+    known = {token.content for token in present.values()}
     named, adding = named_tokens(settings), list[AddedToken]()
     for index, token in sorted(declared.items()):
-        if repr(token) not in before and (_DECODER in settings or index not in present):  # which has its flags
+        if repr(token) not in before and (
+            _DECODER in settings or index not in present
+        ):  # which has its flags
             token.special = token.special or token.content in named.values()
             adding.append(token)
     known |= {token.content for token in adding}
@@ -77,8 +97,10 @@ def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], directory: Path
     for index, token in sorted(declared.items()):
         if (found := fast.token_to_id(token.content)) != index:
             raise IsobitError(
-                f"{where} gives token {brief(token.content)!r} the id {brief(str(index))}, but with the vocabulary of "
-                f"tokenizer.json it is {found}; correct it there, or save the tokenizer anew with transformers"
+                f"{where} gives token {brief(token.content)!r} the id {brief(str(index))}, but "
+                "with the vocabulary of "
+                f"tokenizer.json it is {found}; correct it there, or save the tokenizer anew "
+                "with transformers"
             )
 
 
@@ -108,8 +130,16 @@ def _id(where: Path, value: Any) -> int:
 
 
 def _read(where: Path, value: Any) -> AddedToken:
-    flags = {name: value[name] for name in _FLAGS if name in value} if isinstance(value, Mapping) else {}
-    if not isinstance(value, Mapping) or not isinstance(value.get("content"), str) or not _are_flags(flags):
+    flags = (
+        {name: value[name] for name in _FLAGS if name in value}
+        if isinstance(value, Mapping)
+        else {}
+    )
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("content"), str)
+        or not _are_flags(flags)
+    ):
         raise IsobitError(f"{where}: {_DECODER}: {value!r:.80} is not a token with its flags")
     return AddedToken(value["content"], **flags)
 
@@ -119,7 +149,11 @@ def _are_flags(values: Mapping[str, Any]) -> bool:
 
 
 def _special(given: Any, text: str) -> AddedToken:
-    flags = {name: given[name] for name in _FLAGS if name in given} if isinstance(given, Mapping) else {}
+    flags = (
+        {name: given[name] for name in _FLAGS if name in given}
+        if isinstance(given, Mapping)
+        else {}
+    )
     return AddedToken(text, **{**(flags if _are_flags(flags) else {}), "special": True})
 
 
@@ -128,5 +162,7 @@ def _extra(settings: Mapping[str, Any], directory: Path) -> list[Any]:
     if isinstance(extra, Mapping):
         return []  # each has a name
     if not isinstance(extra, list):
-        raise IsobitError(f"{directory / 'tokenizer_config.json'}: {_EXTRA}: expected a list, got {extra!r:.80}")
+        raise IsobitError(
+            f"{directory / 'tokenizer_config.json'}: {_EXTRA}: expected a list, got {extra!r:.80}"
+        )
     return extra

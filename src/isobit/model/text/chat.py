@@ -1,8 +1,10 @@
-"""Chat templates, rendered in a process of their own (`template_child.py`), which is started with the first one.
+"""Chat templates, rendered in a process of their own (`template_child.py`), which is started with
+the first one.
 
-A template that takes too long or too much memory ends that process, and is an `IsobitError` here; the next one gets a
-new process. One process serves all threads, in turn. A forked copy of this process starts its own. A template's
-`strftime_now` says the time that the caller gives, so that a conversation has one rendering.
+A template that takes too long or too much memory ends that process, and is an `IsobitError` here;
+the next one gets a new process. One process serves all threads, in turn. A forked copy of this
+process starts its own. A template's `strftime_now` says the time that the caller gives, so that a
+conversation has one rendering.
 """
 
 import atexit
@@ -22,7 +24,8 @@ from isobit.errors import IsobitError
 
 _CHILD = Path(__file__).with_name("template_child.py")
 CPU_SECONDS = 5  # of a request
-_WALL_SECONDS = 60.0  # of a request, where the machine has no time for it; its own computing is bounded in the child
+# of a request, where the machine has no time for it; its own computing is bounded in the child
+_WALL_SECONDS = 60.0
 _MOST_TEMPLATES = 32
 _NAME = "the model's chat template"
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # some templates know this one of transformers
@@ -42,8 +45,11 @@ class _Renderer:
         self._owner = 0
         self._numbers: dict[str, int] = {}
 
-    def render(self, template: str, variables: Mapping[str, Any] | None, now: datetime | None = None) -> str:
-        """The rendered text; with no variables the template is only compiled. Raises IsobitError."""
+    def render(
+        self, template: str, variables: Mapping[str, Any] | None, now: datetime | None = None
+    ) -> str:
+        """The rendered text; with no variables the template is only compiled. Raises
+        IsobitError."""
         with self._lock:
             process = self._ready()
             if template not in self._numbers:
@@ -52,7 +58,9 @@ class _Renderer:
             if variables is None:
                 return ""
             moment = None if now is None else now.isoformat()
-            return self._ask(process, {"number": self._numbers[template], "variables": variables, "now": moment})
+            return self._ask(
+                process, {"number": self._numbers[template], "variables": variables, "now": moment}
+            )
 
     def close(self) -> None:
         """End the process."""
@@ -62,7 +70,9 @@ class _Renderer:
             process.communicate()
 
     def _ready(self) -> "subprocess.Popen[bytes]":
-        gone = self._process is None or self._owner != os.getpid() or self._process.poll() is not None
+        gone = (
+            self._process is None or self._owner != os.getpid() or self._process.poll() is not None
+        )
         if gone or len(self._numbers) >= _MOST_TEMPLATES:
             self.close()
             command = [sys.executable, "-I", "-B", str(_CHILD), json.dumps(sys.path)]
@@ -75,7 +85,9 @@ class _Renderer:
                     start_new_session=True,  # Ctrl-C is for this process
                 )
             except OSError as error:
-                raise IsobitError(f"{_NAME} cannot be rendered: no process for it: {error.strerror}") from None
+                raise IsobitError(
+                    f"{_NAME} cannot be rendered: no process for it: {error.strerror}"
+                ) from None
             self._owner = os.getpid()
         assert self._process is not None
         return self._process
@@ -83,9 +95,13 @@ class _Renderer:
     def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> str:
         assert process.stdin is not None
         try:
-            line = json.dumps({**request, "seconds": CPU_SECONDS}, default=_mapping).encode() + b"\n"
+            line = (
+                json.dumps({**request, "seconds": CPU_SECONDS}, default=_mapping).encode() + b"\n"
+            )
         except (TypeError, ValueError, RecursionError) as error:
-            raise IsobitError(f"a chat's messages must be plain text, numbers and lists: {str(error)[:200]}") from None
+            raise IsobitError(
+                f"a chat's messages must be plain text, numbers and lists: {str(error)[:200]}"
+            ) from None
         try:
             process.stdin.write(line)
             process.stdin.flush()
@@ -98,8 +114,14 @@ class _Renderer:
         if not received.endswith(b"\n"):
             waited = process.poll() is None
             self.close()
-            limit = f"{_WALL_SECONDS:g} seconds" if waited else f"{CPU_SECONDS} seconds of computing, or crashed"
-            raise TookTooMuch(f"{_NAME} took more than {limit}; expected one that renders a conversation at once")
+            limit = (
+                f"{_WALL_SECONDS:g} seconds"
+                if waited
+                else f"{CPU_SECONDS} seconds of computing, or crashed"
+            )
+            raise TookTooMuch(
+                f"{_NAME} took more than {limit}; expected one that renders a conversation at once"
+            )
         reply = json.loads(received)
         if "text" in reply:
             return str(reply["text"])
@@ -112,9 +134,12 @@ class _Renderer:
 
 
 def _line(process: "subprocess.Popen[bytes]") -> bytes:
-    """What the process writes up to the end of a line; without that where it ended or took too long."""
+    """What the process writes up to the end of a line; without that where it ended or took too
+    long."""
     assert process.stdout is not None
-    descriptor, parts, until = process.stdout.fileno(), list[bytes](), time.monotonic() + _WALL_SECONDS
+    descriptor = process.stdout.fileno()
+    parts = list[bytes]()
+    until = time.monotonic() + _WALL_SECONDS
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while not (parts and parts[-1].endswith(b"\n")):
@@ -144,22 +169,27 @@ def check_template(template: str) -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], now: datetime) -> str:
-    """The text of a template with these variables, which JSON can write, at a time. Raises IsobitError for what it
-    refuses, for one that cannot be compiled, and for one that exceeds the limits."""
+    """The text of a template with these variables, which JSON can write, at a time. Raises
+    IsobitError for what it refuses, for one that cannot be compiled, and for one that exceeds the
+    limits."""
     return _RENDERER.render(template, variables, now)
 
 
 def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
-    """A conversation up to the end of its last message, which the model goes on with: without what the template writes
-    behind it, as `continue_final_message` of transformers. `write` renders messages. Raises IsobitError where the
-    template does not write the message as it is."""
+    """A conversation up to the end of its last message, which the model goes on with: without what
+    the template writes behind it, as `continue_final_message` of transformers. `write` renders
+    messages. Raises IsobitError where the template does not write the message as it is."""
     text, tagged = _tagged(messages[-1].get("content"))
     if text is None:
-        raise IsobitError("the prompt ends with an assistant's message without text, and so with nothing to continue")
+        raise IsobitError(
+            "the prompt ends with an assistant's message without text, and so with nothing to "
+            "continue"
+        )
     rendered = write([*messages[:-1], {**messages[-1], "content": tagged}])
     if text.strip() not in rendered or _TAG.strip() not in rendered:
         raise IsobitError(
-            f"the prompt ends with an assistant's message, which {_NAME} does not write as it is, so that the model "
+            f"the prompt ends with an assistant's message, which {_NAME} does not write as it "
+            "is, so that the model "
             "cannot continue it; end with another message"
         )
     place = rendered.rindex(_TAG.strip())
@@ -173,7 +203,9 @@ def _tagged(content: Any) -> tuple[str | None, Any]:
         return content, content + _TAG
     blocks = list(content) if isinstance(content, (list, tuple)) else []
     for place in reversed(range(len(blocks))):
-        if isinstance(blocks[place], Mapping) and isinstance(text := blocks[place].get("text"), str):
+        if isinstance(blocks[place], Mapping) and isinstance(
+            text := blocks[place].get("text"), str
+        ):
             blocks[place] = {**blocks[place], "text": text + _TAG}
             return text, blocks
     return None, content

@@ -1,20 +1,22 @@
-"""Special tokens in what others wrote: the messages of a chat, the text of a prompt, what a tool returned.
+"""Special tokens in what others wrote: the messages of a chat, the text of a prompt, what a tool
+returned.
 
-`<|im_start|>system` in a user's message is text, unless somebody says otherwise: a vocabulary's special tokens stand
-for the start and end of turns, and whoever writes a row of data could end their own. Three rules (`RULES`): *escape*
-encodes such text as any other, *allow* takes it for the tokens, *refuse* raises. Text that has none of them has the
-same tokens under each. Tokens that the chat template writes around messages count as special here, whatever their flag
-says (`turns.py`).
+`<|im_start|>system` in a user's message is text, unless somebody says otherwise: a vocabulary's
+special tokens stand for the start and end of turns, and whoever writes a row of data could end
+their own. Three rules (`RULES`): *escape* encodes such text as any other, *allow* takes it for the
+tokens, *refuse* raises. Text that has none of them has the same tokens under each. Tokens that the
+chat template writes around messages count as special here, whatever their flag says (`turns.py`).
 
-A template may do with a message what it likes, so a chat is rendered whole. Only where a message spells a special
-token, or ends with the start of one that the template could complete, it is rendered a second time, with one character
-of each such place replaced by one that is nowhere else: lengths, slices and what surrounds them stay. Special tokens
-without such a character are the template's own. With the characters put back, the second text must be the first: a
-template that looks for the character wrote another, and then another character is replaced; where all of them make a
-difference, the chat is refused. The template's tokens are encoded in one pass with the rest by a copy of the tokenizer
-that knows them by other names, and takes the rest for text. Left out: added tokens that are not special and stand for
-no turn, such as `<think>`, which stay tokens everywhere; and what a template composes of parts, such as `<|` + role +
-`|>`.
+A template may do with a message what it likes, so a chat is rendered whole. Only where a message
+spells a special token, or ends with the start of one that the template could complete, it is
+rendered a second time, with one character of each such place replaced by one that is nowhere else:
+lengths, slices and what surrounds them stay. Special tokens without such a character are the
+template's own. With the characters put back, the second text must be the first: a template that
+looks for the character wrote another, and then another character is replaced; where all of them
+make a difference, the chat is refused. The template's tokens are encoded in one pass with the rest
+by a copy of the tokenizer that knows them by other names, and takes the rest for text. Left out:
+added tokens that are not special and stand for no turn, such as `<think>`, which stay tokens
+everywhere; and what a template composes of parts, such as `<|` + role + `|>`.
 """
 
 import json
@@ -35,25 +37,38 @@ Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]
 _PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing
 _NAME = "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(12))
-_PICKS: tuple[Callable[[str], int], ...] = (lambda word: 0, lambda word: len(word) - 1, lambda word: len(word) // 2)
+_PICKS: tuple[Callable[[str], int], ...] = (
+    lambda word: 0,
+    lambda word: len(word) - 1,
+    lambda word: len(word) // 2,
+)
 """Which character of a special token, or of the start of one, is replaced."""
 _LONGEST = 1000
-"""Characters of a special token. A longer one is no token of anybody's, and its starts would take long to look for."""
+"""Characters of a special token. A longer one is no token of anybody's, and its starts would take
+long to look for."""
 
 
 class ContentEncoder:
-    """Encodes what others wrote with a fast tokenizer. `turns`: added tokens that count as special, beside those that
-    are."""
+    """Encodes what others wrote with a fast tokenizer. `turns`: added tokens that count as special,
+    beside those that are."""
 
     def __init__(self, fast: FastTokenizer, turns: Collection[str] = ()) -> None:
         self.fast = fast
         added = fast.get_added_tokens_decoder()
-        self._tokens = {i: t for i, t in added.items() if t.content and (t.special or t.content in turns)}
-        self._forms = {form: i for i, token in self._tokens.items() for form in self._forms_of(token)}
+        self._tokens = {
+            i: t for i, t in added.items() if t.content and (t.special or t.content in turns)
+        }
+        self._forms = {
+            form: i for i, token in self._tokens.items() for form in self._forms_of(token)
+        }
         self._words = sorted(self._forms, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(self._regex, self._words)) or r"(?!)")
-        self._alike = re.compile(self._pattern.pattern, re.IGNORECASE)  # what a template may turn into one
-        self._first = re.compile("|".join(sorted({re.escape(word[0]) for word in self._words})) or r"(?!)")
+        self._alike = re.compile(
+            self._pattern.pattern, re.IGNORECASE
+        )  # what a template may turn into one
+        self._first = re.compile(
+            "|".join(sorted({re.escape(word[0]) for word in self._words})) or r"(?!)"
+        )
         self._sorted = sorted(self._forms)
         if self._words and len(self._words[0]) > _LONGEST:
             raise IsobitError(
@@ -62,14 +77,16 @@ class ContentEncoder:
             )
 
     def text(self, text: str, rule: Rule, add_special: bool) -> list[int]:
-        """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start token, unless the text
-        may begin with that and does."""
+        """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start
+        token, unless the text may begin with that and does."""
         spelled = [] if rule == "allow" else self._spelled(text, rule)
         if not spelled:
             whole = self.fast.encode(text, add_special_tokens=add_special)
             return whole.ids[_repeated(whole) if rule == "allow" else 0 :]
         added = self._as_text.encode("", add_special_tokens=add_special).ids
-        return self._checked(self._as_text.encode(text, add_special_tokens=add_special).ids, spelled, added)
+        return self._checked(
+            self._as_text.encode(text, add_special_tokens=add_special).ids, spelled, added
+        )
 
     def chat(self, messages: Messages, rule: Rule, render: Render) -> list[int]:
         """Token ids of the rendered chat. What is special in it is what the template wrote."""
@@ -81,26 +98,31 @@ class ContentEncoder:
         if not spelled and _spans(self._pattern, marked) == _spans(self._pattern, plain):
             return self._whole(plain)
         named = self._pattern.sub(lambda found: self._names[self._forms[found[0]]], marked)
-        ids = self._checked(self._renaming.encode(hiding.shown(named), add_special_tokens=False).ids, spelled, [])
+        ids = self._checked(
+            self._renaming.encode(hiding.shown(named), add_special_tokens=False).ids, spelled, []
+        )
         return [self._ids.get(token, token) for token in ids]
 
     def spelled(self, value: str | Messages) -> list[str]:
         """The special tokens that a text or the messages of a chat spell."""
-        return [self._tokens[token].content for text in _texts(value) for token in self._found(text)]
+        return [
+            self._tokens[token].content for text in _texts(value) for token in self._found(text)
+        ]
 
     def _whole(self, rendered: str) -> list[int]:
         return self.fast.encode(rendered, add_special_tokens=False).ids
 
     def _may_make_one(self, text: str) -> bool:
-        """Whether a template could make a special token of it: it spells one in any case or backwards, or ends with the
-        start of one."""
+        """Whether a template could make a special token of it: it spells one in any case or
+        backwards, or ends with the start of one."""
         return bool(self._found(text) or self._start_at_end(text) or self._is_alike(text))
 
     def _is_alike(self, text: str) -> bool:
         return any(map(self._alike.search, (text, text[::-1])))
 
     def _forms_of(self, token: AddedToken) -> set[str]:
-        """How a token stands in a text, or in what the normalizer makes of it where it is looked for in that."""
+        """How a token stands in a text, or in what the normalizer makes of it where it is looked
+        for in that."""
         normalizer = self.fast.normalizer
         both = token.normalized and normalizer is not None
         return {token.content, normalizer.normalize_str(token.content)} if both else {token.content}
@@ -110,11 +132,14 @@ class ContentEncoder:
         return rf"(?<!\w){word}(?!\w)" if self._tokens[self._forms[form]].single_word else word
 
     def _found(self, text: str) -> list[int]:
-        """The special tokens that a text spells. A text that the normalizer changes may have some in another form."""
+        """The special tokens that a text spells. A text that the normalizer changes may have some
+        in another form."""
         normalizer = self.fast.normalizer
         if normalizer is None or not self._normalized or normalizer.normalize_str(text) == text:
             return [self._forms[form] for form in self._pattern.findall(text)]
-        return [token for token in self._whole(text) if token in self._tokens and token != self._unknown]
+        return [
+            token for token in self._whole(text) if token in self._tokens and token != self._unknown
+        ]
 
     @cached_property
     def _normalized(self) -> bool:
@@ -130,19 +155,25 @@ class ContentEncoder:
         spelled = self.spelled(value)
         if spelled and rule == "refuse":
             raise IsobitError(
-                f"the text has the special token {brief(spelled[0])!r} in it; take it out, or encode it as text with "
+                f"the text has the special token {brief(spelled[0])!r} in it; take it out, or "
+                "encode it as text with "
                 "task.special_tokens_in_content: escape"
             )
         return spelled
 
     def _checked(self, ids: list[int], spelled: Sequence[str], added: Sequence[int]) -> list[int]:
-        """The ids of what others wrote, beside what the tokenizer `added`. Raises IsobitError where text became a
-        special token all the same."""
+        """The ids of what others wrote, beside what the tokenizer `added`. Raises IsobitError where
+        text became a special token all the same."""
         for name in set(spelled):
             token = self.fast.token_to_id(name)
-            if token is not None and token != self._unknown and ids.count(token) > added.count(token):
+            if (
+                token is not None
+                and token != self._unknown
+                and ids.count(token) > added.count(token)
+            ):
                 raise IsobitError(
-                    f"the text has the special token {brief(name)!r} in it, which this tokenizer makes of plain text "
+                    f"the text has the special token {brief(name)!r} in it, which this "
+                    "tokenizer makes of plain text "
                     "as well; take it out"
                 )
         return ids
@@ -153,17 +184,26 @@ class ContentEncoder:
         tail = text[max(0, len(text) - _LONGEST) :]
         for found in self._first.finditer(tail):
             start = tail[found.start() :]
-            place = bisect_right(self._sorted, start)  # words that begin so, and are longer, are next
+            place = bisect_right(
+                self._sorted, start
+            )  # words that begin so, and are longer, are next
             if place < len(self._sorted) and self._sorted[place].startswith(start):
                 return len(start)
         return 0
 
-    def _marked(self, messages: Messages, spelled: list[str], plain: str, render: Render) -> tuple[str, "_Hiding"]:
-        """What the template writes of the messages, with a character of each special token that they spell hidden.
-        Raises IsobitError for a template that writes anything else then."""
+    def _marked(
+        self, messages: Messages, spelled: list[str], plain: str, render: Render
+    ) -> tuple[str, "_Hiding"]:
+        """What the template writes of the messages, with a character of each special token that
+        they spell hidden. Raises IsobitError for a template that writes anything else then."""
         for pick in _PICKS:
             hiding = _Hiding(
-                pick, {character for text in (plain, *_texts(messages), *self._words) for character in text}
+                pick,
+                {
+                    character
+                    for text in (plain, *_texts(messages), *self._words)
+                    for character in text
+                },
             )
             try:
                 marked = hiding.restored(render(_mapped(messages, partial(self._hidden, hiding))))
@@ -173,14 +213,20 @@ class ContentEncoder:
                 return marked, hiding
         if not spelled and not any(map(self._is_alike, _texts(messages))):
             return plain, _Hiding(_PICKS[0], ())  # honest text that ends as a special token begins
-        what = f"the special token {brief(spelled[0])!r}" if spelled else "what could become a special token"
+        what = (
+            f"the special token {brief(spelled[0])!r}"
+            if spelled
+            else "what could become a special token"
+        )
         raise IsobitError(
-            f"a message has {what} in it, and the model's chat template looks for that and writes other text; take it "
+            f"a message has {what} in it, and the model's chat template looks for that and "
+            "writes other text; take it "
             "out, or let it be the token with task.special_tokens_in_content: allow"
         )
 
     def _hidden(self, hiding: "_Hiding", text: str, end: bool) -> str:
-        """A text of which a template can make no special token any more, nor, where `end`, at its end."""
+        """A text of which a template can make no special token any more, nor, where `end`, at its
+        end."""
         while self._is_alike(text):
             text = self._alike.sub(lambda found: hiding.hide(found[0]), text)
             text = self._alike.sub(lambda found: hiding.hide(found[0]), text[::-1])[::-1]
@@ -209,7 +255,13 @@ class ContentEncoder:
         copy.encode_special_tokens = True
         copy.add_tokens(
             [
-                AddedToken(self._names[i], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=False)
+                AddedToken(
+                    self._names[i],
+                    lstrip=t.lstrip,
+                    rstrip=t.rstrip,
+                    normalized=False,
+                    special=False,
+                )
                 for i, t in self._tokens.items()
             ]
         )
@@ -223,7 +275,8 @@ class ContentEncoder:
 
 
 class _Hiding:
-    """Replaces a character, each by one of its own that is in none of the texts, and puts it back."""
+    """Replaces a character, each by one of its own that is in none of the texts, and puts it
+    back."""
 
     def __init__(self, pick: Callable[[str], int], used: Collection[str]) -> None:
         self._pick, self._of = pick, dict[str, str]()
@@ -263,7 +316,11 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping):
         return [text for pair in value.items() for part in pair for text in _texts(part)]
-    return [text for part in value for text in _texts(part)] if isinstance(value, (list, tuple)) else []
+    return (
+        [text for part in value for text in _texts(part)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def _mapped(value: Any, change: Callable[[str, bool], str], end: bool = False) -> Any:
@@ -271,5 +328,12 @@ def _mapped(value: Any, change: Callable[[str, bool], str], end: bool = False) -
     if isinstance(value, str):
         return change(value, end)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(part, change, key != "role") for key, part in value.items()}
-    return [_mapped(part, change, end) for part in value] if isinstance(value, (list, tuple)) else value
+        return {
+            _mapped(key, change): _mapped(part, change, key != "role")
+            for key, part in value.items()
+        }
+    return (
+        [_mapped(part, change, end) for part in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )

@@ -1,16 +1,18 @@
 """The process that renders chat templates: jinja2's sandbox under limits of the operating system.
 
-A template is a program of whoever made the model, and the sandbox bounds neither its time nor its memory: so it is
-compiled and run here, in `MEMORY_BYTES` and the seconds of computing that each request may take, after which the kernel
-ends this process. One JSON object a line comes in and goes out (`chat.py` is the other side). Imports nothing of
-isobit, whose parts load torch.
+A template is a program of whoever made the model, and the sandbox bounds neither its time nor its
+memory: so it is compiled and run here, in `MEMORY_BYTES` and the seconds of computing that each
+request may take, after which the kernel ends this process. One JSON object a line comes in and goes
+out (`chat.py` is the other side). Imports nothing of isobit, whose parts load torch.
 """
 
 import json
 import sys
 
 if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])  # the parent's, which an isolated interpreter does not have
+    sys.path[:] = json.loads(
+        sys.argv[1]
+    )  # the parent's, which an isolated interpreter does not have
 
 import resource
 import time
@@ -30,7 +32,8 @@ MOST_CHARACTERS = 1 << 25
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, with which some templates mark the assistant's text: rendered as is."""
+    """`{% generation %}...{% endgeneration %}`, with which some templates mark the assistant's
+    text: rendered as is."""
 
     tags = {"generation"}
 
@@ -43,7 +46,9 @@ class GenerationBlock(Extension):
 def environment() -> jinja2.Environment:
     """What `transformers` gives a chat template."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
     )
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise_template_error
@@ -51,8 +56,8 @@ def environment() -> jinja2.Environment:
 
 
 def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str, Any]:
-    """The reply to one request: `template`, a text to compile, or `number`, the one of those to render with
-    `variables` at the time `now`. It is a text, or the reason why there is none."""
+    """The reply to one request: `template`, a text to compile, or `number`, the one of those to
+    render with `variables` at the time `now`. It is a text, or the reason why there is none."""
     try:
         if "template" in request:
             compiled.append(environment().from_string(request["template"]))
@@ -68,7 +73,11 @@ def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str
         return {"reason": "it is nested too deeply, or calls itself without end"}
     except Exception as error:  # a template, and what compiles it, may raise anything
         return {"reason": " ".join(str(error).split())[:1000] or type(error).__name__}
-    return {"text": text} if len(text) <= MOST_CHARACTERS else {"limit": f"{MOST_CHARACTERS:,} characters"}
+    return (
+        {"text": text}
+        if len(text) <= MOST_CHARACTERS
+        else {"limit": f"{MOST_CHARACTERS:,} characters"}
+    )
 
 
 def _raise_template_error(message: str) -> None:
@@ -83,13 +92,17 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter that chat templates expect: unlike jinja2's own, it does not escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
     with suppress(ValueError, OSError):  # macOS has no limit of memory; that of time holds there
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(
+            kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+        )
 
 
 def _serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:

@@ -1,9 +1,10 @@
 """Text to tokens and back, through `tokenizers`; chat templates (`chat.py`).
 
-Reads `tokenizer.json`, the tokens that are added to it (`added_tokens.py`), the chat templates, and the
-end-of-sequence ids of `generation_config.json` or `config.json`. Beside these the tokenizer's own ends a completion
-too: fine-tuning often changes one of them alone. `Tokenizer.characters` makes one from an alphabet, for models made
-from scratch. Left out: slow tokenizers and tokenizers with code of their own.
+Reads `tokenizer.json`, the tokens that are added to it (`added_tokens.py`), the chat templates, and
+the end-of-sequence ids of `generation_config.json` or `config.json`. Beside these the tokenizer's
+own ends a completion too: fine-tuning often changes one of them alone. `Tokenizer.characters` makes
+one from an alphabet, for models made from scratch. Left out: slow tokenizers and tokenizers with
+code of their own.
 """
 
 import re
@@ -34,9 +35,10 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TextRules:
-    """How what others wrote becomes tokens. `special_tokens_in_content`: what special tokens that it spells become
-    (`escape_special.py`). `now`: what a template's `strftime_now` says, None: when the tokenizer is read; a run keeps
-    it, so that its prompts are the same on another day. `chat_template`: a file, in the place of the model's own."""
+    """How what others wrote becomes tokens. `special_tokens_in_content`: what special tokens that
+    it spells become (`escape_special.py`). `now`: what a template's `strftime_now` says, None: when
+    the tokenizer is read; a run keeps it, so that its prompts are the same on another day.
+    `chat_template`: a file, in the place of the model's own."""
 
     special_tokens_in_content: Rule = "escape"
     now: datetime | None = None
@@ -70,23 +72,31 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._contents: tuple[str | None, ContentEncoder] | None = None
-        self._special = {i: token.content for i, token in fast.get_added_tokens_decoder().items() if token.special}
+        self._special = {
+            i: token.content
+            for i, token in fast.get_added_tokens_decoder().items()
+            if token.special
+        }
         if rules.chat_template is not None:
             self._use_template(rules.chat_template)
 
     @staticmethod
     def load(directory: str | Path, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
-        """From a Hugging Face directory; IsobitError if a file, or a template of the `rules`, is missing or
-        malformed."""
+        """From a Hugging Face directory; IsobitError if a file, or a template of the `rules`, is
+        missing or malformed."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not exists(path):
-            raise IsobitError(f"{directory}: tokenizer.json is missing; save the model with a fast tokenizer")
+            raise IsobitError(
+                f"{directory}: tokenizer.json is missing; save the model with a fast tokenizer"
+            )
         text = read_text(path)
         with _of_tokenizers(f"{path}: not a tokenizer that can be read"):
             fast = FastTokenizer.from_str(text)
             if not fast.get_vocab(with_added_tokens=True):
-                raise IsobitError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
+                raise IsobitError(
+                    f"{path}: not a tokenizer that can be read: its vocabulary is empty"
+                )
         settings = read_settings(directory)
         with _of_tokenizers(f"{directory}: its added tokens cannot be read"):
             add_tokens(fast, settings, directory)
@@ -100,13 +110,18 @@ class Tokenizer:
 
     @staticmethod
     def characters(alphabet: str, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
-        """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a text."""
+        """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a
+        text."""
         symbols = sorted(set(alphabet))
         vocabulary = {symbol: i for i, symbol in enumerate([*_SPECIALS, *symbols])}
-        fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # which is none: see `encode`
+        fast = FastTokenizer(
+            models.WordLevel(vocabulary, unk_token="<unk>")
+        )  # which is none: see `encode`
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         fast.decoder = decoders.Fuse()
-        fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
+        fast.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in _SPECIALS]
+        )
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": "<pad>",
@@ -122,7 +137,8 @@ class Tokenizer:
         return max(self.fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start token).
+        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start
+        token).
 
         Raises IsobitError for text that the vocabulary cannot write.
         """
@@ -141,15 +157,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat`, in which the special tokens are the template's, as in `encode_text`."""
+        """Token ids of `render_chat`, in which the special tokens are the template's, as in
+        `encode_text`."""
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
             if variables is None:
                 return self.render_chat(given, add_generation_prompt)
-            return self.render_chat(given[0]["messages"], add_generation_prompt, given[0]["variables"])
+            return self.render_chat(
+                given[0]["messages"], add_generation_prompt, given[0]["variables"]
+            )
 
         # what others wrote is in both
-        written = messages if variables is None else [{"messages": messages, "variables": variables}]
+        written = (
+            messages if variables is None else [{"messages": messages, "variables": variables}]
+        )
         with _of_tokenizers("the tokenizer cannot encode a chat"):
             return self._content().chat(written, self.special_tokens_in_content, render)
 
@@ -166,7 +187,8 @@ class Tokenizer:
         return self._content().spelled(prompt)
 
     def is_byte(self, token: int) -> bool:
-        """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded together."""
+        """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded
+        together."""
         return _BYTE.fullmatch(self.fast.id_to_token(token) or "") is not None
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -174,10 +196,18 @@ class Tokenizer:
         with _of_tokenizers("the tokenizer cannot decode its tokens"):
             return self.fast.decode(list(ids), skip_special_tokens=not special)
 
-    def decode_completion(self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False) -> str:
-        """The text that `completion` adds to `prompt`: decoders may treat the first token of a text differently."""
-        whole, before = self.decode([*prompt, *completion], special=special), self.decode(prompt, special=special)
-        return whole[len(before) :] if whole.startswith(before) else self.decode(completion, special=special)
+    def decode_completion(
+        self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False
+    ) -> str:
+        """The text that `completion` adds to `prompt`: decoders may treat the first token of a text
+        differently."""
+        whole = self.decode([*prompt, *completion], special=special)
+        before = self.decode(prompt, special=special)
+        return (
+            whole[len(before) :]
+            if whole.startswith(before)
+            else self.decode(completion, special=special)
+        )
 
     def is_special(self, token: int) -> bool:
         """Whether a token is left out of the text that `decode` writes."""
@@ -193,10 +223,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the template writes it, with the start of the assistant's turn unless it is whole. Where
-        the assistant's turn is begun in it, by a last message of its own, the text ends with that, to be continued.
-        `variables` of the template beside its own, such as `tools`. Raises IsobitError without a template, and for what
-        the template refuses."""
+        """The conversation as the template writes it, with the start of the assistant's turn unless
+        it is whole. Where the assistant's turn is begun in it, by a last message of its own, the
+        text ends with that, to be continued. `variables` of the template beside its own, such as
+        `tools`. Raises IsobitError without a template, and for what the template refuses."""
         if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
             return chat.continued(messages, lambda given: self._render(given, False, variables))
         return self._render(messages, add_generation_prompt, variables)
@@ -209,7 +239,8 @@ class Tokenizer:
     ) -> str:
         if self.chat_template is None:
             raise IsobitError(
-                "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
+                "the prompt is a chat, but the model has no chat template; give text prompts, "
+                "or a template with "
                 "model.chat_template (--chat-template)"
             )
         variables = {
@@ -222,7 +253,8 @@ class Tokenizer:
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def _use_template(self, path: str | Path) -> None:
-        """Take the chat template of a file; `save` writes it. Raises IsobitError if it cannot be read or parsed."""
+        """Take the chat template of a file; `save` writes it. Raises IsobitError if it cannot be
+        read or parsed."""
         try:
             text = read_bytes(Path(path), _MOST_TEMPLATE_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -248,7 +280,9 @@ class Tokenizer:
         # not `save`, whose error on a full disk is no OSError
         (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
         template, settings = self.chat_template, dict(self.settings)
-        if self.other_templates or template != settings.get("chat_template"):  # else it stays where it was
+        if self.other_templates or template != settings.get(
+            "chat_template"
+        ):  # else it stays where it was
             settings.pop("chat_template", None)
             if template is not None:
                 (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -260,8 +294,8 @@ class Tokenizer:
 
 @contextmanager
 def _of_tokenizers(what: str) -> Iterator[None]:
-    """Turn what the library raises into an IsobitError: a plain Exception, or, where its code in Rust panics, an
-    exception that is none."""
+    """Turn what the library raises into an IsobitError: a plain Exception, or, where its code in
+    Rust panics, an exception that is none."""
     try:
         yield
     except IsobitError:
@@ -276,7 +310,9 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if exists(path) else {}
 
 
-def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], str | None]:
+def _eos_ids(
+    directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]
+) -> tuple[tuple[int, ...], str | None]:
     """The ids, those of the model first; and what they are, where the tokenizer's is another."""
     ids: tuple[int, ...] = ()
     path = directory
@@ -294,7 +330,10 @@ def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) 
     if not ids:
         return (token,), None
     own, other = " or ".join(_said(fast, each) for each in ids), _said(fast, token)
-    return (*ids, token), f"{directory}: a completion ends with {own} of {path.name}, or {other} of the tokenizer"
+    return (
+        *ids,
+        token,
+    ), f"{directory}: a completion ends with {own} of {path.name}, or {other} of the tokenizer"
 
 
 def _said(fast: FastTokenizer, token: int) -> str:
@@ -302,7 +341,11 @@ def _said(fast: FastTokenizer, token: int) -> str:
 
 
 def _is_named(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    )
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

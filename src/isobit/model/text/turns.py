@@ -1,10 +1,11 @@
 """Which tokens stand for the turns of a chat: what the template itself writes around messages.
 
-Vocabularies flag some of these as special, and others not: DeepSeek's `<｜User｜>` is an added token like any other.
-Whoever spells one in a message would open a turn, so for content it counts as special, whatever its flag says. The
-rule: of the added tokens that a template writes into a plain conversation, outside its messages, all stand for turns,
-but for tags of which the vocabulary has the opening and the closing one, `<think>` and `</think>`, unless one of them
-is written before a system's or a user's message. Such pairs mark parts of a message, which content may spell.
+Vocabularies flag some of these as special, and others not: DeepSeek's `<｜User｜>` is an added token
+like any other. Whoever spells one in a message would open a turn, so for content it counts as
+special, whatever its flag says. The rule: of the added tokens that a template writes into a plain
+conversation, outside its messages, all stand for turns, but for tags of which the vocabulary has
+the opening and the closing one, `<think>` and `</think>`, unless one of them is written before a
+system's or a user's message. Such pairs mark parts of a message, which content may spell.
 """
 
 import re
@@ -23,14 +24,20 @@ _PLAIN = (
     (("user", "assistant", "tool", "assistant", "user"), True),
     (("user",), True),
 )
-"""Roles of conversations, and whether the start of an answer follows. A template may refuse some."""
+"""Roles of conversations, and whether the start of an answer follows. A template may refuse
+some."""
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
 
 
 def turn_tokens(added: Iterable[AddedToken], render: Render) -> set[str]:
-    """Of the added tokens that are not special, those that stand for turns under a template; `render` writes messages
-    with it, and the start of an answer where the second argument is true. Raises TookTooMuch as that does."""
-    special = {token.content: token.special for token in added if token.content and not token.content.isspace()}
+    """Of the added tokens that are not special, those that stand for turns under a template;
+    `render` writes messages with it, and the start of an answer where the second argument is true.
+    Raises TookTooMuch as that does."""
+    special = {
+        token.content: token.special
+        for token in added
+        if token.content and not token.content.isspace()
+    }
     names = sorted(special, key=len, reverse=True)
     if all(special.values()):
         return set()
@@ -39,7 +46,9 @@ def turn_tokens(added: Iterable[AddedToken], render: Render) -> set[str]:
     for roles, answering in _PLAIN:
         contents = [f"qz{number}x" for number in range(len(roles))]
         try:
-            text = render([{"role": role, "content": text} for role, text in zip(roles, contents)], answering)
+            text = render(
+                [{"role": role, "content": text} for role, text in zip(roles, contents)], answering
+            )
         except TookTooMuch:
             raise
         except IsobitError:
@@ -51,7 +60,9 @@ def turn_tokens(added: Iterable[AddedToken], render: Render) -> set[str]:
                 before_others.update(pattern.findall(before))
         written.update(pattern.findall(text))
     tags = {name: _TAG.fullmatch(name) for name in names}
-    twins = {name: f"<{'' if tag[1] else '/'}{tag[2]}>" for name, tag in tags.items() if tag is not None}
+    twins = {
+        name: f"<{'' if tag[1] else '/'}{tag[2]}>" for name, tag in tags.items() if tag is not None
+    }
     paired = {name for name, twin in twins.items() if twin in tags}
     turns = {name for name in written if name not in paired or {name, twins[name]} & before_others}
     return {name for name in turns if not special[name]}

@@ -1,10 +1,12 @@
-"""Checksums of tensors that one owner alone changes: whether a bit of them has changed since the owner wrote them.
+"""Checksums of tensors that one owner alone changes: whether a bit of them has changed since the
+owner wrote them.
 
-The checksum of a tensor is the sum of each of its rows, read as int64 words modulo 2^64 (as smaller integers, where 8
-bytes do not divide a row). Integer addition is exact, so neither threads nor their order change it, and it reads each
-byte once, at the memory's speed. Any change of a single word is seen, so every flipped bit is; and, since every row has
-its sum, so is what one sum of the whole tensor would miss: flips that cancel in different rows, and rows that are
-exchanged. Not seen: changes within one row whose sum is 0, such as the same bit flipped up in one word and down in
+The checksum of a tensor is the sum of each of its rows, read as int64 words modulo 2^64 (as smaller
+integers, where 8 bytes do not divide a row). Integer addition is exact, so neither threads nor
+their order change it, and it reads each byte once, at the memory's speed. Any change of a single
+word is seen, so every flipped bit is; and, since every row has its sum, so is what one sum of the
+whole tensor would miss: flips that cancel in different rows, and rows that are exchanged. Not seen:
+changes within one row whose sum is 0, such as the same bit flipped up in one word and down in
 another, the top bits of two words, or two words exchanged.
 """
 
@@ -33,8 +35,8 @@ def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
 
 
 class Checksums:
-    """Of an owner's `tensors()`, by names that a message can show. From `begin` on the owner takes them anew (`renew`)
-    whenever it has written; before that nothing is summed."""
+    """Of an owner's `tensors()`, by names that a message can show. From `begin` on the owner takes
+    them anew (`renew`) whenever it has written; before that nothing is summed."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         self._tensors = tensors
@@ -53,7 +55,8 @@ class Checksums:
             return
         if (name := first_difference(self._taken, checksums(self._tensors()))) is not None:
             raise Corruption(
-                f"{name} changed in memory where nothing writes: a hardware fault, or code that writes where it must "
+                f"{name} changed in memory where nothing writes: a hardware fault, or code that "
+                "writes where it must "
                 "not; check the machine's memory"
             )
 

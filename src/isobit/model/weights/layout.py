@@ -1,8 +1,10 @@
-"""Working weights: the tensors that products multiply, made of the masters at each sync for each distinct flow.
+"""Working weights: the tensors that products multiply, made of the masters at each sync for each
+distinct flow.
 
-Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
-place (`remake`), because a captured CUDA graph reads from these addresses. Left out: how they are made first
-(`build.py`), when (`transformer.py`), and how a second engine receives its copy (`sync.py`).
+Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it
+and its packs in place (`remake`), because a captured CUDA graph reads from these addresses. Left
+out: how they are made first (`build.py`), when (`transformer.py`), and how a second engine receives
+its copy (`sync.py`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +43,11 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`.
+    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
+    if `normalize`.
 
-    `gate_up` and `down` store the working weights of all experts; each expert's weights are views of them.
+    `gate_up` and `down` store the working weights of all experts; each expert's weights are views
+    of them.
     """
 
     router: Weight
@@ -54,40 +58,50 @@ class Mixture:
     normalize: bool
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
-        """The same with other experts: over the present storages if their working weights are there, else over new
-        ones, which are not prepared."""
+        """The same with other experts: over the present storages if their working weights are
+        there, else over new ones, which are not prepared."""
         if all(
             new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
             for new, old in zip(experts, self.experts)
         ):
-            gate_up = replace(self.gate_up, prepared=tuple(expert.gate_up.prepared for expert in experts))
+            gate_up = replace(
+                self.gate_up, prepared=tuple(expert.gate_up.prepared for expert in experts)
+            )
             down = replace(self.down, prepared=tuple(expert.down.prepared for expert in experts))
             return replace(self, experts=experts, gate_up=gate_up, down=down)
         gate_up, ups = stack([expert.gate_up for expert in experts])
         down, downs = stack([expert.down for expert in experts])
-        moved = tuple(replace(expert, gate_up=first, down=second) for expert, first, second in zip(experts, ups, downs))
+        moved = tuple(
+            replace(expert, gate_up=first, down=second)
+            for expert, first, second in zip(experts, ups, downs)
+        )
         return replace(self, experts=moved, gate_up=gate_up, down=down)
 
 
 def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """The working weights and biases of a layer's experts in one storage, and the weights over it."""
+    """The working weights and biases of a layer's experts in one storage, and the weights over
+    it."""
     stacked = Stacked.of((weight.working for weight in weights), len(weights))
     found = [replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)]
     return with_biases(stacked, found)
 
 
 def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """A stack with the biases of its weights, if they have any, and the weights with their rows of these."""
+    """A stack with the biases of its weights, if they have any, and the weights with their rows of
+    these."""
     biases = [weight.bias for weight in weights if weight.bias is not None]
     if not biases:
         return stacked, list(weights)
     bias = torch.stack(biases)
-    return replace(stacked, bias=bias), [replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))]
+    return replace(stacked, bias=bias), [
+        replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Of queries and keys, whose heads are normed where the architecture does that, as there are `sinks` in float32."""
+    """Of queries and keys, whose heads are normed where the architecture does that, as there are
+    `sinks` in float32."""
 
     qkv: Weight
     head_norms: tuple[Vector, Vector] | None
@@ -97,8 +111,8 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """Linear attention by the gated delta rule: `qkv` has z, the gate of the result, too; `gates`, in FP32, give the
-    rule's b and a. All vectors are float32, but the norm of what states give."""
+    """Linear attention by the gated delta rule: `qkv` has z, the gate of the result, too; `gates`,
+    in FP32, give the rule's b and a. All vectors are float32, but the norm of what states give."""
 
     qkv: Weight
     gates: Weight
@@ -111,8 +125,9 @@ class Delta:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
-    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them."""
+    """Working weights of one layer, and the flow that they are for. Norms are before attention
+    (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
+    where the architecture has them."""
 
     flow: Flow
     input_norm: Vector | None
@@ -125,7 +140,8 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Working:
-    """All working weights of one use; those of an adapter come after the weights that they are added to."""
+    """All working weights of one use; those of an adapter come after the weights that they are
+    added to."""
 
     outside: Outside
     layers: tuple[Layer, ...]
@@ -154,7 +170,9 @@ class Working:
     @cached_property
     def offsets(self) -> Mapping[str, float]:
         """What is added to masters in their working copies, by name, where anything is."""
-        return {part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset}
+        return {
+            part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset
+        }
 
     def linear_layers(self) -> Iterator[Weight]:
         """The weights of the products inside the layers."""
@@ -163,7 +181,9 @@ class Working:
     def packs(self) -> dict[int, Packed]:
         """What the backend packed of the weights, by `id`."""
         parts = (part for part in self._all if isinstance(part, Weight))
-        return {id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)}
+        return {
+            id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)
+        }
 
 
 def remake(
@@ -174,11 +194,12 @@ def remake(
     put: "Put | None" = None,
     multiplying: Ops | None = None,
 ) -> None:
-    """Overwrite the working weights of these masters, and then their packs, in place; shared ones once.
+    """Overwrite the working weights of these masters, and then their packs, in place; shared ones
+    once.
 
-    `ops` quantize; `multiplying`, by default the same, multiply with the weights and pack them. Every rank makes the
-    rows that it keeps, by `put` (default: `write`), and gets the others'. Raises NonFiniteError on all ranks if one
-    finds NaN or infinity.
+    `ops` quantize; `multiplying`, by default the same, multiply with the weights and pack them.
+    Every rank makes the rows that it keeps, by `put` (default: `write`), and gets the others'.
+    Raises NonFiniteError on all ranks if one finds NaN or infinity.
     """
     uses = list(uses)
     targets = {id(t): (name, t) for use in uses for name, t in use.written(names)}
@@ -189,13 +210,22 @@ def remake(
     def make() -> None:
         for name, target in targets.values():
             if shards.owned(name):
-                made = made_like(target, masters.parameters[name], ops, name, largest.get(name), offsets.get(name, 0.0))
+                made = made_like(
+                    target,
+                    masters.parameters[name],
+                    ops,
+                    name,
+                    largest.get(name),
+                    offsets.get(name, 0.0),
+                )
                 (put or write)(rows_of(target, shards.own(name)), made)
         if shards.ranks.size > 1:
             ops.raise_faults()
 
     shards.ranks.run_on_all(make)
-    share_rows([each for name, target in targets.values() for each in _stored_rows(name, target)], shards)
+    share_rows(
+        [each for name, target in targets.values() for each in _stored_rows(name, target)], shards
+    )
     packed_again = set[int]()
     for working in uses:
         for key, packed in working.packs().items():
@@ -209,11 +239,15 @@ Put = Callable[[Operand, Operand], None]
 
 
 def made_like(
-    target: Operand, master: Tensor, ops: Ops, name: str, largest: float | None = None, offset: float = 0.0
+    target: Operand,
+    master: Tensor,
+    ops: Ops,
+    name: str,
+    largest: float | None = None,
+    offset: float = 0.0,
 ) -> Operand:
-    """Rows of a master in the format of a working tensor, an `offset` added; `largest`: the largest magnitude of the
-    whole master, where
-    the scales of its rows depend on it."""
+    """Rows of a master in the format of a working tensor, an `offset` added; `largest`: the largest
+    magnitude of the whole master, where the scales of its rows depend on it."""
     master = master.detach()
     if not isinstance(target, QTensor):
         return working_vector(master, target.dtype, offset)
@@ -223,14 +257,21 @@ def made_like(
 
 
 def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[str, float]:
-    """The largest magnitude of each master whose scales need that of all rows; none where one rank has all rows."""
+    """The largest magnitude of each master whose scales need that of all rows; none where one rank
+    has all rows."""
     ranks = masters.shards.ranks
     if ranks.size == 1:
         return {}
-    needed = sorted({name for name, t in targets if isinstance(t, QTensor) and not t.spec.rows_independent})
+    needed = sorted(
+        {name for name, t in targets if isinstance(t, QTensor) and not t.spec.rows_independent}
+    )
     if not needed:
         return {}
-    mine = {name: float(p.detach().abs().max()) for name, p in masters.parameters.items() if name in needed}
+    mine = {
+        name: float(p.detach().abs().max())
+        for name, p in masters.parameters.items()
+        if name in needed
+    }
     found = ranks.all_gather_json(mine)
     return {name: largest_of(values[name] for values in found if name in values) for name in needed}
 
@@ -259,7 +300,8 @@ def write(target: Operand, values: Operand) -> None:
 
 
 def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
-    """The same structure with every weight and vector changed; an adapter's factors before what they are added to."""
+    """The same structure with every weight and vector changed; an adapter's factors before what
+    they are added to."""
     if isinstance(value, Weight) and value.adapters:
         return change(replace(value, adapters=map_parts(value.adapters, change)))
     if isinstance(value, (Weight, Vector)):
@@ -272,13 +314,17 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         experts = map_parts(value.experts, change)
         return replace(value.change(experts), router=map_parts(value.router, change))
     if isinstance(value, (Working, Outside, Layer, Attention, Delta, Mlp)):
-        return replace(value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)})
+        return replace(
+            value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)}
+        )
     return value
 
 
 def nbytes(operand: StoredWeight) -> int:
     """Bytes of a working tensor, scales included."""
-    return operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
+    return (
+        operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
+    )
 
 
 def _parts(value: object) -> Iterator[Weight | Vector]:

@@ -1,10 +1,11 @@
-"""Masters, FP32 or BF16: the rows that this rank keeps of them, and the leaves through which autograd returns their
-gradients, which are FP32 in either case.
+"""Masters, FP32 or BF16: the rows that this rank keeps of them, and the leaves through which
+autograd returns their gradients, which are FP32 in either case.
 
-Nothing in a forward or a backward reads a master: products take the working weights, and a gradient is returned for a
-leaf. Where one process has all rows of FP32 masters, leaf and master are one tensor. Else a leaf is a single number,
-expanded to the master's shape; where ranks share the masters, `isobit.distributed.exchange` takes each gradient as it
-appears. PyTorch gives a BF16 tensor no FP32 gradient, so those of BF16 masters have a place of their own (`holders`).
+Nothing in a forward or a backward reads a master: products take the working weights, and a gradient
+is returned for a leaf. Where one process has all rows of FP32 masters, leaf and master are one
+tensor. Else a leaf is a single number, expanded to the master's shape; where ranks share the
+masters, `isobit.distributed.exchange` takes each gradient as it appears. PyTorch gives a BF16
+tensor no FP32 gradient, so those of BF16 masters have a place of their own (`holders`).
 """
 
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Masters:
-    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps, rounded to nearest
-    where `dtype` has fewer digits. The `.grad` of `holders` is the gradient, float32, of the `parameters`' rows."""
+    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps,
+    rounded to nearest where `dtype` has fewer digits. The `.grad` of `holders` is the gradient,
+    float32, of the `parameters`' rows."""
 
     def __init__(
         self,
@@ -34,7 +36,9 @@ class Masters:
         kept = {name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)}
         assert {name: tuple(t.shape) for name, t in given.items()} == kept
         self.dtype, wide = dtype, dtype == torch.float32
-        self.parameters = {name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide) for name in kept}
+        self.parameters = {
+            name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide) for name in kept
+        }
         self.leaves: Mapping[str, Tensor] = self.parameters
         self.holders: Mapping[str, Tensor] = self.parameters
         if ranks.size > 1 or not wide:
@@ -45,7 +49,8 @@ class Masters:
 
     @staticmethod
     def elsewhere(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "Masters":
-        """Masters of which this process has nothing: it receives the working weights that another one makes."""
+        """Masters of which this process has nothing: it receives the working weights that another
+        one makes."""
         found = Masters({}, {}, device, ALONE)
         found.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
         return found
@@ -62,11 +67,16 @@ class Masters:
 
 
 def own_rows(whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The rows that a rank keeps, of whole masters; they share no memory with them where ranks are several."""
+    """The rows that a rank keeps, of whole masters; they share no memory with them where ranks are
+    several."""
     shards = Shards.of({name: tuple(tensor.shape) for name, tensor in whole.items()}, ranks)
     if ranks.size == 1:
         return dict(whole)
-    return {name: tensor[slice(*shards.own(name))].clone() for name, tensor in whole.items() if shards.owned(name)}
+    return {
+        name: tensor[slice(*shards.own(name))].clone()
+        for name, tensor in whole.items()
+        if shards.owned(name)
+    }
 
 
 def _leaf(shape: tuple[int, ...], device: torch.device) -> Tensor:

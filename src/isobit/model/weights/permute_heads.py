@@ -1,11 +1,11 @@
 """Columns of attention's projection in the order in which attention takes them.
 
-Where attention has gates, each head's follows its query (Qwen3.5's q_proj). Where a part of each head is rotated, the
-operators that rotate whole halves serve it too: they turn dimension i with i + D / 2, and a model that rotates R of D
-turns i with i + R / 2, so queries and keys have their dimensions in another order, in which the rotated ones are first
-in both halves; the others meet angles of 0 (`Rope.tables`). A model that turns neighbours, i with i + 1, has the even
-ones first in the same way. Scores are sums over the same products, and values keep
-their order.
+Where attention has gates, each head's follows its query (Qwen3.5's q_proj). Where a part of each
+head is rotated, the operators that rotate whole halves serve it too: they turn dimension i with i +
+D / 2, and a model that rotates R of D turns i with i + R / 2, so queries and keys have their
+dimensions in another order, in which the rotated ones are first in both halves; the others meet
+angles of 0 (`Rope.tables`). A model that turns neighbours, i with i + 1, has the even ones first in
+the same way. Scores are sums over the same products, and values keep their order.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ from isobit.model.weights.stored import Vector
 
 
 def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Tensor | None]:
-    """(queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of the projection."""
+    """(queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of the
+    projection."""
     if rotated == config.head_dim and not config.gated_attention and not config.interleaved:
         return qkv, None
     heads, gate = qkv.unflatten(1, (-1, config.head_dim)), None
@@ -33,13 +34,15 @@ def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Te
 
 def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
     """The norm of such queries or keys."""
-    master, working = (_in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working))
+    master, working = (
+        _in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working)
+    )
     return norm if working is norm.working else replace(norm, master=master, working=working)
 
 
 def _in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
-    """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves, those that are turned with
-    each other at the same place of both."""
+    """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves, those
+    that are turned with each other at the same place of both."""
     if rotated == (dim := x.shape[-1]) and not interleaved:
         return x
     first, middle = rotated // 2, rotated + (dim - rotated) // 2

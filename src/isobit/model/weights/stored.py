@@ -1,7 +1,9 @@
-"""What a forward multiplies by: weights of linear layers with their products' formats, adapters on them, and vectors.
+"""What a forward multiplies by: weights of linear layers with their products' formats, adapters on
+them, and vectors.
 
-Weights enter an operator twice: the *working* weight that is multiplied, and the *master* that receives the
-gradient. A frozen weight has no master, and none of its inputs is kept for the backward, unless adapters need it.
+Weights enter an operator twice: the *working* weight that is multiplied, and the *master* that
+receives the gradient. A frozen weight has no master, and none of its inputs is kept for the
+backward, unless adapters need it.
 """
 
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ FROZEN = torch.empty(0)
 class Weight:
     """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
 
-    `prepared` is the working weight as the forward's product takes it, with what the backend packed of it. `adapters`
-    are added to its result (`adapters/low_rank.py`), or `several` in a model that serves them, each to its own rows.
+    `prepared` is the working weight as the forward's product takes it, with what the backend packed
+    of it. `adapters` are added to its result (`adapters/low_rank.py`), or `several` in a model that
+    serves them, each to its own rows.
     """
 
     name: str
@@ -62,7 +65,8 @@ class OfRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """Low-rank factors a [r, K] and b [n, r]: scale · b · a is added to rows `lo` to `hi` = lo + n of a weight."""
+    """Low-rank factors a [r, K] and b [n, r]: scale · b · a is added to rows `lo` to `hi` = lo + n
+    of a weight."""
 
     a: Weight
     b: Weight
@@ -73,9 +77,8 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A norm's weight [C] or an embedding [V, C]: its master and its working copy, which is the master and `offset`;
-    with
-    an offset it is float32."""
+    """A norm's weight [C] or an embedding [V, C]: its master and its working copy, which is the
+    master and `offset`; with an offset it is float32."""
 
     name: str
     master: Tensor

@@ -1,8 +1,10 @@
-"""Weight sync to a second engine: the rollout has its own copy of the weights, which is checked at every sync.
+"""Weight sync to a second engine: the rollout has its own copy of the weights, which is checked at
+every sync.
 
-Before a sync every buffer is poisoned with NaN, so that one that was not written cannot pass for weights; after it each
-tensor is compared with its master. Silent corruption at this point (experts never quantized, stale layouts, unwritten
-buffers) is the worst class of bug in two-engine systems. Left out: the transport, which here is a copy in memory.
+Before a sync every buffer is poisoned with NaN, so that one that was not written cannot pass for
+weights; after it each tensor is compared with its master. Silent corruption at this point (experts
+never quantized, stale layouts, unwritten buffers) is the worst class of bug in two-engine systems.
+Left out: the transport, which here is a copy in memory.
 """
 
 from collections.abc import Collection
@@ -18,8 +20,9 @@ from isobit.model.weights.stored import working_vector
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
-"""Relative error (norms) above which a received tensor is broken. Healthy E4M3 blocks have 0.026 to 0.053, broken ones
-1 and more: a normal E4M3 number is off by at most 2^-4, a BF16 number by at most 2^-9."""
+"""Relative error (norms) above which a received tensor is broken. Healthy E4M3 blocks have 0.026 to
+0.053, broken ones 1 and more: a normal E4M3 number is off by at most 2^-4, a BF16 number by at most
+2^-9."""
 
 
 class Receiver:
@@ -28,19 +31,27 @@ class Receiver:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def receive(self, working: Working, ops: Ops, multiplying: Ops, masters: Masters, names: Collection[str]) -> None:
-        """Overwrite the copies of these masters; `ops`, the learner's, quantize them, and `multiplying`, the rollout's,
-        pack them. Raises RunFailed, naming the tensor, if one arrives broken: the rows that this rank keeps are
-        compared with their masters, the others must be there."""
+    def receive(
+        self, working: Working, ops: Ops, multiplying: Ops, masters: Masters, names: Collection[str]
+    ) -> None:
+        """Overwrite the copies of these masters; `ops`, the learner's, quantize them, and
+        `multiplying`, the rollout's, pack them. Raises RunFailed, naming the tensor, if one arrives
+        broken: the rows that this rank keeps are compared with their masters, the others must be
+        there."""
         tensors = list(working.written(names))
         for _, buffer in tensors:
             poison(buffer)
         remake([working], ops, masters, names, self.transfer, multiplying)
         self.bytes = sum(nbytes(buffer) for _, buffer in tensors)
-        distances = [_distance(buffer, name, masters, working.offsets.get(name, 0.0)) for name, buffer in tensors]
+        distances = [
+            _distance(buffer, name, masters, working.offsets.get(name, 0.0))
+            for name, buffer in tensors
+        ]
 
         def check() -> None:
-            for (name, buffer), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
+            for (name, buffer), (norm, error) in zip(
+                tensors, torch.stack(distances).tolist()
+            ):  # one wait for all
                 _check(name, buffer, norm, error)
 
         masters.shards.ranks.run_on_all(check)
@@ -60,11 +71,15 @@ def poison(buffer: StoredWeight) -> None:
 
 
 def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Tensor:
-    """Norms of what this rank keeps of the master, the `offset` added, and of the difference [2]; NaN where any of the
-    buffer is."""
+    """Norms of what this rank keeps of the master, the `offset` added, and of the difference [2];
+    NaN where any of the buffer is."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
     shards = masters.shards
-    expected = working_vector(masters.parameters[name], torch.float32, offset) if shards.owned(name) else values[:0]
+    expected = (
+        working_vector(masters.parameters[name], torch.float32, offset)
+        if shards.owned(name)
+        else values[:0]
+    )
     difference = torch.linalg.vector_norm(values[slice(*shards.own(name))] - expected)
     if shards.ranks.size > 1:
         difference = difference + 0 * values.sum()  # NaN in the rows of the others too
@@ -72,7 +87,8 @@ def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Te
 
 
 def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
-    """Raise RunFailed unless a received tensor equals its master up to the rounding of its format."""
+    """Raise RunFailed unless a received tensor equals its master up to the rounding of its
+    format."""
     quantized = isinstance(buffer, QTensor)
     form = buffer.spec.format.name if isinstance(buffer, QTensor) else _FORM[buffer.dtype]
     limit = _LARGEST_ERROR.get(form, 0.25)
@@ -80,7 +96,8 @@ def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
     if not relative <= limit:  # NaN is broken too
         kind = "quantized " if quantized else ""
         raise RunFailed(
-            f"weight sync: {kind}tensor {name} arrived broken in the rollout engine: relative error {relative:.3g} "
+            f"weight sync: {kind}tensor {name} arrived broken in the rollout engine: relative "
+            f"error {relative:.3g} "
             f"against its master, where {form} allows {limit:.3g}"
         )
 

@@ -1,6 +1,7 @@
 """Axes of a chart: where a value stands, and which values are named.
 
-A logarithmic axis has no zero: where there are exact zeros, they have a row of their own under it, named 0.
+A logarithmic axis has no zero: where there are exact zeros, they have a row of their own under it,
+named 0.
 """
 
 import math
@@ -13,8 +14,8 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from `low` to `high` on pixels from `start` to `end`; logarithmic with a row for zeros, if `zeros`, and
-    with names at powers of two, if `doubling`."""
+    """Values from `low` to `high` on pixels from `start` to `end`; logarithmic with a row for
+    zeros, if `zeros`, and with names at powers of two, if `doubling`."""
 
     low: float
     high: float
@@ -27,14 +28,20 @@ class Axis:
     @property
     def lowest(self) -> float:
         """The pixel of `low`."""
-        return self.start + math.copysign(_ZERO_ROW, self.end - self.start) if self.zeros else self.start
+        return (
+            self.start + math.copysign(_ZERO_ROW, self.end - self.start)
+            if self.zeros
+            else self.start
+        )
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
         if self.log:
             if value <= 0:
                 return self.start
-            share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+            share = (math.log10(value) - math.log10(self.low)) / (
+                math.log10(self.high) - math.log10(self.low)
+            )
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.lowest + share * (self.end - self.lowest)
@@ -61,7 +68,8 @@ class Axis:
 
 
 def linear_axis(values: Sequence[float], start: float, end: float, fraction: bool = False) -> Axis:
-    """From a little below the lowest to a little above the highest; from 0 where no value is far above the others."""
+    """From a little below the lowest to a little above the highest; from 0 where no value is far
+    above the others."""
     if fraction:
         return Axis(0.0, 1.0, start, end)
     low, high = min(values), max(values)
@@ -76,7 +84,9 @@ def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     positive = [v for v in values if v > 0]
     first = math.floor(math.log10(min(positive))) if positive else -8
     last = math.ceil(math.log10(max(positive))) if positive else 0
-    return Axis(10.0 ** min(first, last - 1), 10.0**last, start, end, True, any(v <= 0 for v in values))
+    return Axis(
+        10.0 ** min(first, last - 1), 10.0**last, start, end, True, any(v <= 0 for v in values)
+    )
 
 
 def doubling_axis(values: Sequence[float], start: float, end: float) -> Axis:
@@ -91,7 +101,9 @@ def nice_values(low: float, high: float, most: int = 5) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(span))
     steps = (unit * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10))
     step = next(s for s in steps if math.floor(high / s) - math.ceil(low / s) < most)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def label(value: float) -> str:

@@ -1,8 +1,9 @@
-"""Charts of metrics over steps, or another number, as inline SVG, with their values beside them for the script that
-shows them on hover.
+"""Charts of metrics over steps, or another number, as inline SVG, with their values beside them for
+the script that shows them on hover.
 
-Colours are classes, so that a chart follows the page's theme; without the script it stands as it is. A long series is
-thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a row of their own (`axes.py`).
+Colours are classes, so that a chart follows the page's theme; without the script it stands as it
+is. A long series is thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a row
+of their own (`axes.py`).
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ COLORS = 10
 class Panel:
     """One chart: title, the metrics drawn (names, or patterns such as `accuracy/*`), and how.
 
-    `note` says in a sentence what is drawn. `fraction`: from 0 to 1. `axis`: what a row's `step` is; `doubling`: it is
-    a power of two.
+    `note` says in a sentence what is drawn. `fraction`: from 0 to 1. `axis`: what a row's `step`
+    is; `doubling`: it is a power of two.
     """
 
     title: str
@@ -50,25 +51,32 @@ class _Drawn:
 
 
 def draw_all(panels: Sequence[Panel], runs: Sequence[Series], last: str = "") -> str:
-    """The panels that have something to show, as figures, and one more after them. Where several runs are compared, a
-    panel shows one metric of all of them; and stacked ones are of one run each."""
+    """The panels that have something to show, as figures, and one more after them. Where several
+    runs are compared, a panel shows one metric of all of them; and stacked ones are of one run
+    each."""
     figures = []
     for panel in panels:
         panel = replace(panel, metrics=_named(panel, runs))
         if len(runs) == 1:
             figures.append(draw(panel, runs))
         elif panel.stacked:
-            figures += [draw(replace(panel, title=f"{panel.title}: {run.name}"), [run]) for run in runs]
+            figures += [
+                draw(replace(panel, title=f"{panel.title}: {run.name}"), [run]) for run in runs
+            ]
         elif len(panel.metrics) > 1:
             figures += [
-                draw(replace(panel, title=f"{panel.title}: {_short(m)}", metrics=(m,)), runs) for m in panel.metrics
+                draw(replace(panel, title=f"{panel.title}: {_short(m)}", metrics=(m,)), runs)
+                for m in panel.metrics
             ]
         else:
             figures.append(draw(panel, runs))
     figures.append(last)
     long = max(len(run.rows) for run in runs)
     note = (
-        f"<p class='soft'>Thin lines: single steps. Thick lines: running means over {smoothing_width(long)} steps.</p>"
+        (
+            "<p class='soft'>Thin lines: single steps. Thick lines: running means over "
+            f"{smoothing_width(long)} steps.</p>"
+        )
         if smoothing_width(long) > 1
         else ""
     )
@@ -102,35 +110,56 @@ def draw(panel: Panel, runs: Sequence[Series]) -> str:
         "axis": panel.axis,
         "x": across.data(),
         "y": None if panel.stacked else up.data(),
-        "lines": [{"name": d.name, "color": d.color % COLORS, "x": x, "y": y} for d, (x, y) in zip(drawn, shown)],
+        "lines": [
+            {"name": d.name, "color": d.color % COLORS, "x": x, "y": y}
+            for d, (x, y) in zip(drawn, shown)
+        ],
     }
     svg = (
-        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escaped(_said(panel, drawn))}'>"
+        f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' "
+        f"aria-label='{escaped(_said(panel, drawn))}'>"
         f"{_grid(across, up, panel.axis)}{''.join(marks)}</svg>"
     )
-    return f"<figure class='chart'><figcaption>{head}{note}</figcaption>{legend}{svg}{embedded(data)}</figure>"
+    return (
+        "<figure "
+        f"class='chart'><figcaption>{head}{note}</figcaption>{legend}{svg}{embedded(data)}</figure>"
+    )
 
 
 _Shown = tuple[list[float], list[float]]
 
 
-def _lines(drawn: Sequence[_Drawn], across: Axis, fraction: bool) -> tuple[Axis, list[str], list[_Shown]]:
+def _lines(
+    drawn: Sequence[_Drawn], across: Axis, fraction: bool
+) -> tuple[Axis, list[str], list[_Shown]]:
     """Every line thinned; where it is long, faint, with its running mean over it."""
     fits = all(0 <= v <= 1 for d in drawn for v in d.line.values)
-    smooth = [d.line.smoothed() if smoothing_width(len(d.line.values)) > 1 else d.line.thinned() for d in drawn]
-    reached = [v for d in drawn for v in d.line.values] + [v for s in smooth for v in (*s.low, *s.high)]
+    smooth = [
+        d.line.smoothed() if smoothing_width(len(d.line.values)) > 1 else d.line.thinned()
+        for d in drawn
+    ]
+    reached = [v for d in drawn for v in d.line.values] + [
+        v for s in smooth for v in (*s.low, *s.high)
+    ]
     up = linear_axis(reached, _BOTTOM, _TOP, fraction and fits)
     marks, shown = [], []
     for d, mean in zip(drawn, smooth):
         raw, color = d.line.thinned(), f"c{d.color % COLORS}"
         if mean.low:
-            there, back = _path(mean.steps, mean.high, across, up), _path(mean.steps[::-1], mean.low[::-1], across, up)
+            there = _path(mean.steps, mean.high, across, up)
+            back = _path(mean.steps[::-1], mean.low[::-1], across, up)
             marks.append(f"<path class='band {color}' d='{there}L{back[1:]}Z'/>")
         if smoothing_width(len(d.line.values)) > 1:
-            marks.append(f"<path class='line faint {color}' d='{_path(raw.steps, raw.values, across, up)}'/>")
-        marks.append(f"<path class='line {color}' d='{_path(mean.steps, mean.values, across, up)}'/>")
+            marks.append(
+                f"<path class='line faint {color}' d='{_path(raw.steps, raw.values, across, up)}'/>"
+            )
+        marks.append(
+            f"<path class='line {color}' d='{_path(mean.steps, mean.values, across, up)}'/>"
+        )
         if len(raw.steps) <= _DOTTED:
-            marks.append(f"<path class='dots {color}' d='{_dots(raw.steps, raw.values, across, up)}'/>")
+            marks.append(
+                f"<path class='dots {color}' d='{_dots(raw.steps, raw.values, across, up)}'/>"
+            )
         shown.append((raw.steps, _rounded(raw.values)))
     return up, marks, shown
 
@@ -142,13 +171,18 @@ def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str]
     for d in drawn:
         raw, color, count = d.line.thinned(), f"c{d.color % COLORS}", len(d.line.values)
         long = smoothing_width(count) > 1
-        for line_, faint in ((raw, long), *([(d.line.positive().smoothed(log=True), False)] if long else [])):
+        for line_, faint in (
+            (raw, long),
+            *([(d.line.positive().smoothed(log=True), False)] if long else []),
+        ):
             kept = line_.positive()
             if kept.steps:
                 path = _path(kept.steps, kept.values, across, up)
                 marks.append(f"<path class='line {'faint ' * faint}{color}' d='{path}'/>")
         if count <= _DOTTED and (kept := raw.positive()).steps:
-            marks.append(f"<path class='dots {color}' d='{_dots(kept.steps, kept.values, across, up)}'/>")
+            marks.append(
+                f"<path class='dots {color}' d='{_dots(kept.steps, kept.values, across, up)}'/>"
+            )
         marks.append(_zeros(d.line, color, across, up, long))
         shown.append((raw.steps, _rounded(raw.values)))
     if up.zeros:
@@ -158,7 +192,8 @@ def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str]
 
 
 def _zeros(line: Line, color: str, across: Axis, up: Axis, long: bool) -> str:
-    """The steps at which a line is exactly zero: a dot each, or, in a long run, a mark as wide as a step."""
+    """The steps at which a line is exactly zero: a dot each, or, in a long run, a mark as wide as a
+    step."""
     steps = [s for s, v in zip(line.steps, line.values) if v <= 0]
     if not steps:
         return ""
@@ -200,14 +235,20 @@ def _named(panel: Panel, runs: Sequence[Series]) -> tuple[str, ...]:
         if "*" not in metric:
             names.append(metric)
             continue
-        there = {name for run in runs for row in run.rows for name in row if fnmatchcase(name, metric)}
+        there = {
+            name for run in runs for row in run.rows for name in row if fnmatchcase(name, metric)
+        }
         names += sorted(there, key=lambda name: (len(name), name))
     return tuple(dict.fromkeys(names))
 
 
 def _step_axis(steps: Sequence[float]) -> Axis:
     low, high = min(steps), max(steps)
-    return Axis(low, high, _LEFT + 4, _RIGHT - 4) if high > low else Axis(low - 1, high + 1, _LEFT + 4, _RIGHT - 4)
+    return (
+        Axis(low, high, _LEFT + 4, _RIGHT - 4)
+        if high > low
+        else Axis(low - 1, high + 1, _LEFT + 4, _RIGHT - 4)
+    )
 
 
 def _grid(across: Axis, up: Axis, axis: str) -> str:
@@ -217,7 +258,10 @@ def _grid(across: Axis, up: Axis, axis: str) -> str:
         parts.append(f"<path class='grid' d='M{_LEFT} {y:.1f}H{_RIGHT}'/>")
         parts.append(f"<text x='{_LEFT - 6}' y='{y + 3.5:.1f}' class='end'>{name}</text>")
     whole = [value for value, _ in across.ticks() if value == int(value)]
-    parts += [f"<text x='{across.at(v):.1f}' y='{_BOTTOM + 15}' class='middle'>{label(v)}</text>" for v in whole]
+    parts += [
+        f"<text x='{across.at(v):.1f}' y='{_BOTTOM + 15}' class='middle'>{label(v)}</text>"
+        for v in whole
+    ]
     parts.append(f"<text x='{_RIGHT}' y='{HEIGHT - 1}' class='end soft'>{escaped(axis)}</text>")
     return "".join(parts)
 
@@ -234,7 +278,10 @@ def _dots(steps: Sequence[float], values: Sequence[float], across: Axis, up: Axi
 def _said(panel: Panel, drawn: Sequence[_Drawn]) -> str:
     """The chart in words, for those who do not see it."""
     first, last = f"first {panel.axis}", f"last {panel.axis}"
-    lines = [f"{d.name}: {d.line.values[0]:.4g} at the {first}, {d.line.values[-1]:.4g} at the {last}" for d in drawn]
+    lines = [
+        f"{d.name}: {d.line.values[0]:.4g} at the {first}, {d.line.values[-1]:.4g} at the {last}"
+        for d in drawn
+    ]
     return f"{panel.title}. {'; '.join(lines)}"
 
 

@@ -1,7 +1,9 @@
-"""Several precision flows side by side, from their run directories: tables in plain text, one HTML page, one JSON file.
+"""Several precision flows side by side, from their run directories: tables in plain text, one HTML
+page, one JSON file.
 
-A value is the mean over the seeds. Intervals of reward and accuracy are Student's, 95 %, over the seeds; of a single
-seed there is none. Mismatch and times are means over all steps. Imports no torch.
+A value is the mean over the seeds. Intervals of reward and accuracy are Student's, 95 %, over the
+seeds; of a single seed there is none. Mismatch and times are means over all steps. Imports no
+torch.
 """
 
 import json
@@ -27,7 +29,12 @@ PANELS = (
     Panel("Held-out accuracy, greedy", ("accuracy/held_out",), fraction=True),
     Panel("Reward", ("reward/mean",)),
     Panel("Mismatch", ("mismatch/kl_k3",), log=True, note="k3 estimate of KL(rollout ‖ learner)"),
-    Panel("Probability ratio error", ("mismatch/token_mult_prob_error-1",), log=True, note="mean, minus 1"),
+    Panel(
+        "Probability ratio error",
+        ("mismatch/token_mult_prob_error-1",),
+        log=True,
+        note="mean, minus 1",
+    ),
     Panel("Entropy", ("entropy",), unit="nats"),
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Truncated weights", ("correction/clipped_fraction",)),
@@ -37,7 +44,8 @@ PANELS = (
 
 @dataclass(frozen=True)
 class FlowRuns:
-    """One precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if they did."""
+    """One precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if
+    they did."""
 
     name: str
     runs: Sequence[MetricRows]
@@ -52,7 +60,9 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     flows = [_read(name, paths) for name, paths in directories.items()]
     failures = [line for flow in flows for line in flow.failures]
     cells = {title: _cells(columns, flows) for title, columns in TABLES}
-    text = "\n\n".join([*(f"{title}\n{text_table(table, rule=True)}" for title, table in cells.items()), *failures])
+    text = "\n\n".join(
+        [*(f"{title}\n{text_table(table, rule=True)}" for title, table in cells.items()), *failures]
+    )
     tables = "".join(f"<h2>{title}</h2>{html_table(table)}" for title, table in cells.items())
     notes = "".join(f"<p>{escaped(line)}</p>" for line in failures)
     series = [Series(flow.name, _mean_rows(flow.runs)) for flow in flows]
@@ -76,7 +86,10 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
 def _read(name: str, paths: Sequence[Path]) -> FlowRuns:
     runs, failures = [], []
     for path in paths:
-        outcome = object_in(path / OUTCOME) or {"finished": False, "reason": f"{path / OUTCOME} cannot be read"}
+        outcome = object_in(path / OUTCOME) or {
+            "finished": False,
+            "reason": f"{path / OUTCOME} cannot be read",
+        }
         rows = list(read_jsonl(path / METRICS)) if (path / METRICS).is_file() else []
         runs.append([with_derived(row) for row in rows])
         if outcome.get("finished") is not True:
@@ -103,14 +116,21 @@ def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
 
 
 def _per_run(flow: FlowRuns, metric: str, how: str) -> list[float]:
-    """One number of each run that has the metric: its last value, the mean of its last tenth, its mean, or its sum."""
+    """One number of each run that has the metric: its last value, the mean of its last tenth, its
+    mean, or its sum."""
     found = []
     for rows in flow.runs:
         values = points(rows, metric)[1]
         if not values:
             continue
         tail = values[-max(1, len(values) // 10) :]
-        pick = {"last": values[-1:], "end": tail, "mean": values, "max": [max(values)], "sum": [sum(values)]}[how]
+        pick = {
+            "last": values[-1:],
+            "end": tail,
+            "mean": values,
+            "max": [max(values)],
+            "sum": [sum(values)],
+        }[how]
         found.append(sum(pick) / len(pick))
     return found
 
@@ -137,7 +157,9 @@ def _interval(metric: str, how: str) -> Cell:
 
 
 def _differing(flow: FlowRuns) -> str:
-    differing, compared = (sum(_per_run(flow, f"mismatch/{name}_tokens", "sum")) for name in ("differing", "compared"))
+    differing, compared = (
+        sum(_per_run(flow, f"mismatch/{name}_tokens", "sum")) for name in ("differing", "compared")
+    )
     return f"{differing:,.0f} of {compared:,.0f}" if compared else ""
 
 
@@ -163,7 +185,10 @@ TABLES: tuple[tuple[str, tuple[tuple[str, Cell], ...]], ...] = (
             ("kl_k3", _number("mismatch/kl_k3", "mean", ".2e")),
             ("largest |Δlogp|", _number("mismatch/max_abs_logprob_diff", "max", ".3g")),
             ("truncated", _number("correction/clipped_fraction", "mean", ".2e")),
-            ("ESS, untruncated", _number("correction/effective_sample_size_untruncated", "mean", ".4f")),
+            (
+                "ESS, untruncated",
+                _number("correction/effective_sample_size_untruncated", "mean", ".4f"),
+            ),
         ),
     ),
     (
@@ -181,7 +206,10 @@ TABLES: tuple[tuple[str, tuple[tuple[str, Cell], ...]], ...] = (
 
 
 def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[FlowRuns]) -> list[list[str]]:
-    return [["preset", *(name for name, _ in columns)], *([f.name, *(cell(f) for _, cell in columns)] for f in flows)]
+    return [
+        ["preset", *(name for name, _ in columns)],
+        *([f.name, *(cell(f) for _, cell in columns)] for f in flows),
+    ]
 
 
 def _values(flow: FlowRuns) -> dict[str, list[float]]:

@@ -1,4 +1,5 @@
-"""The differences between the configurations of several runs: a line for each key whose values are not all the same."""
+"""The differences between the configurations of several runs: a line for each key whose values are
+not all the same."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ def flattened(text: str, where: str) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """[key, value in each run], of the keys that differ, `run.dir` left out; a key that a run lacks has the value –."""
+    """[key, value in each run], of the keys that differ, `run.dir` left out; a key that a run lacks
+    has the value –."""
     keys = dict.fromkeys(key for config in configs for key in config if key != "run.dir")
     rows = [[key, *(config.get(key, "–") for config in configs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -31,4 +33,9 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield prefix, yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+        yield (
+            prefix,
+            yaml.safe_dump(value, default_flow_style=True, width=10_000)
+            .removesuffix("...\n")
+            .strip(),
+        )

@@ -1,9 +1,9 @@
-"""Quantization of weights, activations and output gradients as heat maps: layers down, tensors across, one table for
-each of three figures.
+"""Quantization of weights, activations and output gradients as heat maps: layers down, tensors
+across, one table for each of three figures.
 
-The tables show the last recorded step; the script moves them over the recorded steps. A figure's colours have one
-scale over all steps: the relative error's is linear from the lowest there is, fractions' are logarithmic, and 0 has no
-colour.
+The tables show the last recorded step; the script moves them over the recorded steps. A figure's
+colours have one scale over all steps: the relative error's is linear from the lowest there is,
+fractions' are logarithmic, and 0 has no colour.
 """
 
 import math
@@ -14,7 +14,10 @@ from isobit.monitor.report.axes import power_text
 from isobit.monitor.report.document import escaped
 
 FIGURES = {
-    "relative_error": ("Relative error", "norm of the quantized tensor minus the tensor, relative to the tensor"),
+    "relative_error": (
+        "Relative error",
+        "norm of the quantized tensor minus the tensor, relative to the tensor",
+    ),
     "flushed": ("Flushed to zero", "fraction of the elements that are not zero and became zero"),
     "saturated": ("Saturated", "fraction of the elements clamped by their scale"),
 }
@@ -26,21 +29,35 @@ Data = dict[str, Any]
 
 
 def heat_maps(records: Sequence[Mapping[str, Any]]) -> Data | None:
-    """For the page: steps, tensors and, per figure, `low` and `high` of its scale and `cells` [record][tensor][layer];
-    None without records. Records are thinned evenly where they are many."""
+    """For the page: steps, tensors and, per figure, `low` and `high` of its scale and `cells`
+    [record][tensor][layer]; None without records. Records are thinned evenly where they are
+    many."""
     if not records:
         return None
     tensors = sorted({name for record in records for name in record["tensors"]}, key=_order)
-    layers = max(len(values) for r in records for figures in r["tensors"].values() for values in figures.values())
+    layers = max(
+        len(values)
+        for r in records
+        for figures in r["tensors"].values()
+        for values in figures.values()
+    )
     most = max(2, min(_MOST_RECORDS, _MOST_CELLS // max(1, layers * len(tensors))))
     if len(records) > most:
         records = [records[round(i * (len(records) - 1) / (most - 1))] for i in range(most)]
     figures = {}
     for figure in FIGURES:
-        cells = [[_compact(record["tensors"].get(name, {}).get(figure, [])) for name in tensors] for record in records]
+        cells = [
+            [_compact(record["tensors"].get(name, {}).get(figure, [])) for name in tensors]
+            for record in records
+        ]
         found = [value for record in cells for row in record for value in row if value is not None]
         figures[figure] = {**_scale(figure, found), "cells": cells}
-    return {"steps": [r["step"] for r in records], "tensors": tensors, "layers": layers, "figures": figures}
+    return {
+        "steps": [r["step"] for r in records],
+        "tensors": tensors,
+        "layers": layers,
+        "figures": figures,
+    }
 
 
 def heat_section(maps: Data) -> str:
@@ -64,7 +81,8 @@ def shade(value: float | None, low: float, high: float, log: bool) -> int:
 
 
 def _scale(figure: str, values: Sequence[float]) -> Data:
-    """Relative errors are within a factor of 1.5 of each other where nothing is wrong: the scale is at least that."""
+    """Relative errors are within a factor of 1.5 of each other where nothing is wrong: the scale is
+    at least that."""
     if figure == "relative_error":
         low = min(values, default=0.0)
         return {"low": low, "high": max(max(values, default=0.0), 1.5 * low, 1e-9), "log": False}
@@ -84,7 +102,8 @@ def _table(maps: Data, figure: str) -> str:
     return (
         f"<div class='wide'><table class='heat-map' data-figure='{figure}'>"
         f"<caption>{title}<small>{meaning}</small></caption>"
-        f"<thead><tr><th scope='col'>layer</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        "<thead><tr><th "
+        f"scope='col'>layer</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 

@@ -1,4 +1,5 @@
-"""What `isobit inspect` found, as text with bars for the terminal, and as one HTML page. Imports no torch."""
+"""What `isobit inspect` found, as text with bars for the terminal, and as one HTML page. Imports no
+torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from isobit.run import durable
 PAGE, DATA = "inspection.html", "inspection.json"
 _BAR, _FULL_DB = 20, 40.0
 _FLAGS = (("saturated", 1e-3), ("flushed", 0.05), ("outliers", 50.0))
-"""What is pointed at: more than this fraction clamped or turned to zero, or a channel that much above the median."""
+"""What is pointed at: more than this fraction clamped or turned to zero, or a channel that much
+above the median."""
 
 
 def inspection_text(values: Mapping[str, Any]) -> str:
@@ -26,17 +28,26 @@ def inspection_text(values: Mapping[str, Any]) -> str:
     parts.append(_gaps_text(values["gaps"]))
     parts += [_sources_text(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
-        parts.append(f"Scores of the reward model against BF16\n{text_table(_judgement_cells(values['judgements']))}")
+        parts.append(
+            "Scores of the reward model against BF16\n"
+            f"{text_table(_judgement_cells(values['judgements']))}"
+        )
     return "\n\n".join(parts)
 
 
 def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
     """Write inspection.html and inspection.json into `out`; returns the page's path."""
-    title = f"<header><p class='mark'>isobit</p><h1>{escaped(values['model'])} inspected</h1></header><main>"
+    title = (
+        f"<header><p class='mark'>isobit</p><h1>{escaped(values['model'])} "
+        "inspected</h1></header><main>"
+    )
     body = [title, _gaps_html(values["gaps"])]
     body += [_sources_html(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
-        body.append(f"<h2>Scores of the reward model</h2>{html_table(_judgement_cells(values['judgements']))}")
+        body.append(
+            "<h2>Scores of the reward "
+            f"model</h2>{html_table(_judgement_cells(values['judgements']))}"
+        )
     if values["tensors"]:
         body += [_plots(values["tensors"]), _tensors_html(values["preset"], values["tensors"])]
     try:
@@ -60,10 +71,14 @@ def _tensors_text(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
         worst = min(rows, key=lambda row: row["snr_db"])
         filled = round(_BAR * min(max(mean / _FULL_DB, 0.0), 1.0))
         bar = "█" * filled + "·" * (_BAR - filled)
-        peak = {key: max(row[key] for row in rows) for key in ("saturated", "flushed", "outliers", "amax")}
+        peak = {
+            key: max(row[key] for row in rows)
+            for key in ("saturated", "flushed", "outliers", "amax")
+        }
         lines.append(
             f"{role:<24}{mean:>6.1f}  {bar}  {worst['snr_db']:>5.1f} in {worst['layer']:<3}"
-            f"{peak['saturated']:>9.1e} {peak['flushed']:>9.1e} {peak['outliers']:>8.1f}  {peak['amax']:.3g}"
+            f"{peak['saturated']:>9.1e} {peak['flushed']:>9.1e} {peak['outliers']:>8.1f}  "
+            f"{peak['amax']:.3g}"
         )
     flagged = [
         f"layer {row['layer']}, {row['role']}: {key} {row[key]:.3g}"
@@ -72,7 +87,9 @@ def _tensors_text(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
         if row[key] is not None and row[key] > limit
     ]
     more = [f"... and {len(flagged) - 8} more"] if len(flagged) > 8 else []
-    return "\n".join(lines + (["look at:", *(f"  {line}" for line in flagged[:8] + more)] if flagged else []))
+    return "\n".join(
+        lines + (["look at:", *(f"  {line}" for line in flagged[:8] + more)] if flagged else [])
+    )
 
 
 def _by_role(tensors: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -96,17 +113,25 @@ _COLUMNS = (
 
 def _gap_cells(gaps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     head = ["preset", *(name for name, _, _ in _COLUMNS)]
-    return [head, *([gap["preset"], *(format(gap[key], form) for _, key, form in _COLUMNS)] for gap in gaps)]
+    return [
+        head,
+        *([gap["preset"], *(format(gap[key], form) for _, key, form in _COLUMNS)] for gap in gaps),
+    ]
 
 
 def _gaps_text(gaps: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [f"{gap['preset']}: {gap['verdict']}" for gap in gaps]
-    return "\n".join(["Mismatch of a rollout against the learner", text_table(_gap_cells(gaps)), "", *verdicts])
+    return "\n".join(
+        ["Mismatch of a rollout against the learner", text_table(_gap_cells(gaps)), "", *verdicts]
+    )
 
 
 def _sources_text(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     top = max(row["alone"] for row in rows)
-    lines = [f"Where the gap of {name} comes from (kl_k3)", f"{'':<14}{'alone':>10}  {'':<{_BAR}}  {'without':>10}"]
+    lines = [
+        f"Where the gap of {name} comes from (kl_k3)",
+        f"{'':<14}{'alone':>10}  {'':<{_BAR}}  {'without':>10}",
+    ]
     for row in rows:
         filled = round(_BAR * row["alone"] / top) if top > 0 else 0
         bar = "█" * filled + "·" * (_BAR - filled)
@@ -121,13 +146,20 @@ def _gaps_html(gaps: Sequence[Mapping[str, Any]]) -> str:
         f"{escaped(gap['verdict'])}</p>"
         for gap in gaps
     )
-    return f"<h2>Mismatch of a rollout against the learner</h2>{html_table(_gap_cells(gaps))}{verdicts}"
+    return (
+        "<h2>Mismatch of a rollout against the "
+        f"learner</h2>{html_table(_gap_cells(gaps))}{verdicts}"
+    )
 
 
 def _sources_html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [["source", "kl_k3 alone", "kl_k3 without it"]]
     cells += [
-        [row["source"], f"{row['alone']:.2e}", "" if row["without"] is None else f"{row['without']:.2e}"]
+        [
+            row["source"],
+            f"{row['alone']:.2e}",
+            "" if row["without"] is None else f"{row['without']:.2e}",
+        ]
         for row in rows
     ]
     return f"<h2>Where the gap of {escaped(name)} comes from</h2>{html_table(cells)}"
@@ -158,6 +190,11 @@ def _tensors_html(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
     keys = ("snr_db", "saturated", "flushed", "outliers", "amax")
     cells = [["tensor", "layer", "dB", "saturated", "flushed", "outlier channel", "amax"]]
     cells += [
-        [row["role"], str(row["layer"]), *("∞" if row[k] is None else f"{row[k]:.3g}" for k in keys)] for row in tensors
+        [
+            row["role"],
+            str(row["layer"]),
+            *("∞" if row[k] is None else f"{row[k]:.3g}" for k in keys),
+        ]
+        for row in tensors
     ]
     return f"<h2>Quantization under {escaped(preset)}</h2>{html_table(cells)}"

@@ -1,8 +1,8 @@
-"""Values with their uncertainty: Wilson's interval for a proportion, Student's and the bootstrap's for a mean, and the
-unbiased pass@k.
+"""Values with their uncertainty: Wilson's interval for a proportion, Student's and the bootstrap's
+for a mean, and the unbiased pass@k.
 
-Left out: what a correct completion is (its reward says), how completions are made (`evaluation/`), and tests of a
-difference (`evaluation/paired.py`).
+Left out: what a correct completion is (its reward says), how completions are made (`evaluation/`),
+and tests of a difference (`evaluation/paired.py`).
 """
 
 import math
@@ -29,25 +29,31 @@ class Estimate:
     prompts: int
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}  (95 % interval {self.low:.4f} to {self.high:.4f}, {self.prompts} prompts)"
+        return (
+            f"{self.value:.4f}  (95 % interval {self.low:.4f} to {self.high:.4f}, "
+            f"{self.prompts} prompts)"
+        )
 
 
 def proportion(correct: int, total: int) -> Estimate:
-    """Fraction correct with Wilson's score interval (Wilson 1927): honest at 0, at 1, and for few prompts."""
+    """Fraction correct with Wilson's score interval (Wilson 1927): honest at 0, at 1, and for few
+    prompts."""
     assert 0 <= correct <= total
     assert total > 0
     fraction = correct / total
     denominator = 1 + _Z95**2 / total
     center = (fraction + _Z95**2 / (2 * total)) / denominator
-    half = _Z95 / denominator * math.sqrt(fraction * (1 - fraction) / total + _Z95**2 / (4 * total**2))
+    half = (
+        _Z95 / denominator * math.sqrt(fraction * (1 - fraction) / total + _Z95**2 / (4 * total**2))
+    )
     low = 0.0 if correct == 0 else max(0.0, center - half)
     high = 1.0 if correct == total else min(1.0, center + half)
     return Estimate(fraction, low, high, total)
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """(mean, low, high) with Student's interval of the mean (Student 1908), by default of 95 %; of one value it is the
-    value alone."""
+    """(mean, low, high) with Student's interval of the mean (Student 1908), by default of 95 %; of
+    one value it is the value alone."""
     count = len(values)
     assert count > 0
     mean = math.fsum(values) / count
@@ -59,10 +65,11 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
 
 
 def student_quantile(degrees: int, level: float = 0.95) -> float:
-    """A share of `level` of Student's t with so many degrees of freedom, at least 1, is within ± this.
+    """A share of `level` of Student's t with so many degrees of freedom, at least 1, is within ±
+    this.
 
-    Up to 200 degrees by bisection of the closed form; above, by the expansion around the normal quantile (Abramowitz &
-    Stegun 1964, 26.7.5), which is off by less than 1e-10 there.
+    Up to 200 degrees by bisection of the closed form; above, by the expansion around the normal
+    quantile (Abramowitz & Stegun 1964, 26.7.5), which is off by less than 1e-10 there.
     """
     assert degrees >= 1
     if degrees > _CLOSED_FORM_DEGREES:
@@ -82,7 +89,8 @@ def student_quantile(degrees: int, level: float = 0.95) -> float:
 
 
 def _student_within(angle: float, degrees: int) -> float:
-    """P(|t| <= sqrt(degrees) · tan(angle)), a finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""
+    """P(|t| <= sqrt(degrees) · tan(angle)), a finite sum (Abramowitz & Stegun 1964, 26.7.3 and
+    26.7.4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     total, term = 0.0, cosine if odd else 1.0
@@ -95,7 +103,8 @@ def _student_within(angle: float, degrees: int) -> float:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate, from `num_samples` of which `num_correct` pass, that one of `k` passes.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), as a product that does not overflow.
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), as a product that does
+    not overflow.
     """
     assert 1 <= k <= num_samples
     if num_samples - num_correct < k:
@@ -107,14 +116,17 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], resamples: int = 2000) -> Estimate:
-    """Mean over prompts with the percentile bootstrap's 95 % interval (Efron 1979), under a fixed seed, so that it
-    repeats. Values that are all equal give an interval without width, and few prompts one that is too narrow."""
+    """Mean over prompts with the percentile bootstrap's 95 % interval (Efron 1979), under a fixed
+    seed, so that it repeats. Values that are all equal give an interval without width, and few
+    prompts one that is too narrow."""
     array = np.asarray(values, dtype=np.float64)
     assert array.size > 0
     generator = np.random.Generator(np.random.Philox(key=0))
     at_once = max(1, _ELEMENTS_AT_ONCE // array.size)
     means = [
-        array[generator.integers(0, array.size, (min(at_once, resamples - start), array.size))].mean(axis=1)
+        array[
+            generator.integers(0, array.size, (min(at_once, resamples - start), array.size))
+        ].mean(axis=1)
         for start in range(0, resamples, at_once)
     ]
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])

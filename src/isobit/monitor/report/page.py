@@ -1,8 +1,9 @@
-"""The report: one HTML file that shows a run, or several side by side. Reads run directories only; imports no torch.
+"""The report: one HTML file that shows a run, or several side by side. Reads run directories only;
+imports no torch.
 
-Every section is complete in the page; the script turns them into tabs and adds what needs a script: values on hover,
-the slider of the heat maps, the tables of prompts and completions. Heat maps, prompts and completions are made for each
-run, and the page's byte budget is shared between them.
+Every section is complete in the page; the script turns them into tabs and adds what needs a script:
+values on hover, the slider of the heat maps, the tables of prompts and completions. Heat maps,
+prompts and completions are made for each run, and the page's byte budget is shared between them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,15 @@ from isobit.monitor.report.summary import about, headline, summary
 from isobit.monitor.report.tables import html_table
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS
-from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, RESOLVED, object_in, read_jsonl, require_run
+from isobit.run.directory import (
+    CONFIG,
+    METRICS,
+    QUANTIZATION,
+    RESOLVED,
+    object_in,
+    read_jsonl,
+    require_run,
+)
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000
@@ -47,12 +56,21 @@ class _Run:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the page; returns its path. Raises IsobitError if a run is missing or has no metrics."""
+    """Write the page; returns its path. Raises IsobitError if a run is missing or has no
+    metrics."""
     directories = [Path(directory) for directory in run_dirs]
-    runs = [_read(path, name, len(directories)) for path, name in zip(directories, run_names(directories))]
+    runs = [
+        _read(path, name, len(directories))
+        for path, name in zip(directories, run_names(directories))
+    ]
     series = [run.series for run in runs]
     sections = [
-        ("Overview", headline(series) + summary(series) + draw_all((*panels.OUTCOME, panels.MISMATCH_FIGURE), series)),
+        (
+            "Overview",
+            headline(series)
+            + summary(series)
+            + draw_all((*panels.OUTCOME, panels.MISMATCH_FIGURE), series),
+        ),
         ("Learning", draw_all(panels.LEARNING, series)),
         ("Mismatch", _mismatch(series)),
         ("Quantization", draw_all(panels.QUANTIZATION, series) + _each(runs, _heat)),
@@ -67,7 +85,10 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
         if content
     )
     facts = f"<p class='soft'>{escaped(about(runs[0].config))}</p>" if len(runs) == 1 else ""
-    head = f"<header><p class='mark'>isobit</p><h1>{escaped(', '.join(run.name for run in runs))}</h1>{facts}</header>"
+    head = (
+        "<header><p "
+        f"class='mark'>isobit</p><h1>{escaped(', '.join(run.name for run in runs))}</h1>{facts}</header>"
+    )
     page = html_page(", ".join(run.name for run in runs), f"{head}<main>{body}</main>", SCRIPTS)
     try:
         durable.write_text(out, page)
@@ -90,7 +111,9 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
     require_run(directory)
     rows = [panels.with_derived(row) for row in read_jsonl(directory / METRICS)]
     if not rows:
-        raise IsobitError(f"{directory}: no step has been recorded yet, so there is nothing to report")
+        raise IsobitError(
+            f"{directory}: no step has been recorded yet, so there is nothing to report"
+        )
     recorded = directory / QUANTIZATION
     rollouts = read_rollouts(directory / COMPLETIONS)
     intervals = rollouts.reward_intervals()
@@ -115,15 +138,21 @@ def _config(path: Path) -> str:
 def _resolved(directory: Path) -> dict[str, str]:
     """What the config left open, as it was computed; empty of a run that has not recorded it."""
     found = object_in(directory / RESOLVED) or {}
-    return {name: brief(value) for name, value in found.items() if not isinstance(value, (dict, list))}
+    return {
+        name: brief(value) for name, value in found.items() if not isinstance(value, (dict, list))
+    }
 
 
-def _with_band(row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex) -> dict[str, Any]:
-    """The row with the ends of its mean reward's interval, which a mean of rewards of this run can reach."""
+def _with_band(
+    row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex
+) -> dict[str, Any]:
+    """The row with the ends of its mean reward's interval, which a mean of rewards of this run can
+    reach."""
     reward, half = row.get("reward/mean"), intervals.get(int(row["step"]))
     if reward is None or half is None:
         return row
-    low, high = max(reward - half, min(rollouts.lowest, reward)), min(reward + half, max(rollouts.highest, reward))
+    low = max(reward - half, min(rollouts.lowest, reward))
+    high = min(reward + half, max(rollouts.highest, reward))
     return {**row, "reward/mean:low": low, "reward/mean:high": high}
 
 
@@ -133,7 +162,8 @@ def _mismatch(series: Sequence[Series]) -> str:
     if not any(points(run.rows, "mismatch/compared_tokens")[0] for run in series):
         return charts
     return (
-        "<p>Log-probabilities of the sampled tokens, as recorded by the rollout and as computed by the learner with "
+        "<p>Log-probabilities of the sampled tokens, as recorded by the rollout and as computed "
+        "by the learner with "
         "the same weights. A step at which they agree in every bit stands in the row named 0.</p>"
         f"{charts}"
     )
@@ -144,7 +174,10 @@ def _each(runs: Sequence[_Run], make: Callable[[_Run], str]) -> str:
     parts = [(escaped(run.name), content) for run in runs if (content := make(run))]
     if len(runs) == 1:
         return "".join(content for _, content in parts)
-    return "".join(f"<div class='of-run' data-run='{name}'><h3>{name}</h3>{content}</div>" for name, content in parts)
+    return "".join(
+        f"<div class='of-run' data-run='{name}'><h3>{name}</h3>{content}</div>"
+        for name, content in parts
+    )
 
 
 def _heat(run: _Run) -> str:
@@ -156,7 +189,8 @@ def _prompts(run: _Run) -> str:
 
 
 def _completions(run: _Run) -> str:
-    """The best and the worst of a few steps for who reads without a script; all that was sampled for the browser."""
+    """The best and the worst of a few steps for who reads without a script; all that was sampled
+    for the browser."""
     samples = run.samples
     if not samples["rows"]:
         return ""
@@ -176,7 +210,8 @@ def _extremes(samples: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
         rows = [row for row in samples["rows"] if row["step"] == step and row["reward"] is not None]
         if rows:
-            best, worst = max(rows, key=lambda row: row["reward"]), min(rows, key=lambda row: row["reward"])
+            best = max(rows, key=lambda row: row["reward"])
+            worst = min(rows, key=lambda row: row["reward"])
             found += [best] if best["reward"] == worst["reward"] else [best, worst]
     return found or samples["rows"][:_STATIC_SAMPLES]
 
@@ -200,7 +235,11 @@ def _configuration(runs: Sequence[_Run]) -> str:
     different = ""
     if len(runs) > 1:
         rows = differing([_settings(run) for run in runs])
-        table = html_table([["", *(run.name for run in runs)], *rows]) if rows else "<p>They do not differ.</p>"
+        table = (
+            html_table([["", *(run.name for run in runs)], *rows])
+            if rows
+            else "<p>They do not differ.</p>"
+        )
         different = f"<h3>What differs</h3>{table}"
     texts = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{escaped(run.name)}</summary>"

@@ -4,21 +4,29 @@ from isobit.monitor.report.charts import Panel
 from isobit.monitor.report.series import Series, points
 
 OUTCOME = (
-    Panel("Reward", ("reward/mean",), note="band: 95 % interval of the mean, over prompts, within the run's rewards"),
+    Panel(
+        "Reward",
+        ("reward/mean",),
+        note="band: 95 % interval of the mean, over prompts, within the run's rewards",
+    ),
     Panel(
         "Held-out accuracy",
         ("accuracy/held_out", "accuracy/pass_at_*", "accuracy/majority_at_*"),
         fraction=True,
     ),
     Panel("Completion length", ("length/mean",), unit="tokens"),
-    Panel("Truncated completions", ("length/truncated_fraction",), note="ended at the length limit"),
+    Panel(
+        "Truncated completions", ("length/truncated_fraction",), note="ended at the length limit"
+    ),
 )
 
 LEARNING = (
     Panel("Reward functions", ("reward/function/*",), note="mean of each, unweighted"),
     Panel("Groups without spread", ("groups/zero_spread_fraction",), note="which teach nothing"),
     Panel(
-        "Left out of learning", ("learn/skipped_share",), note="fraction of tokens: micro-batches that teach nothing"
+        "Left out of learning",
+        ("learn/skipped_share",),
+        note="fraction of tokens: micro-batches that teach nothing",
     ),
     Panel("Entropy", ("entropy",), unit="nats per token"),
     Panel("Gradient norm", ("grad_norm",), note="before clipping"),
@@ -27,31 +35,68 @@ LEARNING = (
     Panel("KL to the reference", ("loss/kl",), unit="nats per token"),
     Panel("Skipped optimizer steps", ("steps/skipped",)),
     Panel("Staleness of the samples", ("staleness/mean", "staleness/max"), unit="steps"),
-    Panel("Load of the busiest expert", ("router/load_max_over_mean",), note="over that of the average one"),
+    Panel(
+        "Load of the busiest expert",
+        ("router/load_max_over_mean",),
+        note="over that of the average one",
+    ),
 )
 
 MISMATCH_FIGURE = Panel(
-    "Mismatch", ("mismatch/kl_k3",), log=True, note="k3 estimate of KL(rollout ‖ learner) per token, same weights"
+    "Mismatch",
+    ("mismatch/kl_k3",),
+    log=True,
+    note="k3 estimate of KL(rollout ‖ learner) per token, same weights",
 )
 MISMATCH = (
-    Panel("Tokens that differ", ("mismatch/differing_fraction",), log=True, note="fraction that differs in any bit"),
-    Panel("Largest difference", ("mismatch/max_abs_logprob_diff",), unit="nats", log=True, note="|learner − rollout|"),
+    Panel(
+        "Tokens that differ",
+        ("mismatch/differing_fraction",),
+        log=True,
+        note="fraction that differs in any bit",
+    ),
+    Panel(
+        "Largest difference",
+        ("mismatch/max_abs_logprob_diff",),
+        unit="nats",
+        log=True,
+        note="|learner − rollout|",
+    ),
     Panel(
         "Probability ratio error",
         ("mismatch/token_mult_prob_error-1",),
         log=True,
         note="mean of exp|learner − rollout|, minus 1",
     ),
-    Panel("Perplexity ratio", ("mismatch/ppl_ratio",), note="learner over rollout, mean over sequences"),
-    Panel("Truncated weights", ("correction/clipped_fraction",), note="fraction of tokens that a correction truncated"),
-    Panel("Effective sample size", ("correction/effective_sample_size_untruncated",), note="of untruncated weights"),
+    Panel(
+        "Perplexity ratio",
+        ("mismatch/ppl_ratio",),
+        note="learner over rollout, mean over sequences",
+    ),
+    Panel(
+        "Truncated weights",
+        ("correction/clipped_fraction",),
+        note="fraction of tokens that a correction truncated",
+    ),
+    Panel(
+        "Effective sample size",
+        ("correction/effective_sample_size_untruncated",),
+        note="of untruncated weights",
+    ),
     Panel(
         "What the correction leaves",
         ("correction/effective_step", "correction/kept_fraction"),
         note="of the step's size, and of the completions",
     ),
-    Panel("Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"),
-    Panel("Mismatch of stale samples", ("staleness/kl_k3",), log=True, note="samples of older weights only"),
+    Panel(
+        "Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"
+    ),
+    Panel(
+        "Mismatch of stale samples",
+        ("staleness/kl_k3",),
+        log=True,
+        note="samples of older weights only",
+    ),
 )
 
 BY_POSITION = Panel(
@@ -65,8 +110,18 @@ BY_POSITION = Panel(
 
 QUANTIZATION = (
     Panel("Weights: relative error", ("quant/weight_relative_error",), note="all layers"),
-    Panel("Weights flushed to zero", ("quant/weight_flushed_fraction",), log=True, note="fraction, all layers"),
-    Panel("Weights saturated", ("quant/weight_saturated_fraction",), log=True, note="fraction, all layers"),
+    Panel(
+        "Weights flushed to zero",
+        ("quant/weight_flushed_fraction",),
+        log=True,
+        note="fraction, all layers",
+    ),
+    Panel(
+        "Weights saturated",
+        ("quant/weight_saturated_fraction",),
+        log=True,
+        note="fraction, all layers",
+    ),
     Panel(
         "Activations and gradients: relative error",
         ("quant/activation_relative_error", "quant/gradient_relative_error"),
@@ -84,8 +139,17 @@ QUANTIZATION = (
         log=True,
         note="fraction, all layers",
     ),
-    Panel("KV cache saturated", ("quant/kv_saturated_fraction",), log=True, note="fraction of keys and values"),
-    Panel("Drift of KV scales", ("quant/kv_scale_drift",), note="largest relative change since the step before"),
+    Panel(
+        "KV cache saturated",
+        ("quant/kv_saturated_fraction",),
+        log=True,
+        note="fraction of keys and values",
+    ),
+    Panel(
+        "Drift of KV scales",
+        ("quant/kv_scale_drift",),
+        note="largest relative change since the step before",
+    ),
 )
 
 COST = (
@@ -95,7 +159,11 @@ COST = (
         unit="seconds per step",
         stacked=True,
     ),
-    Panel("Throughput", ("throughput/rollout_tokens_per_s", "throughput/learn_tokens_per_s"), unit="tokens/s"),
+    Panel(
+        "Throughput",
+        ("throughput/rollout_tokens_per_s", "throughput/learn_tokens_per_s"),
+        unit="tokens/s",
+    ),
     Panel("Peak memory", ("memory/peak_*",), unit="MiB", note="of the process so far"),
     Panel(
         "Memory by use",
@@ -131,9 +199,14 @@ def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def by_position(run: Series) -> Series:
-    """The run's BY_POSITION: a row for each power of two, its place in the completion, in place of a step."""
+    """The run's BY_POSITION: a row for each power of two, its place in the completion, in place of
+    a step."""
     names = {name for row in run.rows for name in row if name.startswith(POSITIONS)}
     known = [name for name in names if name.removeprefix(POSITIONS).isdecimal()]
     values = {int(name.removeprefix(POSITIONS)): points(run.rows, name)[1] for name in known}
-    rows = [{"step": float(n), "mismatch/kl_k3": sum(v) / len(v)} for n, v in sorted(values.items()) if v]
+    rows = [
+        {"step": float(n), "mismatch/kl_k3": sum(v) / len(v)}
+        for n, v in sorted(values.items())
+        if v
+    ]
     return Series(run.name, rows)

@@ -1,8 +1,10 @@
-"""A run's completions.jsonl.gz, read once: the results of every prompt, and where the rows of each step are.
+"""A run's completions.jsonl.gz, read once: the results of every prompt, and where the rows of each
+step are.
 
-Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
-which is several times faster. The rows that a page shows are read whole (`RolloutIndex.rows`), by their place: their
-number in the file. Left out: which rows a page shows (`selection.py`).
+Most rows are read for their text and reward only: their lists of numbers are cut out of the line
+before it is parsed, which is several times faster. The rows that a page shows are read whole
+(`RolloutIndex.rows`), by their place: their number in the file. Left out: which rows a page shows
+(`selection.py`).
 """
 
 import json
@@ -20,14 +22,18 @@ from isobit.monitor.report.intervals import mean_interval
 from isobit.run.completions import Member, is_reward, lines, members, parse
 from isobit.run.rows import BadRow, check_step, warn
 
-_LISTS = re.compile(rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]')
-"""Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
+_LISTS = re.compile(
+    rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]'
+)
+"""Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never
+part of one."""
 _MOST_TOKENS = 1 << 31
 
 
 @dataclass
 class Visit:
-    """One group: when, how many of its completions were scored, the sum of their rewards, and how many were solved."""
+    """One group: when, how many of its completions were scored, the sum of their rewards, and how
+    many were solved."""
 
     step: int
     scored: int = 0
@@ -41,10 +47,12 @@ class Visit:
 
 @dataclass
 class RolloutIndex:
-    """Visits by prompt text, in order; and for each step the places and the rewards of its whole rows, of `whole_bytes`
-    together: a sampled run has others, which count and cannot be shown. `lost`: rows and steps that cannot be read.
+    """Visits by prompt text, in order; and for each step the places and the rewards of its whole
+    rows, of `whole_bytes` together: a sampled run has others, which count and cannot be shown.
+    `lost`: rows and steps that cannot be read.
 
-    `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is, if that is less.
+    `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is,
+    if that is less.
     """
 
     path: Path
@@ -60,8 +68,8 @@ class RolloutIndex:
     """Rewards of the whole run."""
 
     def reward_intervals(self) -> dict[int, float]:
-        """Step to half the width of the 95 % interval (Student's) of its mean reward, over its prompts: completions of
-        one prompt are not independent."""
+        """Step to half the width of the 95 % interval (Student's) of its mean reward, over its
+        prompts: completions of one prompt are not independent."""
         means: dict[int, list[float]] = {}
         for visits in self.visits.values():
             for visit in visits:
@@ -70,7 +78,8 @@ class RolloutIndex:
         return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
 
     def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The rows at these places (counted from the first), whole; quick where those of a step follow one another."""
+        """The rows at these places (counted from the first), whole; quick where those of a step
+        follow one another."""
         starts, opened, found = [first for first, _ in self.members], -1, list[bytes]()
         for place in places:
             index = bisect_right(starts, place) - 1
@@ -82,8 +91,9 @@ class RolloutIndex:
 
 
 def read_rollouts(path: Path) -> RolloutIndex:
-    """Read the file, if it is there; a half-written last step is left out. A line on stderr says how many rows and
-    steps are none, or are damaged. Raises IsobitError for a file that may not be read."""
+    """Read the file, if it is there; a half-written last step is left out. A line on stderr says
+    how many rows and steps are none, or are damaged. Raises IsobitError for a file that may not be
+    read."""
     found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
     for line in _lines(found):
         try:
@@ -92,7 +102,9 @@ def read_rollouts(path: Path) -> RolloutIndex:
             found.lost += 1
             found.count += 1
             continue
-        prompt, step, index = str(row.get("prompt") or ""), row["step"], row.get("prompt_index") or 0
+        prompt = str(row.get("prompt") or "")
+        step = row["step"]
+        index = row.get("prompt_index") or 0
         reward = None if row.get("reward") is None else float(row["reward"])
         if "completion" in row:
             places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
@@ -110,12 +122,15 @@ def read_rollouts(path: Path) -> RolloutIndex:
     for (prompt, step, _), scored in groups.items():
         if scored:
             solved = sum(reward >= found.solved_from for reward in scored)
-            found.visits.setdefault(prompt, []).append(Visit(step, len(scored), sum(scored), solved))
+            found.visits.setdefault(prompt, []).append(
+                Visit(step, len(scored), sum(scored), solved)
+            )
     return found
 
 
 def _lines(found: RolloutIndex) -> Iterator[bytes]:
-    """All rows; where each step begins is kept on the way. A step that is damaged is counted as lost."""
+    """All rows; where each step begins is kept on the way. A step that is damaged is counted as
+    lost."""
     for member in members(found.path):
         try:
             rows = lines(found.path, member)
@@ -135,18 +150,27 @@ def _row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or not is_reward(row.get("reward")):
         raise BadRow("not a row of completions")
     check_step(row)
-    if any(type(row.get(name) or 0) is not int for name in ("step", "prompt_index", "sample_index")):
+    if any(
+        type(row.get(name) or 0) is not int for name in ("step", "prompt_index", "sample_index")
+    ):
         raise BadRow("not a row of completions")
     return row
 
 
 def _shows(row: Mapping[str, Any]) -> bool:
-    """Whether a whole row can be shown: its tokens are ids, its log-probabilities go with them, its rewards are
-    numbers."""
-    ids, rollout, policy = (row.get(name) or [] for name in ("completion_ids", "rollout_logprobs", "policy_logprobs"))
+    """Whether a whole row can be shown: its tokens are ids, its log-probabilities go with them, its
+    rewards are numbers."""
+    ids, rollout, policy = (
+        row.get(name) or [] for name in ("completion_ids", "rollout_logprobs", "policy_logprobs")
+    )
     prompt, rewards = row.get("prompt_ids") or [], row.get("rewards") or {}
     if not isinstance(ids, list) or not isinstance(prompt, list) or not isinstance(rewards, dict):
         return False
     tokens = all(type(token) is int and 0 <= token < _MOST_TOKENS for token in (*prompt, *ids))
     together = len(rollout) in (0, len(ids)) and len(policy) in (0, len(ids))
-    return tokens and together and isinstance(row.get("completion"), str) and all(map(is_reward, rewards.values()))
+    return (
+        tokens
+        and together
+        and isinstance(row.get("completion"), str)
+        and all(map(is_reward, rewards.values()))
+    )

@@ -1,7 +1,8 @@
 """The completions that a page shows: their choice, within a byte budget, and their tokens.
 
-If not all fit: steps evenly spread from first to last, of each the best, the worst, and others evenly spread. Token
-texts come from the tokenizer of the run's newest checkpoint; without one a completion is shown without tokens.
+If not all fit: steps evenly spread from first to last, of each the best, the worst, and others
+evenly spread. Token texts come from the tokenizer of the run's newest checkpoint; without one a
+completion is shown without tokens.
 """
 
 import json
@@ -24,8 +25,9 @@ Data = dict[str, Any]
 
 
 def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> Data:
-    """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to by number; `total` is
-    how many completions there are, `steps` of how many steps. About `budget` bytes as JSON, at most."""
+    """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to
+    by number; `total` is how many completions there are, `steps` of how many steps. About `budget`
+    bytes as JSON, at most."""
     tokens, prompts = _Pieces(directory), _Numbered()
     rows: list[Data] = []
     spent = 0
@@ -34,7 +36,9 @@ def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> 
         found = _row(row, prompts, tokens)
         spent += len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
         spent += sum(len(text.encode("utf-8", "replace")) + 4 for text in prompts.texts[known[0] :])
-        spent += sum(len(text.encode("utf-8", "replace")) + 4 for text in tokens.numbered.texts[known[1] :])
+        spent += sum(
+            len(text.encode("utf-8", "replace")) + 4 for text in tokens.numbered.texts[known[1] :]
+        )
         if spent > budget and rows:
             break
         rows.append(found)
@@ -71,14 +75,22 @@ def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
     fitting = max(2 * budget // max(rollouts.whole_bytes // whole, 1), 2 * _STEP_ROWS)
     steps = list(coarse_to_fine(sorted(rollouts.steps)))
     each = max(_STEP_ROWS, fitting // len(steps))
-    return [place for step in steps[: fitting // _STEP_ROWS + 1] for place in _of_step(*rollouts.steps[step], each)]
+    return [
+        place
+        for step in steps[: fitting // _STEP_ROWS + 1]
+        for place in _of_step(*rollouts.steps[step], each)
+    ]
 
 
 def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
-    """Which `count` completions of a step to show, by number: the best, the worst, and others evenly spread. A NaN is
-    no reward."""
+    """Which `count` completions of a step to show, by number: the best, the worst, and others
+    evenly spread. A NaN is no reward."""
     scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
-    order = [max(scored, key=rewards.__getitem__), min(scored, key=rewards.__getitem__)] if scored else []
+    order = (
+        [max(scored, key=rewards.__getitem__), min(scored, key=rewards.__getitem__)]
+        if scored
+        else []
+    )
     return list(dict.fromkeys([*order, *coarse_to_fine(range(len(rewards)))]))[:count]
 
 
@@ -107,7 +119,9 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
         return {**found, "text": _shortened(str(row.get("completion") or ""), _LONGEST_TEXT)}
     found |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
     if policy:
-        differences = [float(f"{abs(new - old):.2g}") for new, old in zip(policy[: len(shown)], rollout)]
+        differences = [
+            float(f"{abs(new - old):.2g}") for new, old in zip(policy[: len(shown)], rollout)
+        ]
         found["differences"] = differences if any(differences) else 0
     return found
 
@@ -132,19 +146,22 @@ class _Numbered:
 
 
 class _Pieces:
-    """Token ids to the texts that they add one after the other, numbered; `special` are numbers of special tokens."""
+    """Token ids to the texts that they add one after the other, numbered; `special` are numbers of
+    special tokens."""
 
     def __init__(self, directory: Path) -> None:
         self.numbered, self.special = _Numbered(), set[int]()
         self._tokenizer = _tokenizer(directory)
         added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
-        self._special_names = {token: found.content for token, found in added.items() if found.special}
+        self._special_names = {
+            token: found.content for token, found in added.items() if found.special
+        }
 
     def of(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int] | None:
         """The numbers of a completion's token texts; None without a tokenizer.
 
-        A token's text is what it adds to the text before. Of tokens that make a character only together, the last one
-        has it, and the others are empty.
+        A token's text is what it adds to the text before. Of tokens that make a character only
+        together, the last one has it, and the others are empty.
         """
         if self._tokenizer is None:
             return None

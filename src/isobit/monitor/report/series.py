@@ -1,7 +1,7 @@
 """Series of metrics over steps: read from rows, smoothed, and thinned to what a figure can show.
 
-A thinned series keeps the lowest and the highest point of every stretch, so that a peak, or an exact zero, is never
-lost. Left out: drawing (`charts.py`).
+A thinned series keeps the lowest and the highest point of every stretch, so that a peak, or an
+exact zero, is never lost. Left out: drawing (`charts.py`).
 """
 
 import math
@@ -52,7 +52,10 @@ class Line:
         width = smoothing_width(len(self.values))
         lists = (self.values, self.low, self.high)
         if log:
-            means = [[math.exp(m) for m in running_mean([math.log(v) for v in values], width)] for values in lists]
+            means = [
+                [math.exp(m) for m in running_mean([math.log(v) for v in values], width)]
+                for values in lists
+            ]
         else:
             means = [running_mean(values, width) for values in lists]
         return Line(self.steps, *means).chosen(_even(len(self.steps), MOST_POINTS // 2))
@@ -61,7 +64,11 @@ class Line:
 def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
     """(steps, values) where the metric has a finite value."""
     found = [(row["step"], row.get(metric)) for row in rows]
-    kept = [(float(s), float(v)) for s, v in found if s is not None and v is not None and math.isfinite(v)]
+    kept = [
+        (float(s), float(v))
+        for s, v in found
+        if s is not None and v is not None and math.isfinite(v)
+    ]
     return [s for s, _ in kept], [v for _, v in kept]
 
 
@@ -71,11 +78,14 @@ def line(rows: MetricRows, metric: str) -> Line:
     low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))
     if not low:
         return Line(steps, values, [], [])
-    return Line(steps, values, *([end.get(s, v) for s, v in zip(steps, values)] for end in (low, high)))
+    return Line(
+        steps, values, *([end.get(s, v) for s, v in zip(steps, values)] for end in (low, high))
+    )
 
 
 def smoothing_width(count: int) -> int:
-    """Points of a running mean over a series of `count`: an odd number; 1 where it is too short to need one."""
+    """Points of a running mean over a series of `count`: an odd number; 1 where it is too short to
+    need one."""
     return 1 if count < SMOOTHED_FROM else 2 * (count // 80) + 1
 
 
@@ -87,7 +97,8 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Indices to keep, ascending: all, or the lowest and the highest of each of `most` / 2 stretches, and both ends."""
+    """Indices to keep, ascending: all, or the lowest and the highest of each of `most` / 2
+    stretches, and both ends."""
     count = len(values)
     if count <= most:
         return list(range(count))

@@ -14,9 +14,18 @@ Line = Callable[[MetricRows], str]
 
 
 def about(config: str) -> str:
-    """What a run was, in a line: what its configuration says of model, task, algorithm and precision."""
+    """What a run was, in a line: what its configuration says of model, task, algorithm and
+    precision."""
     found = flattened(config, CONFIG)
-    names = ("model.path", "model.sft", "task.name", "algorithm.preset", "precision", "precision.preset", "seed")
+    names = (
+        "model.path",
+        "model.sft",
+        "task.name",
+        "algorithm.preset",
+        "precision",
+        "precision.preset",
+        "seed",
+    )
     labels = {name: name.split(".")[0] for name in names} | {"adapter.rank": "adapter of rank"}
     facts = [(label, found.get(name, "null").strip("'\"")) for name, label in labels.items()]
     return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
@@ -43,7 +52,8 @@ def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
 
 def _differing(rows: MetricRows) -> str:
     differing, compared, comparable = (
-        points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared", "comparable")
+        points(rows, f"mismatch/{name}_tokens")[1]
+        for name in ("differing", "compared", "comparable")
     )
     left_out = sum(comparable) > sum(compared)
     more = f", of {sum(comparable):,.0f} that could be compared" if left_out else ""
@@ -70,7 +80,8 @@ _LINES: tuple[tuple[str, Line], ...] = (
 
 
 def headline(runs: Sequence[Series]) -> str:
-    """The one sentence that people come for, of each run; and a warning of each that learned nothing."""
+    """The one sentence that people come for, of each run; and a warning of each that learned
+    nothing."""
     return "".join(_standstill(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
 
 
@@ -85,7 +96,8 @@ def summary(runs: Sequence[Series]) -> str:
         return html_table(cells)
     wide = {True: " class='wide'", False: ""}
     figures = "".join(
-        f"<div{wide[len(value) > _WIDE]}><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:]
+        f"<div{wide[len(value) > _WIDE]}><dt>{name}</dt><dd>{value}</dd></div>"
+        for name, value in cells[1:]
     )
     return f"<dl class='figures'>{figures}</dl>"
 
@@ -102,15 +114,25 @@ def _headline(run: Series, several: bool) -> str:
     if not differing:
         return ""
     clean = sum(value == 0 for value in differing)
-    compared, comparable = (sum(points(run.rows, f"mismatch/{what}_tokens")[1]) for what in ("compared", "comparable"))
+    compared, comparable = (
+        sum(points(run.rows, f"mismatch/{what}_tokens")[1]) for what in ("compared", "comparable")
+    )
     name = f"{escaped(run.name)}: " if several else ""
     of = f" of {comparable:,.0f}" if comparable > compared else ""
-    total = f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, {compared:,.0f}{of} tokens compared"
+    total = (
+        f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, "
+        f"{compared:,.0f}{of} tokens compared"
+    )
     if clean == len(differing):
         where = " in these" if of else " throughout"
-        return f"<p class='headline good'>{total}: rollout and learner computed the same bits{where}.</p>"
+        return (
+            f"<p class='headline good'>{total}: rollout and learner computed the same "
+            f"bits{where}.</p>"
+        )
     _, errors = points(run.rows, "mismatch/token_mult_prob_error")
-    return f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
+    return (
+        f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
+    )
 
 
 def _number(value: float) -> str:

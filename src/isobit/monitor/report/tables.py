@@ -1,5 +1,5 @@
-"""Tables of cells, the first row their heads: as aligned plain text, and as HTML. The first column is text, the others
-are numbers."""
+"""Tables of cells, the first row their heads: as aligned plain text, and as HTML. The first column
+is text, the others are numbers."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,8 @@ def text_table(cells: Cells, rule: bool = False) -> str:
     """Lines of columns two spaces apart; with `rule` a line under the heads."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in cells
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+        for row in cells
     ]
     head, *body = (line.rstrip() for line in lines)
     return "\n".join([head, *(["-" * len(lines[0])] if rule else []), *body])

@@ -1,7 +1,8 @@
-"""The view of a run in its own process: one live screen in a terminal, plain lines elsewhere, nothing with `quiet`.
+"""The view of a run in its own process: one live screen in a terminal, plain lines elsewhere,
+nothing with `quiet`.
 
-A thread of rich redraws the screen once a second, so that a long step shows its progress; the end of a step redraws it
-at once, at most twice a second. Everything goes to stderr.
+A thread of rich redraws the screen once a second, so that a long step shows its progress; the end
+of a step redraws it at once, at most twice a second. Everything goes to stderr.
 """
 
 import sys
@@ -23,7 +24,9 @@ _REDRAW_EVERY_S = 0.5
 class Display:
     """Use as a context manager. `history` is what is shown."""
 
-    def __init__(self, total: int, quiet: bool = False, done: int = 0, name: str = "", details: str = "") -> None:
+    def __init__(
+        self, total: int, quiet: bool = False, done: int = 0, name: str = "", details: str = ""
+    ) -> None:
         self.history = History(name, total, details, done)
         self.quiet = quiet
         self._ended = time.monotonic()  # the last step
@@ -32,7 +35,10 @@ class Display:
         self._live: Live | None = None
         if self._console.is_terminal and not quiet:
             self._live = Live(
-                console=self._console, get_renderable=self._screen, refresh_per_second=1, vertical_overflow="crop"
+                console=self._console,
+                get_renderable=self._screen,
+                refresh_per_second=1,
+                vertical_overflow="crop",
             )
 
     def __enter__(self) -> "Display":
@@ -62,7 +68,9 @@ class Display:
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
-        if (warning := self.history.standstill.line) is not None and self.history.standstill.steps == PATIENCE:
+        if (
+            warning := self.history.standstill.line
+        ) is not None and self.history.standstill.steps == PATIENCE:
             self.note(f"step {self.history.step}: {warning}")
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:

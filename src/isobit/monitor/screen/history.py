@@ -1,7 +1,8 @@
-"""What the live view knows about a run: the values of each metric so far, and the last step's best and worst
-completion.
+"""What the live view knows about a run: the values of each metric so far, and the last step's best
+and worst completion.
 
-Fed with rows of metrics.jsonl and with completions, by the run itself or from its files. Left out: how it is drawn.
+Fed with rows of metrics.jsonl and with completions, by the run itself or from its files. Left out:
+how it is drawn.
 """
 
 import math
@@ -25,8 +26,8 @@ class Shown(NamedTuple):
 
 @dataclass
 class History:
-    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is what it does now.
-    `ranks`: what each of several processes does (`isobit.run.heartbeat`)."""
+    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is
+    what it does now. `ranks`: what each of several processes does (`isobit.run.heartbeat`)."""
 
     name: str
     total: int
@@ -76,12 +77,14 @@ class History:
 
     @property
     def seconds_left(self) -> float | None:
-        """For the steps that remain, at the pace of the last ones; evaluations and checkpoints are not in it."""
+        """For the steps that remain, at the pace of the last ones; evaluations and checkpoints are
+        not in it."""
         pace = self.seconds_per_step
         return None if pace is None else pace * max(self.total - self.step, 0)
 
     def phase_shares(self) -> list[tuple[str, float]]:
-        """(phase, fraction of the last steps' time) from half a percent on; what no timer names is `other`."""
+        """(phase, fraction of the last steps' time) from half a percent on; what no timer names is
+        `other`."""
         whole = sum(self.values("time/step")[-RECENT:])
         if not whole:
             return []

@@ -1,7 +1,8 @@
-"""The screen of a run: a header, sparklines of the main metrics, time by phase, memory, and two completions.
+"""The screen of a run: a header, sparklines of the main metrics, time by phase, memory, and two
+completions.
 
-A pure function of a `History`, a width and a height: the same in the run's own terminal and in `isobit watch`. Text
-that a model wrote is shown without control characters.
+A pure function of a `History`, a width and a height: the same in the run's own terminal and in
+`isobit watch`. Text that a model wrote is shown without control characters.
 """
 
 import time
@@ -17,12 +18,19 @@ from isobit.monitor.screen.history import History, Shown
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 _NOTES_FROM = 76  # columns: a narrower terminal has no room beside the sparklines
-_PHASE_STYLES = {"rollout": "blue", "score": "yellow", "learn": "green", "sync": "magenta", "calibrate": "cyan"}
+_PHASE_STYLES = {
+    "rollout": "blue",
+    "score": "yellow",
+    "learn": "green",
+    "sync": "magenta",
+    "calibrate": "cyan",
+}
 _SOFT = "bright_black"
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """The values as bars between their smallest and largest; more than `width` are averaged in even parts."""
+    """The values as bars between their smallest and largest; more than `width` are averaged in even
+    parts."""
     if not values:
         return ""
     if len(values) > width:
@@ -31,7 +39,9 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     low, high = min(values), max(values)
     if high == low:
         return (BARS[0] if high == 0 else BARS[3]) * len(values)
-    return "".join(BARS[min(int((v - low) / (high - low) * len(BARS)), len(BARS) - 1)] for v in values)
+    return "".join(
+        BARS[min(int((v - low) / (high - low) * len(BARS)), len(BARS) - 1)] for v in values
+    )
 
 
 def clock(seconds: float | None) -> str:
@@ -49,7 +59,8 @@ def plain(text: str) -> str:
 
 
 def screen(history: History, width: int, height: int) -> RenderableType:
-    """The whole view, at most `width` columns and `height` lines; what matters least is left out first."""
+    """The whole view, at most `width` columns and `height` lines; what matters least is left out
+    first."""
     header = _header(history, width)
     rows = _metrics(history, min(SPARK_WIDTH, max(width - 26, 8)), notes=width >= _NOTES_FROM)
     parts: list[RenderableType] = [header, _progress(history, width)]
@@ -68,15 +79,18 @@ def screen(history: History, width: int, height: int) -> RenderableType:
 
 
 def _ranks(history: History, width: int) -> list[Text]:
-    """A line for each of several ranks; the one that has been longest in its phase is marked: the others may wait for
-    it."""
+    """A line for each of several ranks; the one that has been longest in its phase is marked: the
+    others may wait for it."""
     if not history.ranks:
         return []
     now, oldest = time.time(), min(beat["since"] for beat in history.ranks)
     lines = []
     for beat in history.ranks:
         style = _PHASE_STYLES.get(beat["phase"], "")
-        line = Text(f"rank {beat['rank']:<5} {plain(str(beat['host']))[:12]:<12} step {beat['step']:<7} ", no_wrap=True)
+        line = Text(
+            f"rank {beat['rank']:<5} {plain(str(beat['host']))[:12]:<12} step {beat['step']:<7} ",
+            no_wrap=True,
+        )
         line.append(f"{plain(str(beat['phase'])):<10}", style=style)
         seconds = max(now - beat["since"], 0)
         line.append(f" {seconds:6.0f} s {beat['memory_mib'] / 1024:7.1f} GiB")
@@ -116,7 +130,8 @@ def _differing(history: History) -> str:
 def _compared(history: History) -> tuple[float, float, float]:
     """Tokens that differ, of those compared, of those that could have been."""
     differing, compared, comparable = (
-        history.total_of(f"mismatch/{name}_tokens") for name in ("differing", "compared", "comparable")
+        history.total_of(f"mismatch/{name}_tokens")
+        for name in ("differing", "compared", "comparable")
     )
     return differing, compared, comparable
 
@@ -126,7 +141,10 @@ def _header(history: History, width: int) -> RenderableType:
     grid.width = width
     grid.add_column(no_wrap=True, overflow="ellipsis")
     grid.add_column(justify="right", no_wrap=True, overflow="ellipsis", ratio=1)
-    grid.add_row(Text(f"isobit  {plain(history.name)}", style="bold"), Text(plain(history.details), style=_SOFT))
+    grid.add_row(
+        Text(f"isobit  {plain(history.name)}", style="bold"),
+        Text(plain(history.details), style=_SOFT),
+    )
     return grid
 
 
@@ -162,11 +180,21 @@ _LINES = (
     ("reward", "reward/mean", "{:.3f}", ("± {:.3f}", "reward/std")),
     ("accuracy", "accuracy/held_out", "{:.3f}", None),
     ("loss", "loss/cross_entropy", "{:.4f}", None),
-    ("tokens/s", "throughput/rollout_tokens_per_s", "{:,.0f}", ("{:,.0f} learning", "throughput/learn_tokens_per_s")),
+    (
+        "tokens/s",
+        "throughput/rollout_tokens_per_s",
+        "{:,.0f}",
+        ("{:,.0f} learning", "throughput/learn_tokens_per_s"),
+    ),
     ("length", "length/mean", "{:.1f}", ("{:.0%} truncated", "length/truncated_fraction")),
     ("entropy", "entropy", "{:.3f}", ("gradient norm {:.3g}", "grad_norm")),
 )
-_LEFT_OUT = ("left out", "learn/skipped_share", "{:.0%}", ("{:.0%} of the samples teach", "advantage/nonzero_fraction"))
+_LEFT_OUT = (
+    "left out",
+    "learn/skipped_share",
+    "{:.0%}",
+    ("{:.0%} of the samples teach", "advantage/nonzero_fraction"),
+)
 
 
 def _note(history: History, note: tuple[str, str] | None) -> str:
@@ -177,9 +205,15 @@ def _note(history: History, note: tuple[str, str] | None) -> str:
 def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str] | None:
     differing = history.last("mismatch/differing_tokens")
     total, compared, comparable = _compared(history)
-    of = f"{compared:,.0f} tokens" if compared >= comparable else f"{compared:,.0f} of {comparable:,.0f} tokens"
+    of = (
+        f"{compared:,.0f} tokens"
+        if compared >= comparable
+        else f"{compared:,.0f} of {comparable:,.0f} tokens"
+    )
     if differing is None:
-        return None if not comparable else ("mismatch", "", Text("not compared", style="yellow"), of)
+        return (
+            None if not comparable else ("mismatch", "", Text("not compared", style="yellow"), of)
+        )
     if total == 0:
         return "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), of
     kl = history.last("mismatch/kl_k3")
@@ -195,7 +229,9 @@ def _phases(history: History, width: int) -> Text | None:
         return None
     legend = Text(f"{pace:.2f} s a step  " if pace < 100 else f"{pace:.0f} s a step  ")
     for name, share in shares:
-        legend.append("■ ", style=_PHASE_STYLES.get(name, _SOFT)).append(f"{name} {share:.0%}  ", style=_SOFT)
+        legend.append("■ ", style=_PHASE_STYLES.get(name, _SOFT)).append(
+            f"{name} {share:.0%}  ", style=_SOFT
+        )
     line = Text(f"{'time':<10}", style=_SOFT)
     room = min(width - len(line) - len(legend) - 2, SPARK_WIDTH)
     if room >= 8:
@@ -215,7 +251,11 @@ def _memory(history: History, width: int) -> Text | None:
     parts = [("weights", "weights"), ("optimizer", "optimizer"), ("cache", "kv_cache")]
     known = [(label, history.last(f"memory/{name}_mib")) for label, name in parts]
     rest = "  ".join(f"{label} {value:,.0f}" for label, value in known if value is not None)
-    line = Text(f"{'memory':<10}", style=_SOFT).append(f"peak {peak:,.0f} MiB  ", style="default").append(rest)
+    line = (
+        Text(f"{'memory':<10}", style=_SOFT)
+        .append(f"peak {peak:,.0f} MiB  ", style="default")
+        .append(rest)
+    )
     line.truncate(width, overflow="ellipsis")
     return line
 

@@ -1,7 +1,8 @@
 """`isobit watch`: the same screen for any run on disk, from its files alone.
 
-Follows metrics.jsonl and completions.jsonl.gz as they grow, and starts over where a resumed run cut them back. Ends
-when the run is done, or its process has ended. Left out: anything that would write into the run directory.
+Follows metrics.jsonl and completions.jsonl.gz as they grow, and starts over where a resumed run cut
+them back. Ends when the run is done, or its process has ended. Left out: anything that would write
+into the run directory.
 """
 
 import sys
@@ -28,14 +29,15 @@ _LOOK_EVERY_S, _MOST_BYTES = 1.0, 1 << 20
 
 
 class GrowingRows:
-    """Reads what is new in a metrics.jsonl; `restarted` is set where the file became shorter, and `lost` counts lines
-    that are no rows."""
+    """Reads what is new in a metrics.jsonl; `restarted` is set where the file became shorter, and
+    `lost` counts lines that are no rows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.restarted, self.lost = path, 0, False, 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The whole lines since the last call. Raises IsobitError for a file that may not be read."""
+        """The whole lines since the last call. Raises IsobitError for a file that may not be
+        read."""
         self.restarted = False
         try:
             size = check_readable(self.path)
@@ -58,7 +60,8 @@ class GrowingRows:
 
 
 class Watched:
-    """A run directory, and the `history` of what has been read of it. Raises IsobitError if it is not one."""
+    """A run directory, and the `history` of what has been read of it. Raises IsobitError if it is
+    not one."""
 
     def __init__(self, directory: Path) -> None:
         require_run(directory)
@@ -76,7 +79,9 @@ class Watched:
             preset = precision if isinstance(precision, str) else f"{precision['preset']}, changed"
             if type(steps) is not int or not 0 < steps < MOST_STEPS:
                 raise ValueError
-            return History(self.directory.resolve().name, steps, f"{preset}, {config['consistency']}")
+            return History(
+                self.directory.resolve().name, steps, f"{preset}, {config['consistency']}"
+            )
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
             raise IsobitError(f"{path} is not the config that a run writes") from None
 
@@ -85,7 +90,9 @@ class Watched:
         rows = list(self._metrics.rows())
         if self._metrics.restarted:
             self.history = self._empty()
-        elif (self.directory / CONFIG).stat().st_mtime_ns != self._config_time:  # resumed with another number of steps
+        elif (
+            self.directory / CONFIG
+        ).stat().st_mtime_ns != self._config_time:  # resumed with another number of steps
             self.history.total = self._empty().total
         for row in rows:
             self.history.add(row)
@@ -95,15 +102,22 @@ class Watched:
         return len(rows)
 
     def _last_completions(self) -> list[Shown]:
-        """The completions of the last step in their file, of those that are recorded whole; none of a damaged one."""
+        """The completions of the last step in their file, of those that are recorded whole; none of
+        a damaged one."""
         path = self.directory / COMPLETIONS
-        if self._metrics.restarted or (path.is_file() and path.stat().st_size < sum(self._last_step)):
+        if self._metrics.restarted or (
+            path.is_file() and path.stat().st_size < sum(self._last_step)
+        ):
             self._last_step = Member(0, 0)
         try:
             for member in members(path, self._last_step.start):
                 self._last_step = member
             rows = list(map(parse, lines(path, self._last_step))) if self._last_step.length else []
-            whole = [r for r in rows if isinstance(r.get("completion"), str) and is_reward(r.get("reward"))]
+            whole = [
+                r
+                for r in rows
+                if isinstance(r.get("completion"), str) and is_reward(r.get("reward"))
+            ]
             return [Shown(r["reward"], str(r.get("prompt") or ""), r["completion"]) for r in whole]
         except IsobitError:
             return []
@@ -124,12 +138,15 @@ class Watched:
 
 
 def watch(directory: Path, once: bool = False) -> None:
-    """Show the run until it ends; with `once`, as it stands. Raises IsobitError if there is no run to show."""
+    """Show the run until it ends; with `once`, as it stands. Raises IsobitError if there is no run
+    to show."""
     watched = Watched(directory)
     console = Console()
     watched.look()
     if watched.lost:
-        warn(f"{directory / METRICS}: rows that cannot be read: {watched.lost:,}; they are left out")
+        warn(
+            f"{directory / METRICS}: rows that cannot be read: {watched.lost:,}; they are left out"
+        )
     if once or not console.is_terminal:
         _print(watched, console, once)
         return
@@ -150,7 +167,9 @@ def watch(directory: Path, once: bool = False) -> None:
 def _print(watched: Watched, console: Console, once: bool) -> None:
     if once:
         if not watched.history.step and not watched.worked_on:
-            raise IsobitError(f"{watched.directory}: no step has been recorded yet, and no process works on it")
+            raise IsobitError(
+                f"{watched.directory}: no step has been recorded yet, and no process works on it"
+            )
         console.print(screen(watched.history, console.width, 1000))
         return
     print(summary(watched.history), flush=True)

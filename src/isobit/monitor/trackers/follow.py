@@ -53,7 +53,8 @@ class State:
         found = object_in(self._path) or {}
         if exists(self._path) and not (found and all(map(_is_state, found.values()))):
             raise IsobitError(
-                f"{self._path} cannot be read: it is not what trackers keep; move it away to send the run anew"
+                f"{self._path} cannot be read: it is not what trackers keep; move it away to "
+                "send the run anew"
             )
         self._of = found
 
@@ -78,7 +79,9 @@ def _is_state(value: Any) -> bool:
 class Follower:
     """A tracker that follows the files of a run directory."""
 
-    def __init__(self, tracker: Tracker, name: str, run: Path, completions: int, state: State) -> None:
+    def __init__(
+        self, tracker: Tracker, name: str, run: Path, completions: int, state: State
+    ) -> None:
         self.tracker, self.name, self.run = tracker, name, run
         self._state = state
         self._metrics = Tail(run / METRICS)
@@ -165,7 +168,9 @@ class _Replies:
 class _Feed(threading.Thread):
     """The thread of one tracker. `over` is set when the run has ended; then `exit_code` is too."""
 
-    def __init__(self, name: str, request: Mapping[str, Any], state: State, say: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, request: Mapping[str, Any], state: State, say: Callable[..., None]
+    ) -> None:
         super().__init__(daemon=True)
         self.tracker, self._request, self._state, self._say = name, request, state, say
         self.over = threading.Event()

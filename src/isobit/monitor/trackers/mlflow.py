@@ -1,7 +1,8 @@
 """MLflow: a server's address, a database, or plain files in the run directory.
 
-Plain files need nothing but the client; MLflow asks to be told that they are wanted (MLFLOW_ALLOW_FILE_STORE). A
-row is written metric by metric there, so a run that goes on asks for the last step of each.
+Plain files need nothing but the client; MLflow asks to be told that they are wanted
+(MLFLOW_ALLOW_FILE_STORE). A row is written metric by metric there, so a run that goes on asks for
+the last step of each.
 """
 
 import importlib.util
@@ -28,8 +29,13 @@ class MLflow:
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raises IsobitError for a database where only the client of MLflow is installed."""
         uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or ""
-        if re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri) and importlib.util.find_spec("sqlalchemy") is None:
-            raise IsobitError("tracking.mlflow.uri: a database needs the whole of MLflow; pip install mlflow")
+        if (
+            re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri)
+            and importlib.util.find_spec("sqlalchemy") is None
+        ):
+            raise IsobitError(
+                "tracking.mlflow.uri: a database needs the whole of MLflow; pip install mlflow"
+            )
 
     def open(self, run: TrackedRun) -> Opened:
         """Begin the run, or go on with the one whose id was kept."""
@@ -49,16 +55,21 @@ class MLflow:
             for name in names:
                 history = self._client.get_metric_history(self._run_id, name)
                 self._last[name] = max(metric.step for metric in history)
-            # the row of the last step may be in part: it is given again, and `log` leaves out what is there
+            # the row of the last step may be in part: it is given again, and `log` leaves out what
+            # is there
             return Opened(max(self._last.values(), default=0) - 1, run.kept)
         experiment = self._client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        number = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
         tags = {} if run.group is None else {"group": run.group}
         self._run_id = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
         values = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flat(run.config)]
         for first in range(0, len(values), _MOST_PARAMETERS):
             self._client.log_batch(self._run_id, params=values[first : first + _MOST_PARAMETERS])
-        return Opened(-1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {run.project}")
+        return Opened(
+            -1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {run.project}"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One batch a row."""
@@ -66,13 +77,19 @@ class MLflow:
 
         now = int(time.time() * 1000)
         named = {re.sub(r"[^\w./: -]", "_", name): value for name, value in metrics.items()}
-        rows = [Metric(name, value, now, step) for name, value in named.items() if self._last.get(name, -1) < step]
+        rows = [
+            Metric(name, value, now, step)
+            for name, value in named.items()
+            if self._last.get(name, -1) < step
+        ]
         self._client.log_batch(self._run_id, metrics=rows)
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """One artifact a step."""
         table = [dict(zip(COMPLETION_COLUMNS, row)) for row in rows]
-        self._client.log_dict(self._run_id, {"completions": table}, f"completions/step-{step:06}.json")
+        self._client.log_dict(
+            self._run_id, {"completions": table}, f"completions/step-{step:06}.json"
+        )
 
     def close(self, exit_code: int) -> None:
         """Say how the run ended."""

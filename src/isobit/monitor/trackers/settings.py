@@ -43,7 +43,9 @@ def make_tracker(name: str) -> Tracker:
     installed."""
     entry = TRACKERS[name]
     if importlib.util.find_spec(entry.library) is None:
-        raise IsobitError(f'tracking.trackers: {name} is not installed; pip install "isobit[track]"')
+        raise IsobitError(
+            f'tracking.trackers: {name} is not installed; pip install "isobit[track]"'
+        )
     module = importlib.import_module(f"isobit.monitor.trackers.{name}")
     tracker: Tracker = getattr(module, entry.kind)()
     return tracker
@@ -70,26 +72,35 @@ class TrackioConfig:
 class MlflowConfig:
     """MLflow. Without uri, its own variable MLFLOW_TRACKING_URI counts."""
 
-    uri: Annotated[str | None, "a server, a database (needs `mlflow`), or file:PATH; default: in the run directory"] = (
-        None
-    )
+    uri: Annotated[
+        str | None,
+        "a server, a database (needs `mlflow`), or file:PATH; default: in the run directory",
+    ] = None
 
     def __post_init__(self) -> None:
         if self.uri is not None and re.search(r"://[^/@]*:[^/@]*@", self.uri):
-            text = "a password does not belong into a config, which is kept; set MLFLOW_TRACKING_URI instead"
+            text = (
+                "a password does not belong into a config, which is kept; set "
+                "MLFLOW_TRACKING_URI instead"
+            )
             raise OptionError(("uri",), text)
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or without them."""
+    """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or
+    without them."""
 
-    trackers: Annotated[tuple[Annotated[str, OneOf(TRACKERS)], ...], "tensorboard, wandb, trackio, mlflow"] = ()
+    trackers: Annotated[
+        tuple[Annotated[str, OneOf(TRACKERS)], ...], "tensorboard, wandb, trackio, mlflow"
+    ] = ()
     project: Annotated[str, "project or experiment"] = "isobit"
     name: Annotated[str | None, "name of the run; default: that of the run directory"] = None
     group: Annotated[str | None, "group of the run, such as one comparison"] = None
     completions: Annotated[int, at_least(0), "completions sent per step, as a table; 0: none"] = 0
-    close_s: Annotated[float, above(0), "seconds to wait at the end of a run for unsent steps"] = 15.0
+    close_s: Annotated[float, above(0), "seconds to wait at the end of a run for unsent steps"] = (
+        15.0
+    )
     wandb: WandbConfig = WandbConfig()
     trackio: TrackioConfig = TrackioConfig()
     mlflow: MlflowConfig = MlflowConfig()
@@ -107,6 +118,7 @@ def without_credentials(values: Any) -> Any:
         for key in section if isinstance(section, Mapping) else ():
             if re.search("key|token|password|secret", str(key)):
                 raise IsobitError(
-                    f"{name}.{key}: credentials do not belong into a config, which is kept; {entry.credentials}"
+                    f"{name}.{key}: credentials do not belong into a config, which is kept; "
+                    f"{entry.credentials}"
                 )
     return values

@@ -1,7 +1,9 @@
-"""TensorBoard: event files, written with tensorboard's own writer, so that torch is not imported for it.
+"""TensorBoard: event files, written with tensorboard's own writer, so that torch is not imported
+for it.
 
-A run that goes on writes another event file, which opens with a session start at the first step that it holds: readers
-then forget what earlier files say of that step and later ones (`purge_step` in torch.utils.tensorboard).
+A run that goes on writes another event file, which opens with a session start at the first step
+that it holds: readers then forget what earlier files say of that step and later ones (`purge_step`
+in torch.utils.tensorboard).
 """
 
 import json
@@ -29,7 +31,9 @@ class TensorBoard:
         self._writer = EventFileWriter(str(run.directory))
         if run.last >= 0:
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=run.last + 1, session_log=start))
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=run.last + 1, session_log=start)
+            )
         else:
             text = json.dumps(run.config, indent=1, ensure_ascii=False)
             self._add(0, _text("config", "\n".join(f"    {line}" for line in text.splitlines())))
@@ -47,7 +51,12 @@ class TensorBoard:
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """A table in Markdown."""
         lines = [COMPLETION_COLUMNS, ["---"] * len(COMPLETION_COLUMNS), *rows]
-        self._add(step, _text("completions", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)))
+        self._add(
+            step,
+            _text(
+                "completions", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+            ),
+        )
 
     def close(self, exit_code: int) -> None:
         """Flush."""
@@ -72,5 +81,7 @@ def _text(tag: str, text: str) -> "Summary":
     plugin = SummaryMetadata.PluginData(plugin_name="text", content=b"")
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
-    value = Summary.Value(tag=f"{tag}/text_summary", metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
+    value = Summary.Value(
+        tag=f"{tag}/text_summary", metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor
+    )
     return Summary(value=[value])

@@ -1,6 +1,7 @@
 """trackio: a SQLite file in the run directory, or a Hugging Face Space.
 
-trackio gathers rows for half a second before it writes them, so after a kill its own file is what counts.
+trackio gathers rows for half a second before it writes them, so after a kill its own file is what
+counts.
 """
 
 import os
@@ -24,7 +25,9 @@ class Trackio:
         from huggingface_hub import get_token
 
         if get_token() is None:
-            raise IsobitError("tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`")
+            raise IsobitError(
+                "tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`"
+            )
 
     def open(self, run: TrackedRun) -> Opened:
         """Begin the run, or go on with the one of its name."""
@@ -45,11 +48,16 @@ class Trackio:
             auto_log_cpu=False,
         )
         if run.kept and self._run.id != run.kept["id"]:
-            raise IsobitError(f"another run was named {run.name!r} since; give each its own tracking.name")
+            raise IsobitError(
+                f"another run was named {run.name!r} since; give each its own tracking.name"
+            )
         last: int | None = run.last
         if run.settings["space_id"] is None and run.kept:
             last = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=self._run.id)
-        note = run.settings["space_id"] or f"TRACKIO_DIR={directory} trackio show --project {run.project}"
+        note = (
+            run.settings["space_id"]
+            or f"TRACKIO_DIR={directory} trackio show --project {run.project}"
+        )
         return Opened(-1 if last is None else last, {"id": self._run.id}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -61,7 +69,11 @@ class Trackio:
         """A table, which becomes part of the step's row."""
         import trackio
 
-        self._table = {"completions": trackio.Table(columns=list(COMPLETION_COLUMNS), data=[list(r) for r in rows])}
+        self._table = {
+            "completions": trackio.Table(
+                columns=list(COMPLETION_COLUMNS), data=[list(r) for r in rows]
+            )
+        }
 
     def close(self, exit_code: int) -> None:
         """Write or send what is left."""

@@ -1,7 +1,8 @@
 """Weights & Biases, online or offline.
 
-A resumed run keeps its id. Online, the server says which step it has. Offline, each start writes a new directory, whose
-steps wandb's reader lists; `wandb sync` joins those with the same id in the order in which they started.
+A resumed run keeps its id. Online, the server says which step it has. Offline, each start writes a
+new directory, whose steps wandb's reader lists; `wandb sync` joins those with the same id in the
+order in which they started.
 """
 
 import json
@@ -17,7 +18,8 @@ from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 from isobit.run.interpreter import module_command
 
 _NO_CREDENTIALS = (
-    "tracking.trackers: wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay offline: "
+    "tracking.trackers: wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay "
+    "offline: "
     "WANDB_MODE=offline, or tracking.wandb.mode=offline"
 )
 
@@ -26,7 +28,8 @@ class WeightsAndBiases:
     """History, config and completions as tables. Not logged: code, console."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raises IsobitError where an online run finds no credentials. Nothing is asked of the network."""
+        """Raises IsobitError where an online run finds no credentials. Nothing is asked of the
+        network."""
         mode = settings["mode"] or os.environ.get("WANDB_MODE", "online")
         if mode != "online":
             return
@@ -79,7 +82,8 @@ class WeightsAndBiases:
         self._run.log({"completions": table}, step=step, commit=False)
 
     def close(self, exit_code: int) -> None:
-        """Send what is left; wandb gives up after its `finish_timeout` and keeps the rest for `wandb sync`."""
+        """Send what is left; wandb gives up after its `finish_timeout` and keeps the rest for
+        `wandb sync`."""
         self._run.finish(exit_code=exit_code)
 
 
@@ -88,4 +92,6 @@ def _last_step(directory: Path) -> int:
     command = module_command("wandb", "leet", "inspect", "--json", str(directory))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    return max((int(r["history"]["item"]["_step"]) for r in records if r["type"] == "history"), default=-1)
+    return max(
+        (int(r["history"]["item"]["_step"]) for r in records if r["type"] == "history"), default=-1
+    )

@@ -1,7 +1,7 @@
 """Rewards by a bare name: `function: math`, with `options`. One table says which there are.
 
-`python -m isobit.rewards.named` prints that table as docs/how-to/rewards.md has it. Left out: a user's functions
-(`functions.py`).
+`python -m isobit.rewards.named` prints that table as docs/how-to/rewards.md has it. Left out: a
+user's functions (`functions.py`).
 """
 
 import json
@@ -43,18 +43,22 @@ __all__ = [
 
 
 def is_named(text: str) -> bool:
-    """Whether a reference is a bare name, possibly with options, rather than file:function or module:function."""
+    """Whether a reference is a bare name, possibly with options, rather than file:function or
+    module:function."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are no JSON object."""
+    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are
+    no JSON object."""
     match = _REFERENCE.fullmatch(text)
     assert match is not None
     try:
         return match[1], json.loads(match[2] or "{}")
     except ValueError as error:
-        raise IsobitError(f"reward {brief(text)!r}: the options are not a JSON object: {error}") from None
+        raise IsobitError(
+            f"reward {brief(text)!r}: the options are not a JSON object: {error}"
+        ) from None
 
 
 def reference(name: str, options: Mapping[str, Any]) -> str:
@@ -63,18 +67,25 @@ def reference(name: str, options: Mapping[str, Any]) -> str:
 
 
 def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None) -> NamedReward:
-    """The reward. Raises OptionError for an unknown name or option, and where one sample may outlast the deadline."""
+    """The reward. Raises OptionError for an unknown name or option, and where one sample may
+    outlast the deadline."""
     if name not in NAMES:
         close = get_close_matches(name, NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         text = (
-            f"unknown reward {brief(name)!r}; {hint}by name there are {', '.join(NAMES)}; your own is file.py:function"
+            f"unknown reward {brief(name)!r}; {hint}by name there are {', '.join(NAMES)}; "
+            "your own is file.py:function"
         )
         raise OptionError(("function",), text)
     reward = read(NAMES[name], options, ("options",))
-    if deadline_s is not None and reward.time_limit_s is not None and reward.time_limit_s >= deadline_s:
+    if (
+        deadline_s is not None
+        and reward.time_limit_s is not None
+        and reward.time_limit_s >= deadline_s
+    ):
         raise OptionError(
-            ("options", "timeout_s"), f"must be below deadline_s, got {reward.time_limit_s:g} and {deadline_s:g}"
+            ("options", "timeout_s"),
+            f"must be below deadline_s, got {reward.time_limit_s:g} and {deadline_s:g}",
         )
     return reward
 
@@ -84,7 +95,13 @@ def markdown() -> str:
     lines = ["| name | reward |", "|---|---|"]
     lines += [f"| `{name}` | {_summary(schema)} |" for name, schema in NAMES.items()]
     for name, schema in NAMES.items():
-        lines += ["", f"Options of `{name}`:", "", "| option | type | default | |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"Options of `{name}`:",
+            "",
+            "| option | type | default | |",
+            "|---|---|---|---|",
+        ]
         for option in options_of(schema).values():  # type: ignore[arg-type]
             kind = type_text(option.kind).replace(" | ", " or ")
             default = "" if option.default in (None, "") else f"`{option.default}`"

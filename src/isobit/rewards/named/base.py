@@ -1,5 +1,5 @@
-"""A reward by name: a frozen dataclass whose fields are its options (`isobit.options`) and whose `score` rates one
-completion.
+"""A reward by name: a frozen dataclass whose fields are its options (`isobit.options`) and whose
+`score` rates one completion.
 
 Left out: the rewards themselves.
 """
@@ -13,17 +13,20 @@ from isobit.data.answers import answer_text
 
 @dataclass(frozen=True)
 class Unscored:
-    """What `score` returns where the completion can be given no reward through nobody's mistake: None, and why."""
+    """What `score` returns where the completion can be given no reward through nobody's mistake:
+    None, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NamedReward:
-    """The base of all of them. The first sentence of a subclass's docstring stands in the table of names."""
+    """The base of all of them. The first sentence of a subclass's docstring stands in the table of
+    names."""
 
     chunk_size: ClassVar[int | None] = None
-    """Samples of one call; None: the pool's. 1 where a single sample can be slow, so that the deadline is for it."""
+    """Samples of one call; None: the pool's. 1 where a single sample can be slow, so that the
+    deadline is for it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -41,13 +44,17 @@ class NamedReward:
         return None
 
     def prepare(self) -> None:
-        """Import and try what scoring needs, once in each worker. Raises IsobitError where it cannot be had."""
+        """Import and try what scoring needs, once in each worker. Raises IsobitError where it
+        cannot be had."""
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row for which no completion could be scored, quickly."""
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
-        """The reward of one completion; `row` holds the columns. Raises ValueError for a row that cannot be used."""
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
+        """The reward of one completion; `row` holds the columns. Raises ValueError for a row that
+        cannot be used."""
         raise NotImplementedError
 
     def __call__(
@@ -57,6 +64,10 @@ class NamedReward:
         **columns: Sequence[Any],
     ) -> list[float | Unscored]:
         """The rewards of a batch, text or chat, in TRL's signature."""
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        rows = [
+            {name: values[i] for name, values in columns.items()} for i in range(len(completions))
+        ]
         tokens = completion_ids if completion_ids is not None else [None] * len(completions)
-        return [self.score(answer_text(c), row, ids) for c, row, ids in zip(completions, rows, tokens)]
+        return [
+            self.score(answer_text(c), row, ids) for c, row, ids in zip(completions, rows, tokens)
+        ]

@@ -1,15 +1,19 @@
-"""`code`: the program in a completion, run against the tests of its row in a cage (`rewards/sandbox`).
+"""`code`: the program in a completion, run against the tests of its row in a cage
+(`rewards/sandbox`).
 
-`tests: asserts`: a column of Python source, or of a list of them, which is run after the program in its namespace, as
-MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list is a test; of one source each
-statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is one, and the others prepare. `tests: stdin`: pairs
-of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code. They are
-compared here, outside the cage, which never sees the expected text, by LiveCodeBench's rule (Jain et al. 2024):
-without white space at the ends of the text and of its lines, each line is the same text, or the same decimal numbers.
+`tests: asserts`: a column of Python source, or of a list of them, which is run after the program in
+its namespace, as MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list
+is a test; of one source each statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is
+one, and the others prepare. `tests: stdin`: pairs of a text on stdin and the text expected on
+stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code. They are compared here, outside
+the cage, which never sees the expected text, by LiveCodeBench's rule (Jain et al. 2024): without
+white space at the ends of the text and of its lines, each line is the same text, or the same
+decimal numbers.
 
-A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a reward, not an
-error. Asserts run in a process and cage of their own, which the program answers with plain values (what that cannot
-rule out: `sandbox/examiner.py`). Left out: other languages, APPS's calls by function name, tolerances.
+A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a
+reward, not an error. Asserts run in a process and cage of their own, which the program answers with
+plain values (what that cannot rule out: `sandbox/examiner.py`). Left out: other languages, APPS's
+calls by function name, tolerances.
 """
 
 import ast
@@ -31,21 +35,35 @@ from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged, side
 class Code(NamedReward):
     """The part of the row's tests that the program in the completion passes, run in a sandbox."""
 
-    tests: Annotated[Literal["asserts", "stdin"], "statements run after the program, or pairs of input and output"] = (
-        "asserts"
-    )
+    tests: Annotated[
+        Literal["asserts", "stdin"],
+        "statements run after the program, or pairs of input and output",
+    ] = "asserts"
     column: Annotated[
-        str | None, "column of the tests; default: `tests`, or `inputs` and `outputs`. For stdin one that holds both"
+        str | None,
+        "column of the tests; default: `tests`, or `inputs` and `outputs`. For stdin one that "
+        "holds both",
     ] = None
-    reward: Annotated[Literal["fraction", "all"], "the part of the tests passed, or 1 if all are, else 0"] = "fraction"
-    timeout_s: Annotated[float, at_least(0.1), "seconds for one sample, all its tests together"] = 10.0
+    reward: Annotated[
+        Literal["fraction", "all"], "the part of the tests passed, or 1 if all are, else 0"
+    ] = "fraction"
+    timeout_s: Annotated[float, at_least(0.1), "seconds for one sample, all its tests together"] = (
+        10.0
+    )
     memory_mib: Annotated[int, at_least(32), "address space of each process"] = 512
     disk_mib: Annotated[
-        int, at_least(1), "files in the working directory, 256 of them for each MiB, and the largest file"
+        int,
+        at_least(1),
+        "files in the working directory, 256 of them for each MiB, and the largest file",
     ] = 16
-    output_mib: Annotated[int, at_least(1), "what one run may print; a row that expects more is refused"] = 1
+    output_mib: Annotated[
+        int, at_least(1), "what one run may print; a row that expects more is refused"
+    ] = 1
     processes: Annotated[
-        int, at_least(1), at_most(4096), "processes and threads at a time (not under isolation: none)"
+        int,
+        at_least(1),
+        at_most(4096),
+        "processes and threads at a time (not under isolation: none)",
     ] = 16
     packages: Annotated[bool, "let programs import the packages installed for this Python"] = False
     isolation: Annotated[
@@ -78,9 +96,13 @@ class Code(NamedReward):
         else:
             _input_output(row, self.columns)
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
         source = program(text)
-        passed, count = self._asserts(source, row) if self.tests == "asserts" else self._pairs(source, row)
+        passed, count = (
+            self._asserts(source, row) if self.tests == "asserts" else self._pairs(source, row)
+        )
         return passed / count if self.reward == "fraction" else float(passed == count)
 
     def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
@@ -90,7 +112,14 @@ class Code(NamedReward):
         names, modules = names_of([step["source"] for step in steps], tests)
         given = json.dumps({"steps": steps, "names": names, "modules": modules})
         outcomes = run_caged(
-            *(side("examiner"), "examiner.py", [given], self._limits(), self.isolation, self.packages),
+            *(
+                side("examiner"),
+                "examiner.py",
+                [given],
+                self._limits(),
+                self.isolation,
+                self.packages,
+            ),
             companion=side("harness", program=source),
         )
         expected = {str(step["token"]) for step in steps if step["token"] is not None}
@@ -100,36 +129,54 @@ class Code(NamedReward):
     def _pairs(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         inputs, outputs = _input_output(row, self.columns)
         limits, column = self._limits(), self.columns[-1]
-        largest = max(len(_printed(output).encode("utf-8", "surrogateescape")) for output in outputs)
+        largest = max(
+            len(_printed(output).encode("utf-8", "surrogateescape")) for output in outputs
+        )
         if largest > limits.output_bytes:
             raise ValueError(
-                f"column {column!r}: {largest} bytes expected; options.output_mib: {self.output_mib} lets "
+                f"column {column!r}: {largest} bytes expected; options.output_mib: "
+                f"{self.output_mib} lets "
                 "a program print no more"
             )
-        files, stdin = side("script", program=source), [text.replace("\r\n", "\n") for text in inputs]
+        files = side("script", program=source)
+        stdin = [text.replace("\r\n", "\n") for text in inputs]
         outcomes = run_caged(files, "script.py", stdin, limits, self.isolation, self.packages)
         passed = sum(
-            outcome.status == 0 and not outcome.long and same_output(outcome.output, _printed(output))
+            outcome.status == 0
+            and not outcome.long
+            and same_output(outcome.output, _printed(output))
             for outcome, output in zip(outcomes, outputs)
         )
         return passed, len(inputs)
 
     def _limits(self) -> Limits:
         output_bytes = self.output_mib << 20
-        return Limits(self.timeout_s, self.memory_mib, self.disk_mib, self.processes, output_bytes=output_bytes)
+        return Limits(
+            self.timeout_s,
+            self.memory_mib,
+            self.disk_mib,
+            self.processes,
+            output_bytes=output_bytes,
+        )
 
 
 def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
-    """The steps of the harness: sources, each with the number of its test, or None where it only prepares.
+    """The steps of the harness: sources, each with the number of its test, or None where it only
+    prepares.
 
     Raises ValueError for tests that are no Python, or none at all.
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
         sources = [(test, True) for test in tests]
     elif isinstance(tests, str):
-        sources = [(ast.unparse(statement), _is_test(statement)) for statement in _parse(tests, column).body]
+        sources = [
+            (ast.unparse(statement), _is_test(statement))
+            for statement in _parse(tests, column).body
+        ]
     else:
-        raise ValueError(f"column {column!r}: expected Python source or a list of it, got {tests!r:.60}")
+        raise ValueError(
+            f"column {column!r}: expected Python source or a list of it, got {tests!r:.60}"
+        )
     for source, _ in sources:
         _parse(source, column)
     steps: list[dict[str, Any]] = []
@@ -151,7 +198,9 @@ def _parse(source: str, column: str) -> ast.Module:
 
 
 def _is_test(statement: ast.stmt) -> bool:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
+    if isinstance(
+        statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    ):
         return False
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
@@ -165,33 +214,49 @@ def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[
             both = json.loads(value) if isinstance(value, str) else value
             inputs, outputs = both["inputs"], both["outputs"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"column {columns[0]!r}: expected an object with inputs and outputs") from None
+            raise ValueError(
+                f"column {columns[0]!r}: expected an object with inputs and outputs"
+            ) from None
         if both.get("fn_name"):
-            raise ValueError(f"column {columns[0]!r}: it calls {both['fn_name']!r} by name; only stdin is supported")
+            raise ValueError(
+                f"column {columns[0]!r}: it calls {both['fn_name']!r} by name; only stdin is "
+                "supported"
+            )
     else:
         inputs, outputs = (row[name] for name in columns)
     for values in (inputs, outputs):
         if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
-            raise ValueError(f"column {columns[0]!r}: inputs and outputs must be lists of text, got {values!r:.60}")
+            raise ValueError(
+                f"column {columns[0]!r}: inputs and outputs must be lists of text, got "
+                f"{values!r:.60}"
+            )
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"column {columns[0]!r}: {len(inputs)} inputs for {len(outputs)} outputs")
     return inputs, outputs
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs have as many lines, each the same text or the same decimal numbers, white space aside."""
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (found, expected))
-    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs))
+    """Whether two outputs have as many lines, each the same text or the same decimal numbers, white
+    space aside."""
+    ours, theirs = (
+        [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
+    )
+    return len(ours) == len(theirs) and all(
+        a == b or _same_numbers(a, b) for a, b in zip(ours, theirs)
+    )
 
 
 def _same_numbers(found: str, expected: str) -> bool:
     ours, theirs = found.split(), expected.split()
     try:
-        return len(ours) == len(theirs) and all(Decimal(a) == Decimal(b) for a, b in zip(ours, theirs))
+        return len(ours) == len(theirs) and all(
+            Decimal(a) == Decimal(b) for a, b in zip(ours, theirs)
+        )
     except InvalidOperation:
         return False
 
 
 def _printed(text: str) -> str:
-    """As the cage reports a program that prints this text (`sandbox/jail.py`): one for one with the bytes."""
+    """As the cage reports a program that prints this text (`sandbox/jail.py`): one for one with the
+    bytes."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")

@@ -1,11 +1,14 @@
-"""The program in a completion: the last fenced block of Python, else the last without a language, else the text.
+"""The program in a completion: the last fenced block of Python, else the last without a language,
+else the text.
 
-A fence is three or more of ` or ~. One opens a block at the end of its line, but for the language: alone, in a list or
-a quotation, after words, after a tag. Fences do not show where code begins and ends: a docstring may hold some, a
-thought one without a partner, and a model may close a block behind the last line of code. So what decides between the
-fences that could close a block is whether what they enclose is Python: the first does that stands on a line of its own
-and makes it so, else the first anywhere. A block that is no Python either way ends at the first one. A fence with a
-language closes nothing. Where thoughts end with `</think>`, what follows them counts, if a program is in it.
+A fence is three or more of ` or ~. One opens a block at the end of its line, but for the language:
+alone, in a list or a quotation, after words, after a tag. Fences do not show where code begins and
+ends: a docstring may hold some, a thought one without a partner, and a model may close a block
+behind the last line of code. So what decides between the fences that could close a block is whether
+what they enclose is Python: the first does that stands on a line of its own and makes it so, else
+the first anywhere. A block that is no Python either way ends at the first one. A fence with a
+language closes nothing. Where thoughts end with `</think>`, what follows them counts, if a program
+is in it.
 
 Left out: code between fences on one line.
 """
@@ -20,7 +23,9 @@ from itertools import islice
 
 _OPENS = re.compile(r"^(.*?)(?<![`~])(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _OWN = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*([^\s`~]?)", re.MULTILINE)
-_MARGIN = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*")  # of a line in a list or a quotation
+_MARGIN = re.compile(
+    r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*"
+)  # of a line in a list or a quotation
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _MOST_OPENINGS = 500  # of a completion that are looked at
@@ -46,7 +51,8 @@ def program(text: str) -> str:
 
 @dataclass
 class _Parser:
-    """Python's parser, which reads at most so many characters for one completion; from there on nothing is Python."""
+    """Python's parser, which reads at most so many characters for one completion; from there on
+    nothing is Python."""
 
     left: int = 12_000_000
 
@@ -69,11 +75,15 @@ class _Parser:
 def _does_something(source: str) -> bool:
     """Whether it is more than words that happen to be Python."""
     statements = ast.parse(source).body
-    return any(not isinstance(one, ast.Expr) or isinstance(one.value, (ast.Call, ast.Await)) for one in statements)
+    return any(
+        not isinstance(one, ast.Expr) or isinstance(one.value, (ast.Call, ast.Await))
+        for one in statements
+    )
 
 
 def _blocks(text: str, parser: _Parser) -> Iterator[tuple[bool, str]]:
-    """Of each block of Python, or without a language that is Python, which of both it is, and its source."""
+    """Of each block of Python, or without a language that is Python, which of both it is, and its
+    source."""
     place = 0
     for _ in range(_MOST_OPENINGS):
         if (opening := _OPENS.search(text, place)) is None:
@@ -98,14 +108,21 @@ def _blocks(text: str, parser: _Parser) -> Iterator[tuple[bool, str]]:
 
 
 def _after_other(text: str, opening: re.Match[str]) -> int:
-    """Where to go on after the fence that opens a block of another language: behind the next one if that closes it."""
+    """Where to go on after the fence that opens a block of another language: behind the next one if
+    that closes it."""
     following = _OWN.search(text, opening.end())
-    closes = following and _MARGIN.fullmatch(opening[1]) and following[1].startswith(opening[2]) and not following[2]
+    closes = (
+        following
+        and _MARGIN.fullmatch(opening[1])
+        and following[1].startswith(opening[2])
+        and not following[2]
+    )
     return following.end() if following and closes else opening.end()
 
 
 def _closings(text: str, opening: re.Match[str]) -> list[tuple[int, int]]:
-    """Where the fences begin and end that could close a block: those on a line of their own, then the others."""
+    """Where the fences begin and end that could close a block: those on a line of their own, then
+    the others."""
     fence = rf"{opening[2]}{opening[2][0]}*(?!\w|\{{)"
     own = re.compile(rf"^[ \t>]*{fence}", re.MULTILINE).finditer(text, opening.end())
     others = re.compile(rf"(?<!{opening[2][0]}){fence}").finditer(text, opening.end())
@@ -113,7 +130,8 @@ def _closings(text: str, opening: re.Match[str]) -> list[tuple[int, int]]:
 
 
 def _outdented(body: str, before: str) -> str:
-    """A block's lines without the margin of the list or the quotation that its first fence stands in."""
+    """A block's lines without the margin of the list or the quotation that its first fence stands
+    in."""
     if not _MARGIN.fullmatch(before):
         return body
     if ">" in before:

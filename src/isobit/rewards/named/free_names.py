@@ -1,12 +1,14 @@
-"""The names that tests of Python source take from the program, and the modules that they use without importing them.
+"""The names that tests of Python source take from the program, and the modules that they use
+without importing them.
 
-Read off the compiled tests, in the order in which they run: a name belongs to the program if the tests read it before
-they bind it, and to the tests from where they bind it on. What a function of the tests reads is read when the module
-has run, so a name that the tests bind anywhere is theirs in it. Builtins are never taken, except where there is no
-other name and all tests call the same one (`assert sum(1, 2) == 3`), nor are names like `__this__`.
+Read off the compiled tests, in the order in which they run: a name belongs to the program if the
+tests read it before they bind it, and to the tests from where they bind it on. What a function of
+the tests reads is read when the module has run, so a name that the tests bind anywhere is theirs in
+it. Builtins are never taken, except where there is no other name and all tests call the same one
+(`assert sum(1, 2) == 3`), nor are names like `__this__`.
 
-Left out: names that are only in text (`eval`, `globals()["f"]`), and what `from m import *` brings, which hides the
-program's when it is there (`sandbox/examiner.py`).
+Left out: names that are only in text (`eval`, `globals()["f"]`), and what `from m import *` brings,
+which hides the program's when it is there (`sandbox/examiner.py`).
 """
 
 import ast
@@ -24,15 +26,21 @@ KNOWN = {"np": "numpy", "numpy": "numpy"}  # whose arrays cross, so that the tes
 def names_of(sources: Sequence[str], tests: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The names that the sources take from the program, and of others the module that each is.
 
-    A name of a module of the standard library, or of numpy, of which only attributes are used is that module, whatever
-    the program calls so. `tests` are those of the sources that score.
+    A name of a module of the standard library, or of numpy, of which only attributes are used is
+    that module, whatever the program calls so. `tests` are those of the sources that score.
     """
     free = {name for name in _free(sources) if not (name.startswith("__") and name.endswith("__"))}
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     uses = [node.id for node in nodes if isinstance(node, ast.Name)]
-    based = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    based = [
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
     known = {name: name for name in sys.stdlib_module_names} | KNOWN
-    modules = {name: known[name] for name in free & known.keys() if uses.count(name) == based.count(name)}
+    modules = {
+        name: known[name] for name in free & known.keys() if uses.count(name) == based.count(name)
+    }
     names = free - modules.keys() - vars(builtins).keys()
     if not names:
         common = set.intersection(*map(_called, tests)) & vars(builtins).keys()
@@ -43,7 +51,9 @@ def names_of(sources: Sequence[str], tests: Sequence[str]) -> tuple[list[str], d
 def _free(sources: Sequence[str]) -> set[str]:
     read, bound, later = set[str](), set[str](), set[str]()
     for source in sources:
-        for is_read, name, delayed in _events(compile(source, "tests.py", "exec", dont_inherit=True)):
+        for is_read, name, delayed in _events(
+            compile(source, "tests.py", "exec", dont_inherit=True)
+        ):
             if not is_read:
                 bound.add(name)
             elif delayed:
@@ -54,7 +64,8 @@ def _free(sources: Sequence[str]) -> set[str]:
 
 
 def _events(code: CodeType) -> Iterator[tuple[bool, str, bool]]:
-    """Of a module, each reading (or else binding) of a global name, and whether it comes when the module has run."""
+    """Of a module, each reading (or else binding) of a global name, and whether it comes when the
+    module has run."""
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):
             at_once = step.argval.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")

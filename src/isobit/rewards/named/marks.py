@@ -1,9 +1,11 @@
-"""Where an answer is marked in a text: in the last `\\boxed{...}` or `\\fbox{...}`, else after the last `####`.
+"""Where an answer is marked in a text: in the last `\\boxed{...}` or `\\fbox{...}`, else after the
+last `####`.
 
-Braces are matched as TeX does it: `\\{` and `\\}` are characters, of which there may be any number. A box without
-braces (`\\boxed 7`) holds the rest of its formula, or the next word. What a box inside a box holds is part of the
-outer one. An empty box marks nothing that another box does not. Where the last box is never closed, as in a completion
-that was cut, there is a mark but no answer: an earlier box was not meant as the last. Left out: what an answer means.
+Braces are matched as TeX does it: `\\{` and `\\}` are characters, of which there may be any number.
+A box without braces (`\\boxed 7`) holds the rest of its formula, or the next word. What a box
+inside a box holds is part of the outer one. An empty box marks nothing that another box does not.
+Where the last box is never closed, as in a completion that was cut, there is a mark but no answer:
+an earlier box was not meant as the last. Left out: what an answer means.
 """
 
 import re
@@ -23,7 +25,9 @@ def marked(text: str) -> str | None:
     if not mark:
         return None
     line = tail.strip().partition("\n")[0].strip()
-    counted = _COUNTED.fullmatch(line)  # GSM8K's own checkers read a number there and nothing after it
+    counted = _COUNTED.fullmatch(
+        line
+    )  # GSM8K's own checkers read a number there and nothing after it
     return counted[1] if counted else line
 
 
@@ -47,7 +51,8 @@ def _boxed(text: str) -> str | None:
 
 
 def _bare(text: str, box: int, start: int) -> str | None:
-    """What follows a box without braces, where that looks like an answer: in a formula to its end, else a word."""
+    """What follows a box without braces, where that looks like an answer: in a formula to its end,
+    else a word."""
     found = _BARE.match(text, start)
     if found is None:
         return None

@@ -1,11 +1,13 @@
 """`math`: whether the last answer of a completion is equivalent to the right one, by math-verify.
 
-The answer is what is marked as such (`marks.py`), else what math-verify finds in the text. math-verify reads LaTeX and
-plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2} (`math_compare.py`).
+The answer is what is marked as such (`marks.py`), else what math-verify finds in the text.
+math-verify reads LaTeX and plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2}
+(`math_compare.py`).
 
-SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a process,
-as the workers' is) is set over the whole comparison; where the time is out the completion is unscored and the reason
-said, never 0. A computation that holds the interpreter is ended with its worker, at the function's deadline.
+SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a
+process, as the workers' is) is set over the whole comparison; where the time is out the completion
+is unscored and the reason said, never 0. A computation that holds the interpreter is ended with its
+worker, at the function's deadline.
 """
 
 import signal
@@ -18,7 +20,13 @@ from typing import Annotated, Any, ClassVar
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.rewards.named.base import NamedReward, Unscored
-from isobit.rewards.named.math_compare import cleaned, last_answer, read_answer, read_completion, same
+from isobit.rewards.named.math_compare import (
+    cleaned,
+    last_answer,
+    read_answer,
+    read_completion,
+    same,
+)
 from isobit.rewards.named.text import right_answers
 
 
@@ -28,12 +36,21 @@ class _TimeOut(BaseException):
 
 @dataclass(frozen=True)
 class MathAnswer(NamedReward):
-    """1 if the last answer of the completion is mathematically equivalent to the right one (math-verify), else 0."""
+    """1 if the last answer of the completion is mathematically equivalent to the right one
+    (math-verify), else 0."""
 
-    answer: Annotated[str, "column of the right answer, or of a list of right answers; LaTeX or plain"] = "answer"
-    timeout_s: Annotated[float, at_least(0.1), "seconds for one completion; then it is unscored"] = 5.0
-    precision: Annotated[int, at_least(0), at_most(15), "decimals to which floating-point numbers are compared"] = 6
-    strict: Annotated[bool, "do not equate sets with tuples or intervals, or variables of different names"] = True
+    answer: Annotated[
+        str, "column of the right answer, or of a list of right answers; LaTeX or plain"
+    ] = "answer"
+    timeout_s: Annotated[
+        float, at_least(0.1), "seconds for one completion; then it is unscored"
+    ] = 5.0
+    precision: Annotated[
+        int, at_least(0), at_most(15), "decimals to which floating-point numbers are compared"
+    ] = 6
+    strict: Annotated[
+        bool, "do not equate sets with tuples or intervals, or variables of different names"
+    ] = True
 
     chunk_size: ClassVar[int | None] = 1
 
@@ -58,12 +75,16 @@ class MathAnswer(NamedReward):
     def check(self, row: Mapping[str, Any]) -> None:
         self._right(row)
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
         answers = self._right(row)
         try:
             with _clock(self.timeout_s):
                 given = read_completion(text)
-                equal = any(same(read_answer(each), given, self.precision, self.strict) for each in answers)
+                equal = any(
+                    same(read_answer(each), given, self.precision, self.strict) for each in answers
+                )
         except _TimeOut:
             return Unscored(f"math-verify took more than {self.timeout_s:g} s")
         return float(equal)
@@ -72,7 +93,9 @@ class MathAnswer(NamedReward):
         answers = right_answers(row, self.answer)
         for answer in answers:
             if not cleaned(last_answer(answer)):
-                raise ValueError(f"column {self.answer!r}: no mathematical answer in {answer!r:.60}")
+                raise ValueError(
+                    f"column {self.answer!r}: no mathematical answer in {answer!r:.60}"
+                )
         return [last_answer(answer) for answer in answers]
 
 

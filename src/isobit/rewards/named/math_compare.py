@@ -1,12 +1,14 @@
-"""Mathematical answers: read by math-verify, and compared, more strictly than it does where that is asked.
+"""Mathematical answers: read by math-verify, and compared, more strictly than it does where that is
+asked.
 
-What other checkers of GSM8K and MATH leave out is left out before: signs of currencies, separators of thousands, the
-dollars around a formula, a full stop. Where one of two answers is a percentage and the other is not, the number counts
-with and without the percent sign.
+What other checkers of GSM8K and MATH leave out is left out before: signs of currencies, separators
+of thousands, the dollars around a formula, a full stop. Where one of two answers is a percentage
+and the other is not, the number counts with and without the percent sign.
 
-math-verify equates what is written `\\{1, 2\\}` with `(1, 2)`, and both with `1 < x < 2`. Strictly a set in braces is
-no tuple and no interval, at any depth; a list without braces and parentheses (`1, 2`) equals a set in any order and a
-tuple in its own. An open interval is written as a pair is, and equals it. Left out: the clock (`math_answer.py`).
+math-verify equates what is written `\\{1, 2\\}` with `(1, 2)`, and both with `1 < x < 2`. Strictly
+a set in braces is no tuple and no interval, at any depth; a list without braces and parentheses
+(`1, 2`) equals a set in any order and a tuple in its own. An open interval is written as a pair is,
+and equals it. Left out: the clock (`math_answer.py`).
 """
 
 import re
@@ -16,9 +18,13 @@ from typing import Any
 
 from isobit.rewards.named.marks import marked
 
-_FORMULA = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
+_FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL
+)
 _POWER = re.compile(r"([-+]?\d+(?:\.\d*)?)[eE]([-+]?\d+)")
-_CURRENCY = re.compile(r"\\text\s*\{\s*\\\$\s*\}|\\\$|\\(?:text|math)dollar(?![A-Za-z])|\\pounds(?![A-Za-z])|[€£¥₹]")
+_CURRENCY = re.compile(
+    r"\\text\s*\{\s*\\\$\s*\}|\\\$|\\(?:text|math)dollar(?![A-Za-z])|\\pounds(?![A-Za-z])|[€£¥₹]"
+)
 _MONEY = re.compile(r"(?:US\$|USD|EUR|GBP)\s*(?=[-\d])|(?<=\d)\s*(?:dollars?|euros?|USD|EUR|GBP)$")
 _SEPARATOR = r"(?:,?\\[,;:! ]|~|\{,\}|\\text\{,\}|,|\s)"
 _THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?![\d,])")
@@ -46,8 +52,8 @@ _ASSIGNED = re.compile(r"=|\\in(?![A-Za-z])")
 
 @dataclass(frozen=True)
 class Written:
-    """An expression of SymPy's, and the text that it is written as, without white space: a set does not say whether
-    there were braces. `percent`: so many hundredths."""
+    """An expression of SymPy's, and the text that it is written as, without white space: a set does
+    not say whether there were braces. `percent`: so many hundredths."""
 
     value: Any
     text: str
@@ -92,7 +98,9 @@ def read_answer(answer: str) -> Answer:
     if any(mark in text for mark in ("$", r"\(", r"\[")):  # formulas among words
         return _read(parse(text, parsing_timeout=None))
     number = _PERCENT.sub("", text)
-    return _read(parse(f"$${number}$$", [LatexExtractionConfig()], parsing_timeout=None), number != text)
+    return _read(
+        parse(f"$${number}$$", [LatexExtractionConfig()], parsing_timeout=None), number != text
+    )
 
 
 def read_completion(text: str) -> Answer:
@@ -109,13 +117,17 @@ def same(right: Answer, given: Answer, precision: int, strict: bool) -> bool:
     """Whether an answer is the right one."""
     if right.text and right.text == given.text:
         return True
-    return any(_equal(one, other, precision, strict) for one in right.readings for other in given.readings)
+    return any(
+        _equal(one, other, precision, strict) for one in right.readings for other in given.readings
+    )
 
 
 def _read(found: list[Any], percent: bool = False) -> Answer:
     texts = [each for each in found if isinstance(each, str)]
     text = "".join(texts[0].split()) if texts else ""
-    return Answer(tuple(_written(each, text, percent) for each in found if not isinstance(each, str)), text)
+    return Answer(
+        tuple(_written(each, text, percent) for each in found if not isinstance(each, str)), text
+    )
 
 
 def _written(value: Any, text: str, percent: bool) -> Written:
@@ -123,13 +135,18 @@ def _written(value: Any, text: str, percent: bool) -> Written:
     from sympy import Mul, Rational
     from sympy.core.expr import UnevaluatedExpr
 
-    if isinstance(value, Mul) and len(value.args) == 2 and value.args[1] == UnevaluatedExpr(Rational(1, 100)):
+    if (
+        isinstance(value, Mul)
+        and len(value.args) == 2
+        and value.args[1] == UnevaluatedExpr(Rational(1, 100))
+    ):
         return Written(value.args[0], text, True)
     return Written(value, text, percent)
 
 
 def _equal(right: Written, given: Written, precision: int, strict: bool) -> bool:
-    """Whether they are equal; where one is a percentage and the other is not, with or without the percent sign."""
+    """Whether they are equal; where one is a percentage and the other is not, with or without the
+    percent sign."""
     from math_verify import verify
 
     one, other = right.value, given.value
@@ -137,19 +154,25 @@ def _equal(right: Written, given: Written, precision: int, strict: bool) -> bool
         forms = _form(one, right.text), _form(other, given.text)
         if not _fits(*forms):
             return False
-        if "list" in (forms[0].kind, forms[1].kind) and {forms[0].kind, forms[1].kind} & {"tuple", "pair"}:
+        if "list" in (forms[0].kind, forms[1].kind) and {forms[0].kind, forms[1].kind} & {
+            "tuple",
+            "pair",
+        }:
             one, other = _in_order(one), _in_order(other)
     pairs = [(one, other)]
     if right.percent != given.percent:
         with suppress(TypeError):  # not a number
             pairs.append((one / 100, other) if right.percent else (one, other / 100))
-    return any(verify(*pair, float_rounding=precision, strict=strict, timeout_seconds=None) for pair in pairs)
+    return any(
+        verify(*pair, float_rounding=precision, strict=strict, timeout_seconds=None)
+        for pair in pairs
+    )
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What an expression is written as, and its parts' forms. `kind`: set, list, tuple, pair (or an open interval,
-    which is written so), interval (or what describes one), else value."""
+    """What an expression is written as, and its parts' forms. `kind`: set, list, tuple, pair (or an
+    open interval, which is written so), interval (or what describes one), else value."""
 
     kind: str
     parts: "tuple[_Form, ...]" = ()
@@ -193,7 +216,10 @@ def _form(value: Any, text: str = "") -> _Form:
             )
         return form
     if isinstance(value, FiniteSet):
-        return _Form("set" if not text or _braced(text) else "list", tuple(_form(part) for part in value.args))
+        return _Form(
+            "set" if not text or _braced(text) else "list",
+            tuple(_form(part) for part in value.args),
+        )
     if isinstance(value, Tuple):
         return _Form("tuple", tuple(_form(part) for part in value.args))
     if isinstance(value, Interval):

@@ -17,11 +17,13 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Match(NamedReward):
-    """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and how."""
+    """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and
+    how."""
 
     answer: Annotated[str, "column of the right answer, or of a list of right answers"] = "answer"
     extract: Annotated[
-        str | None, "regular expression; its last match in the completion is compared: group 1, or all of it"
+        str | None,
+        "regular expression; its last match in the completion is compared: group 1, or all of it",
     ] = None
     ignore_case: Annotated[bool, "compare in lower case"] = False
     ignore_space: Annotated[bool, "one space for any white space, and none at the ends"] = True
@@ -39,7 +41,8 @@ class Match(NamedReward):
         right_answers(row, self.answer)
 
     def compared(self, text: str) -> str | None:
-        """The part of a completion that is compared, normalized; None if `extract` finds nothing."""
+        """The part of a completion that is compared, normalized; None if `extract` finds
+        nothing."""
         if self.extract is not None:
             found = list(re.finditer(self.extract, text))
             if not found:
@@ -63,7 +66,9 @@ class Match(NamedReward):
 class ExactMatch(Match):
     """1 if the completion, or what `extract` finds in it, equals the answer, else 0."""
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
         answers = self.answers(row)
         return float(self.compared(text) in answers)
 
@@ -78,9 +83,13 @@ class FuzzyMatch(Match):
         try:
             import rapidfuzz  # noqa: F401
         except ImportError:
-            raise IsobitError('reward fuzzy_match needs rapidfuzz: pip install "isobit[text]"') from None
+            raise IsobitError(
+                'reward fuzzy_match needs rapidfuzz: pip install "isobit[text]"'
+            ) from None
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
         from rapidfuzz.distance import Levenshtein
 
         answers = self.answers(row)
@@ -96,7 +105,9 @@ class FormatReward(NamedReward):
     """1 if the completion matches a regular expression, else 0."""
 
     pattern: Annotated[str, "regular expression of Python's `re`; required"] = ""
-    match: Annotated[Literal["full", "search"], "the whole completion must match, or some part of it"] = "full"
+    match: Annotated[
+        Literal["full", "search"], "the whole completion must match, or some part of it"
+    ] = "full"
     flags: Annotated[str, "letters of inline flags: a, i, m, s, x"] = "s"
 
     def __post_init__(self) -> None:
@@ -106,9 +117,13 @@ class FormatReward(NamedReward):
             raise OptionError(("flags",), f"expected letters of a, i, m, s, x, got {wrong[0]!r}")
         compiled("pattern", self.pattern, self.flags)
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+    def score(
+        self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
+    ) -> float | Unscored:
         pattern = compiled("pattern", self.pattern, self.flags)
-        return float((pattern.fullmatch(text) if self.match == "full" else pattern.search(text)) is not None)
+        return float(
+            (pattern.fullmatch(text) if self.match == "full" else pattern.search(text)) is not None
+        )
 
 
 def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
@@ -120,7 +135,8 @@ def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
 
 
 def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
-    """The answers of a row as text: one, or a list of them. Raises ValueError where there is none."""
+    """The answers of a row as text: one, or a list of them. Raises ValueError where there is
+    none."""
     value = row[column]
     several = isinstance(value, list) and not any(isinstance(each, Mapping) for each in value)
     try:

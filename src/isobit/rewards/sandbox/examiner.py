@@ -1,26 +1,30 @@
-"""Runs the tests of a row in a cage of their own: stdin holds them, stdout takes the number of each one that passed.
+"""Runs the tests of a row in a cage of their own: stdin holds them, stdout takes the number of each
+one that passed.
 
-The program is in another cage, behind two pipes (`harness.py`). Names that the tests take from it stand beside the
-builtins, where the tests' own names hide them, as plain values, or as objects of class Remote where they are not plain.
-A call sends its arguments and takes back plain values, which are made anew here (`wire.py`), so that nothing the
-program defines or changes has a part in an assertion: builtins, modules and comparisons are this process's own. What a
-Remote compares equal to, adds up to, or is rounded to is decided here, from its plain content if its class is derived
-from a plain one; any other Remote equals nothing plain. Only between two objects of the program is the program asked.
-Functions of the tests can be arguments and are called back; iterators are given as lists of at most MOST_ITEMS; other
-objects of the tests cannot be given to the program. Arguments are copies; a list, dict, set or bytearray that a call
-which returns None has changed is changed here too.
+The program is in another cage, behind two pipes (`harness.py`). Names that the tests take from it
+stand beside the builtins, where the tests' own names hide them, as plain values, or as objects of
+class Remote where they are not plain. A call sends its arguments and takes back plain values, which
+are made anew here (`wire.py`), so that nothing the program defines or changes has a part in an
+assertion: builtins, modules and comparisons are this process's own. What a Remote compares equal
+to, adds up to, or is rounded to is decided here, from its plain content if its class is derived
+from a plain one; any other Remote equals nothing plain. Only between two objects of the program is
+the program asked. Functions of the tests can be arguments and are called back; iterators are given
+as lists of at most MOST_ITEMS; other objects of the tests cannot be given to the program. Arguments
+are copies; a list, dict, set or bytearray that a call which returns None has changed is changed
+here too.
 
-Exceptions of the program are raised here, but for those that end an iteration: outside `next` they come as
-RuntimeError, or `all(map(f, ...))` would be true of what it has not seen. An assertion that fails in a function of the
-tests has failed though the program catches it, and no context manager of the program suppresses what a block of the
-tests raises.
+Exceptions of the program are raised here, but for those that end an iteration: outside `next` they
+come as RuntimeError, or `all(map(f, ...))` would be true of what it has not seen. An assertion that
+fails in a function of the tests has failed though the program catches it, and no context manager of
+the program suppresses what a block of the tests raises.
 
-Left out: what the tests define or import is not visible to the program; coroutines, subclasses of the program's
-classes, and isinstance of its objects with builtin classes. It cannot rule out a program that returns what it knows to
-be expected; objects whose methods, truth, length, items or comparison with each other lie, where a test asks for just
-these; helpers that the tests take from the program because they define none; a program that raises, or has the tests
-raise, what they catch; and a program that changes, by returning None, an argument from which the tests make what they
-expect. Under isolation `none` the program could reach this process.
+Left out: what the tests define or import is not visible to the program; coroutines, subclasses of
+the program's classes, and isinstance of its objects with builtin classes. It cannot rule out a
+program that returns what it knows to be expected; objects whose methods, truth, length, items or
+comparison with each other lie, where a test asks for just these; helpers that the tests take from
+the program because they define none; a program that raises, or has the tests raise, what they
+catch; and a program that changes, by returning None, an argument from which the tests make what
+they expect. Under isolation `none` the program could reach this process.
 """
 
 import builtins
@@ -37,10 +41,21 @@ from typing import Any
 from isobit.rewards.sandbox import wire
 
 MOST_ITEMS = 100_000
-ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)  # what Python takes for an iterator's end, not for an error
+ENDS = (
+    StopIteration,
+    StopAsyncIteration,
+    GeneratorExit,
+)  # what Python takes for an iterator's end, not for an error
 MIRRORED = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__wrapped__")
 ITERATORS: tuple[Any, ...] = (types.GeneratorType, map, filter, zip, enumerate, reversed)
-ITERATORS += (type(iter(())), type(iter([])), type(iter({})), type(iter("")), type(iter(range(0))), type({}.keys()))
+ITERATORS += (
+    type(iter(())),
+    type(iter([])),
+    type(iter({})),
+    type(iter("")),
+    type(iter(range(0))),
+    type({}.keys()),
+)
 
 
 class Connection:
@@ -54,7 +69,8 @@ class Connection:
         self.errors: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Have the program's process do something. Raises what that raises, as an exception of this process."""
+        """Have the program's process do something. Raises what that raises, as an exception of this
+        process."""
         arguments = [self.encode(value) for value in given]
         options = {name: self.encode(value) for name, value in named.items()}
         try:
@@ -126,7 +142,11 @@ class Connection:
                 return {"object": numbers[0]}
             if name := wire.builtin_class(value):
                 return {"type": name}
-        elif isinstance(value, types.BuiltinFunctionType) and value.__module__ == "builtins" and not _bound(value):
+        elif (
+            isinstance(value, types.BuiltinFunctionType)
+            and value.__module__ == "builtins"
+            and not _bound(value)
+        ):
             return {"builtin": value.__name__}
         elif isinstance(value, ITERATORS):
             return {"iterator": self.encode(list(itertools.islice(value, MOST_ITEMS)))}
@@ -164,7 +184,11 @@ def _bound(function: types.BuiltinFunctionType) -> bool:
 
 def _update(mine: Any, theirs: Any) -> None:
     """Have an argument of the tests hold what the program has made of it."""
-    if type(mine) is not type(theirs) or type(mine) not in (list, dict, set, bytearray) or mine == theirs:
+    if (
+        type(mine) is not type(theirs)
+        or type(mine) not in (list, dict, set, bytearray)
+        or mine == theirs
+    ):
         return
     if isinstance(mine, (list, bytearray)):
         mine[:] = theirs
@@ -174,7 +198,8 @@ def _update(mine: Any, theirs: Any) -> None:
 
 
 class Remote:
-    """An object of the program: what is done with it is done there, but for what is decided from its plain content."""
+    """An object of the program: what is done with it is done there, but for what is decided from
+    its plain content."""
 
     __slots__ = ("_connection", "_number")
     _connection: Connection
@@ -197,7 +222,9 @@ class Remote:
     def _exactly(self, operation: str, kind: type) -> Any:
         value = self._ask(operation)
         if type(value) is not kind:
-            raise TypeError(f"{operation} of an object of the program gave {type(value).__name__!r}")
+            raise TypeError(
+                f"{operation} of an object of the program gave {type(value).__name__!r}"
+            )
         return value
 
     def __call__(self, *given: Any, **named: Any) -> Any:
@@ -282,7 +309,9 @@ def _binary(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Remote,
             mine = self._content()
         except Exception:
             if name not in ("eq", "ne"):
-                raise TypeError("an object of the program has no plain value to work with") from None
+                raise TypeError(
+                    "an object of the program has no plain value to work with"
+                ) from None
             return name == "ne"
         return function(mine, other)
 
@@ -347,7 +376,8 @@ def main() -> None:
 
 
 def _take(program: Connection, names: list[str], beside: dict[str, Any]) -> None:
-    """Put what the program calls so now beside the builtins, and nothing where it has no such name."""
+    """Put what the program calls so now beside the builtins, and nothing where it has no such
+    name."""
     found = program.ask("names", *names)
     if type(found) is not dict:
         raise wire.Gone

@@ -1,9 +1,11 @@
-"""Runs a program inside the cage and does with it what the tests, in another cage (`examiner.py`), ask for.
+"""Runs a program inside the cage and does with it what the tests, in another cage (`examiner.py`),
+ask for.
 
-The program runs, as a module, when the first request has come. A request names an operation and its arguments, which
-are plain values or objects of the program by number; the answer is a plain value (`wire.py`), a number for what is not
-plain, or an exception. This side is not trusted: it shares its interpreter with the program and holds nothing but two
-pipes, by which it learns the arguments of calls, and never what is expected of their results.
+The program runs, as a module, when the first request has come. A request names an operation and its
+arguments, which are plain values or objects of the program by number; the answer is a plain value
+(`wire.py`), a number for what is not plain, or an exception. This side is not trusted: it shares
+its interpreter with the program and holds nothing but two pipes, by which it learns the arguments
+of calls, and never what is expected of their results.
 """
 
 import builtins
@@ -35,7 +37,10 @@ class Program:
             "enter": lambda value: value.__enter__(),
             "exit": lambda value, kind: value.__exit__(kind, kind and kind(), None),
             **{function.__name__: function for function in (getattr, setattr, delattr, isinstance)},
-            **{function.__name__: function for function in (len, iter, next, repr, str, bool, reversed)},
+            **{
+                function.__name__: function
+                for function in (len, iter, next, repr, str, bool, reversed)
+            },
         }
 
     def run(self, path: str) -> None:
@@ -71,7 +76,10 @@ class Program:
     def call_back(self, function: int, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function of the tests; they may ask for more before they answer."""
         arguments = {name: self.encode(value) for name, value in named.items()}
-        wire.send(self.write, {"call": function, "arguments": self.encode(list(given)), "named": arguments})
+        wire.send(
+            self.write,
+            {"call": function, "arguments": self.encode(list(given)), "named": arguments},
+        )
         while "do" in (message := wire.receive(self.read)):
             self.answer(message)
         if "raise" in message:
@@ -97,11 +105,17 @@ class Program:
     def _foreign(self, value: Any) -> Any:
         kind = type(value)
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-            return {"array": [value.dtype.str, value.tolist()]} if value.shape else self.encode(value.item())
+            return (
+                {"array": [value.dtype.str, value.tolist()]}
+                if value.shape
+                else self.encode(value.item())
+            )
         if (shared := wire.builtin_class(value)) in wire.SHARED:
             return {"type": shared}
         if isinstance(value, type) and issubclass(value, BaseException):
-            name = next(base.__name__ for base in value.__mro__ if wire.CLASSES.get(base.__name__) is base)
+            name = next(
+                base.__name__ for base in value.__mro__ if wire.CLASSES.get(base.__name__) is base
+            )
             return {"error": [self.number(value), value.__name__, name]}
         if kind.__module__ != "program" and isinstance(value, wire.BASES):
             return self.encode(wire.content(value))

@@ -1,16 +1,20 @@
-"""Runs programs in a cage: a process of its own, a job as JSON on stdin, one line of JSON for each run on stdout.
+"""Runs programs in a cage: a process of its own, a job as JSON on stdin, one line of JSON for each
+run on stdout.
 
-Under isolation `namespaces` the cage is of Linux namespaces of its own, which need no root: user, mount, PID, network,
-IPC and host name. The file system is an empty one with little in it (`root.py`); there is no /proc, no home, no network
-device. The first process of the PID namespace runs the programs; when it ends, or anyone above it is killed, the kernel
-kills all that is left inside. A program has a session of its own, no capabilities, cannot gain privileges, is held to
-the system calls that the job's filter lets through (`seccomp.py`), and has limits on time, memory, files, file size and
-processes. Under `none` the limits but for that on processes are all there is. Two cages of one job have nothing in
-common but two pipes. Supplementary groups are dropped where this process is root; the kernel lets nobody else do that.
+Under isolation `namespaces` the cage is of Linux namespaces of its own, which need no root: user,
+mount, PID, network, IPC and host name. The file system is an empty one with little in it
+(`root.py`); there is no /proc, no home, no network device. The first process of the PID namespace
+runs the programs; when it ends, or anyone above it is killed, the kernel kills all that is left
+inside. A program has a session of its own, no capabilities, cannot gain privileges, is held to the
+system calls that the job's filter lets through (`seccomp.py`), and has limits on time, memory,
+files, file size and processes. Under `none` the limits but for that on processes are all there is.
+Two cages of one job have nothing in common but two pipes. Supplementary groups are dropped where
+this process is root; the kernel lets nobody else do that.
 
-This is the trusted side, which imports the standard library alone; the programs are not trusted. For each cage
-{"started": true} is reported when its first program runs. What cannot be set up is reported as {"error": ...}, and
-nothing is run; what fails later is the fault of a program and leaves outcomes out.
+This is the trusted side, which imports the standard library alone; the programs are not trusted.
+For each cage {"started": true} is reported when its first program runs. What cannot be set up is
+reported as {"error": ...}, and nothing is run; what fails later is the fault of a program and
+leaves outcomes out.
 """
 
 import contextlib
@@ -26,12 +30,29 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from isobit.rewards.sandbox.root import INSIDE, WORK, CannotIsolate, Job, check, last_error, libc, make_root, write_text
+from isobit.rewards.sandbox.root import (
+    INSIDE,
+    WORK,
+    CannotIsolate,
+    Job,
+    check,
+    last_error,
+    libc,
+    make_root,
+    write_text,
+)
 
-NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEW_NS = 0x20000
+NEW_UTS = 0x4000000
+NEW_IPC = 0x8000000
+NEW_USER = 0x10000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVS = 1, 4, 22, 38
 FILTER = 2  # the mode of seccomp that takes one
-NOBODY = 65534  # what they are outside where this process is root: limits on processes do not bind root
+NOBODY = (
+    65534  # what they are outside where this process is root: limits on processes do not bind root
+)
 
 
 def main() -> None:
@@ -52,7 +73,8 @@ def main() -> None:
 
 
 def _pair(job: Job, report: int) -> None:
-    """Two cages whose programs can write to each other. The outcomes are those of the first, which ends both."""
+    """Two cages whose programs can write to each other. The outcomes are those of the first, which
+    ends both."""
     read, write_there = os.pipe()
     read_there, write = os.pipe()
     stop, hold = os.pipe()
@@ -85,7 +107,8 @@ def _cage(job: Job, report: int, parent: int | None = None) -> None:
 
 
 def _isolated(job: Job, report: int) -> None:
-    """Fork the process that makes the namespaces; this one, outside of them, says who its users are."""
+    """Fork the process that makes the namespaces; this one, outside of them, says who its users
+    are."""
     made, say_made = os.pipe()
     mapped, say_mapped = os.pipe()
     parent = os.getpid()
@@ -101,15 +124,20 @@ def _isolated(job: Job, report: int) -> None:
             _map_users(builder)
             os.write(say_mapped, b"+")
         except OSError as error:
-            _say(report, {"error": f"users cannot be mapped into a new namespace ({error.strerror})"})
+            _say(
+                report, {"error": f"users cannot be mapped into a new namespace ({error.strerror})"}
+            )
     os.close(say_mapped)
     os.waitpid(builder, 0)
 
 
 def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
-    """In the new namespaces: the file system, then the first process of the PID namespace, which runs the programs."""
+    """In the new namespaces: the file system, then the first process of the PID namespace, which
+    runs the programs."""
     _die_with(parent)
-    with contextlib.suppress(OSError):  # where memory runs out, the kernel is to begin with what is inside
+    with contextlib.suppress(
+        OSError
+    ):  # where memory runs out, the kernel is to begin with what is inside
         write_text("/proc/self/oom_score_adj", "1000")
     if libc.unshare(NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS) != 0:
         raise CannotIsolate(f"namespaces cannot be made ({last_error()})")
@@ -129,7 +157,9 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
         check(libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
         if select.select([read], [], [], 0)[0]:  # the parent was gone before that
             os._exit(1)
-        check(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can trace this process
+        check(
+            libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "prctl"
+        )  # so that no program can trace this process
         _guarded(report, lambda: _run_all(job, report, "", caged=True))
     os.waitpid(first, 0)
 
@@ -143,13 +173,21 @@ def _guarded(report: int, call: Callable[[], None]) -> NoReturn:
     except CannotIsolate as error:
         _say(report, {"error": str(error)})
     except OSError as error:
-        _say(report, {"error": f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)})
+        _say(
+            report,
+            {
+                "error": f"{error.strerror}: {error.filename}"
+                if error.filename
+                else str(error.strerror)
+            },
+        )
     finally:
         os._exit(code)
 
 
 def _map_users(process: int) -> None:
-    """One user inside; where this process may, also root, who builds, and the programs are then a user of no rights."""
+    """One user inside; where this process may, also root, who builds, and the programs are then a
+    user of no rights."""
     with contextlib.suppress(OSError):
         write_text(f"/proc/{process}/setgroups", "deny")
     for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
@@ -199,8 +237,11 @@ def _start(job: Job, stdin: str, root: str, caged: bool) -> tuple[int, int]:
     return program, read
 
 
-def _watch(job: Job, program: int, read: int, woken: int, end: float, caged: bool) -> dict[str, Any]:
-    """Read what the program prints until it has ended, the time is out, it has printed too much, or it is to stop."""
+def _watch(
+    job: Job, program: int, read: int, woken: int, end: float, caged: bool
+) -> dict[str, Any]:
+    """Read what the program prints until it has ended, the time is out, it has printed too much, or
+    it is to stop."""
     output, status, limit = bytearray(), None, job["output_bytes"]
     stop = job.get("stop")
     sources = [read, woken] if stop is None else [read, woken, stop]
@@ -235,7 +276,11 @@ def _given(job: Job, text: str, root: str) -> int:
         os.ftruncate(given, 0)
     else:
         linux = sys.platform == "linux"
-        given = os.memfd_create("stdin") if linux else os.open(root + "/stdin", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        given = (
+            os.memfd_create("stdin")
+            if linux
+            else os.open(root + "/stdin", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        )
     os.lseek(given, 0, os.SEEK_SET)
     view = memoryview(text.encode("utf-8", "surrogatepass"))
     while view:
@@ -270,7 +315,8 @@ def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoRetu
 
 
 def _kill_all(program: int, caged: bool) -> None:
-    """Kill and reap the program and what it has started: all but this process, or its group where nothing holds it."""
+    """Kill and reap the program and what it has started: all but this process, or its group where
+    nothing holds it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if caged:
             os.kill(-1, signal.SIGKILL)
@@ -302,9 +348,12 @@ def _check_filter(job: Job) -> None:
 
 
 def _filter_calls(code: bytes) -> None:
-    """From here on this process, and what it starts, makes only the system calls that the filter lets through."""
+    """From here on this process, and what it starts, makes only the system calls that the filter
+    lets through."""
     instructions = ctypes.create_string_buffer(code, len(code))
-    program = (ctypes.c_uint64 * 2)(len(code) // 8, ctypes.addressof(instructions))  # as `struct sock_fprog`
+    program = (ctypes.c_uint64 * 2)(
+        len(code) // 8, ctypes.addressof(instructions)
+    )  # as `struct sock_fprog`
     check(libc.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 

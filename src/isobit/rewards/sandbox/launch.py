@@ -1,4 +1,5 @@
-"""The outside of the cage (`jail.py`): what a program may take, one call that runs it, and whether there is a cage.
+"""The outside of the cage (`jail.py`): what a program may take, one call that runs it, and whether
+there is a cage.
 
 Left out: what the outcome is worth (`named/code.py`).
 """
@@ -19,16 +20,23 @@ from isobit.rewards.sandbox.seccomp import filter_for
 
 _HERE = Path(__file__).resolve().parent
 _SOURCE = _HERE.parents[2]
-_JAIL = "import sys; sys.path.append(sys.argv[1]); from isobit.rewards.sandbox import jail; jail.main()"
+_JAIL = (
+    "import sys; sys.path.append(sys.argv[1]); from isobit.rewards.sandbox import jail; jail.main()"
+)
 _GRACE_S = 10.0  # for setting up and for the end, beyond the programs' own time
 _MIB = 1 << 20
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the program of one sample may take: seconds over all its runs, and of each process MiB of address space, MiB
-    of files, processes (threads count), open files and bytes of output."""
+    """What the program of one sample may take: seconds over all its runs, and of each process MiB
+    of address space, MiB of files, processes (threads count), open files and bytes of output."""
 
     timeout_s: float
     memory_mib: int
@@ -40,8 +48,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code (negative: a signal; None: killed here, being `late` or printing too `long`), and
-    what it printed."""
+    """How a run ended: its exit code (negative: a signal; None: killed here, being `late` or
+    printing too `long`), and what it printed."""
 
     status: int | None
     late: bool
@@ -58,15 +66,18 @@ def run_caged(
     packages: bool = False,
     companion: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Run the file `main` once for each text on stdin; outcomes in order, fewer of them when the time is out or a
-    program broke the cage.
+    """Run the file `main` once for each text on stdin; outcomes in order, fewer of them when the
+    time is out or a program broke the cage.
 
-    `packages`: the program may also import what is installed for this Python. `companion`: files of a second cage,
-    whose first file is run beside the program until that ends; each gets the numbers of two pipes to the other, to
-    read and to write, as its arguments. Raises IsobitError if the cage cannot be had; nothing has been run then.
+    `packages`: the program may also import what is installed for this Python. `companion`: files of
+    a second cage, whose first file is run beside the program until that ends; each gets the numbers
+    of two pipes to the other, to read and to write, as its arguments. Raises IsobitError if the
+    cage cannot be had; nothing has been run then.
     """
     # without isolation a program may leave what cannot be removed
-    with tempfile.TemporaryDirectory(prefix="isobit-code-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="isobit-code-", ignore_cleanup_errors=True
+    ) as directory:
         os.chmod(directory, 0o755)  # the user inside may be another
         found = _packages() if packages else []
         cages = [{"files": dict(files), "main": main, "inputs": list(inputs)}]
@@ -100,7 +111,8 @@ def _of_each_process(limits: Limits) -> dict[str, int]:
 
 
 def check_cage(isolation: str, packages: bool) -> None:
-    """Raise IsobitError, saying what is missing and which option accepts less, unless a program runs in the cage."""
+    """Raise IsobitError, saying what is missing and which option accepts less, unless a program
+    runs in the cage."""
     if isolation == "namespaces" and sys.platform != "linux":
         missing = "namespaces are Linux's"
     else:
@@ -116,33 +128,45 @@ def check_cage(isolation: str, packages: bool) -> None:
     if isolation == "none":
         raise IsobitError(f"reward code: programs cannot be run: {missing}")
     raise IsobitError(
-        f"reward code: this machine cannot isolate programs: {missing}; allow unprivileged user namespaces (in a "
-        "container: its seccomp profile), or accept programs that reach network and files with options.isolation: none"
+        f"reward code: this machine cannot isolate programs: {missing}; allow unprivileged user "
+        "namespaces (in a "
+        "container: its seccomp profile), or accept programs that reach network and files with "
+        "options.isolation: none"
     )
 
 
 def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
-    """What the jail reports. Raises IsobitError unless all cages came to run their programs; what breaks a cage after
-    that is a program, and costs it its outcomes."""
+    """What the jail reports. Raises IsobitError unless all cages came to run their programs; what
+    breaks a cage after that is a program, and costs it its outcomes."""
     command = [sys.executable, "-I", "-S", "-B", "-c", _JAIL, str(_SOURCE)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
     ) as process:
         try:
             reported, errors = process.communicate(job, timeout=timeout_s)
-        except subprocess.TimeoutExpired:  # it keeps the time itself; its death is that of all in it
+        except (
+            subprocess.TimeoutExpired
+        ):  # it keeps the time itself; its death is that of all in it
             process.kill()
             reported, errors = process.communicate()
-    replies = [json.loads(line) for line in reported.splitlines(keepends=True) if line.endswith(b"\n")]
+    replies = [
+        json.loads(line) for line in reported.splitlines(keepends=True) if line.endswith(b"\n")
+    ]
     if sum("started" in reply for reply in replies) < cages:
         last = errors.decode(errors="replace").strip().splitlines()
         reasons = [reply["error"] for reply in replies if "error" in reply]
-        raise IsobitError(*(reasons[:1] or [f"no program could be started: {last[-1] if last else 'no reason given'}"]))
+        raise IsobitError(
+            *(
+                reasons[:1]
+                or [f"no program could be started: {last[-1] if last else 'no reason given'}"]
+            )
+        )
     return [Outcome(**reply) for reply in replies if "status" in reply]
 
 
 def side(name: str, **more: str) -> dict[str, str]:
-    """The files of one of two cages: a script of this package, what it imports of it, and others by stem."""
+    """The files of one of two cages: a script of this package, what it imports of it, and others by
+    stem."""
     texts = {file: (_HERE / f"{file}.py").read_text(encoding="utf-8") for file in (name, "wire")}
     texts[name] = texts[name].replace("from isobit.rewards.sandbox import wire", "import wire")
     return {f"{file}.py": text for file, text in {**texts, **more}.items()}
@@ -162,4 +186,8 @@ def _python_paths() -> list[str]:
 
 
 def _packages() -> list[str]:
-    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
+    return [
+        path
+        for path in sys.path
+        if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)
+    ]

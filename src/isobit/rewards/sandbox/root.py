@@ -1,8 +1,8 @@
-"""The file system of a cage: an empty one that holds the system's and Python's directories, read-only, a small writable
-directory in memory, and what programs are given on stdin.
+"""The file system of a cage: an empty one that holds the system's and Python's directories,
+read-only, a small writable directory in memory, and what programs are given on stdin.
 
-As `jail.py`, which uses it from within the cage's mount namespace, it is on the trusted side and imports the standard
-library alone. Left out: /proc, and devices but a few.
+As `jail.py`, which uses it from within the cage's mount namespace, it is on the trusted side and
+imports the standard library alone. Left out: /proc, and devices but a few.
 """
 
 import ctypes
@@ -13,7 +13,11 @@ Job = dict[str, Any]
 
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # the number is the same on all architectures
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = (
+    442,
+    -100,
+    0x8000,
+)  # the number is the same on all architectures
 INSIDE = 1000  # the user and group of the programs, as they see themselves
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -27,11 +31,18 @@ class CannotIsolate(Exception):
 
 
 def make_root(job: Job) -> int:
-    """A file system of its own for this process and what it forks. Returns the descriptor of `_make_streams`."""
+    """A file system of its own for this process and what it forks. Returns the descriptor of
+    `_make_streams`."""
     root, owner = job["directory"], os.geteuid()
     os.umask(0o022)
     _mount(None, "/", None, RECURSIVE | PRIVATE)
-    _mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size=4m,nr_inodes=4k,mode=755,uid={owner},gid={owner}")
+    _mount(
+        "tmpfs",
+        root,
+        "tmpfs",
+        NOSUID | NODEV,
+        f"size=4m,nr_inodes=4k,mode=755,uid={owner},gid={owner}",
+    )
     for path in (*SYSTEM, *job["paths"]):
         _show(root, path)
     for path in DEVICES:
@@ -43,7 +54,9 @@ def make_root(job: Job) -> int:
     for name, text in job["files"].items():
         write_text(f"{root}/{name}", text)
     _read_only(root, recursive=False)
-    inodes = max(256, job["disk_bytes"] // 4096)  # what they take of the kernel's memory is in no size
+    inodes = max(
+        256, job["disk_bytes"] // 4096
+    )  # what they take of the kernel's memory is in no size
     options = f"size={job['disk_bytes']},nr_inodes={inodes},mode=700,uid={INSIDE},gid={INSIDE}"
     _mount("tmpfs", root + WORK, "tmpfs", NOSUID | NODEV, options)
     os.chdir(root)
@@ -54,7 +67,8 @@ def make_root(job: Job) -> int:
 
 
 def _make_streams(root: str) -> int:
-    """/dev/stdin, /dev/stdout and /dev/stderr of programs; a descriptor that writes the first, which they cannot."""
+    """/dev/stdin, /dev/stdout and /dev/stderr of programs; a descriptor that writes the first,
+    which they cannot."""
     made = root + WORK
     _mount("tmpfs", made, "tmpfs", NOSUID | NODEV, "nr_inodes=4")
     stdin = os.open(made + "/stdin", os.O_RDWR | os.O_CREAT, 0o644)
@@ -92,17 +106,26 @@ def _show_at(path: str, target: str, device: bool = False) -> None:
         _read_only(target, recursive=True)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
+    arguments = [
+        None if text is None else os.fsencode(text) for text in (source, target, kind, data)
+    ]
     source_, target_, kind_, data_ = arguments
-    check(libc.mount(source_, target_, kind_, ctypes.c_ulong(flags), data_), f"mount of {source or target}")
+    check(
+        libc.mount(source_, target_, kind_, ctypes.c_ulong(flags), data_),
+        f"mount of {source or target}",
+    )
 
 
 def _read_only(path: str, recursive: bool) -> None:
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    done = libc.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, ctypes.byref(attributes), size)
+    done = libc.syscall(
+        MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, ctypes.byref(attributes), size
+    )
     check(done, "mount_setattr (Linux 5.12)")
 
 

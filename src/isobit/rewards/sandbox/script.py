@@ -1,6 +1,8 @@
-"""Runs the program of `program.py` inside the cage as `python program.py` does: as `__main__`, with `exit` and `quit`.
+"""Runs the program of `program.py` inside the cage as `python program.py` does: as `__main__`, with
+`exit` and `quit`.
 
-Python runs there without `site` (`-S`), which is where these two come from and also what would add installed packages.
+Python runs there without `site` (`-S`), which is where these two come from and also what would add
+installed packages.
 """
 
 import site

@@ -1,13 +1,15 @@
-"""The filter on system calls for programs in the cage: a table, and the classic BPF that `jail.py` hands to the kernel.
+"""The filter on system calls for programs in the cage: a table, and the classic BPF that `jail.py`
+hands to the kernel.
 
-Denied, with EPERM: what makes or enters namespaces, mounts, traces or reads other processes, loads code into the
-kernel, keeps memory that no limit of a process counts (System V IPC, memfd, AIO), io_uring, sockets of other families
-than Unix and Internet (that of virtual machines, vsock, is in no namespace), and limits of other processes. `clone3`,
-whose flags a filter cannot see, does not exist (ENOSYS, so that the C library uses `clone`), nor does any number above
-LAST, which covers what is newer than this table and the x32 ABI, whose numbers have bit 30 set.
+Denied, with EPERM: what makes or enters namespaces, mounts, traces or reads other processes, loads
+code into the kernel, keeps memory that no limit of a process counts (System V IPC, memfd, AIO),
+io_uring, sockets of other families than Unix and Internet (that of virtual machines, vsock, is in
+no namespace), and limits of other processes. `clone3`, whose flags a filter cannot see, does not
+exist (ENOSYS, so that the C library uses `clone`), nor does any number above LAST, which covers
+what is newer than this table and the x32 ABI, whose numbers have bit 30 set.
 
-It is a list of what is denied, not of what is allowed: programs may import anything that is installed. Left out:
-architectures other than x86_64 and aarch64.
+It is a list of what is denied, not of what is allowed: programs may import anything that is
+installed. Left out: architectures other than x86_64 and aarch64.
 """
 
 import struct
@@ -42,7 +44,11 @@ _SOCKET = {"x86_64": 41, "aarch64": 198}
 _CLONE3 = 435
 
 _LOAD, _IS, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF's codes for words
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; of an argument, its low half
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = (
+    0,
+    4,
+    16,
+)  # offsets in seccomp_data; of an argument, its low half
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
@@ -55,17 +61,32 @@ def denied(machine: str) -> dict[str, int]:
 
 
 def filter_for(machine: str) -> bytes | None:
-    """The filter, an array of `struct sock_filter`, for a machine as `platform.machine` calls it, if there is one."""
+    """The filter, an array of `struct sock_filter`, for a machine as `platform.machine` calls it,
+    if there is one."""
     if machine not in ARCHITECTURES:
         return None
-    fail, missing, allow = (_RETURN, 0, 0, _FAIL | EPERM), (_RETURN, 0, 0, _FAIL | ENOSYS), (_RETURN, 0, 0, _ALLOW)
+    fail = (_RETURN, 0, 0, _FAIL | EPERM)
+    missing = (_RETURN, 0, 0, _FAIL | ENOSYS)
+    allow = (_RETURN, 0, 0, _ALLOW)
     first = (_LOAD, 0, 0, _FIRST_ARGUMENT)
     program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IS, 1, 0, ARCHITECTURES[machine]), fail]
-    program += [(_LOAD, 0, 0, _NUMBER), (_ABOVE, 0, 1, LAST), missing, (_IS, 0, 1, _CLONE3), missing]
+    program += [
+        (_LOAD, 0, 0, _NUMBER),
+        (_ABOVE, 0, 1, LAST),
+        missing,
+        (_IS, 0, 1, _CLONE3),
+        missing,
+    ]
     for number in denied(machine).values():
         program += [(_IS, 0, 1, number), fail]
     program += [(_IS, 0, 4, _CLONE[machine]), first, (_ANY_BIT, 0, 1, NEW_NAMESPACE), fail, allow]
-    program += [(_IS, 0, 4, _PRLIMIT[machine]), first, (_IS, 1, 0, 0), fail, allow]  # 0: its own limits
+    program += [
+        (_IS, 0, 4, _PRLIMIT[machine]),
+        first,
+        (_IS, 1, 0, 0),
+        fail,
+        allow,
+    ]  # 0: its own limits
     skip = len(FAMILIES)
     program += [(_IS, 0, skip + 3, _SOCKET[machine]), first]
     program += [(_IS, skip - i, 0, family) for i, family in enumerate(FAMILIES)]

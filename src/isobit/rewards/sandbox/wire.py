@@ -1,10 +1,12 @@
-"""Plain values as JSON, and messages over a pipe: what the process of the tests (`examiner.py`) and that of the program
-(`harness.py`) say to each other. A copy of this file goes into each of the two cages.
+"""Plain values as JSON, and messages over a pipe: what the process of the tests (`examiner.py`) and
+that of the program (`harness.py`) say to each other. A copy of this file goes into each of the two
+cages.
 
-Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, the
-containers of `collections`, Fraction, Decimal and dates, nested, each of exactly that class: what is decoded is made
-anew, by the reader, and has no method of the writer's. All else is handed to `foreign`. Nothing is pickled or imported
-by a name from the other side, and a message that is not in order raises ValueError or what its parts raise.
+Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
+range, the containers of `collections`, Fraction, Decimal and dates, nested, each of exactly that
+class: what is decoded is made anew, by the reader, and has no method of the writer's. All else is
+handed to `foreign`. Nothing is pickled or imported by a name from the other side, and a message
+that is not in order raises ValueError or what its parts raise.
 """
 
 import builtins
@@ -58,7 +60,13 @@ def _exactly(pipe: int, count: int) -> bytes:
 def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
     """The value as JSON: itself, a list, or an object of one key, which is its class."""
     kind: Any = type(value)
-    if value is None or kind is bool or kind is str or kind is float or (kind is int and -LARGE < value < LARGE):
+    if (
+        value is None
+        or kind is bool
+        or kind is str
+        or kind is float
+        or (kind is int and -LARGE < value < LARGE)
+    ):
         return value
     if kind is list:
         return [encode(item, foreign) for item in value]
@@ -69,7 +77,8 @@ def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
 
 
 def decode(body: Any, foreign: Callable[[str, Any], Any]) -> Any:
-    """The value of some JSON; `foreign` is given the key and the content of an object that is not plain."""
+    """The value of some JSON; `foreign` is given the key and the content of an object that is not
+    plain."""
     if type(body) is list:
         return [decode(item, foreign) for item in body]
     if type(body) is not dict:
@@ -116,24 +125,43 @@ CODERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "date": ("datetime", str, _of("datetime", "date", "fromisoformat")),
     "time": ("datetime", str, _of("datetime", "time", "fromisoformat")),
     "datetime": ("datetime", str, _of("datetime", "datetime", "fromisoformat")),
-    "timedelta": ("datetime", lambda t: [t.days, t.seconds, t.microseconds], _of("datetime", "timedelta")),
+    "timedelta": (
+        "datetime",
+        lambda t: [t.days, t.seconds, t.microseconds],
+        _of("datetime", "timedelta"),
+    ),
 }
-BASES: tuple[Any, ...] = (str, int, float, complex, bytes, bytearray, tuple, list, dict, set, frozenset)
+BASES: tuple[Any, ...] = (
+    str,
+    int,
+    float,
+    complex,
+    bytes,
+    bytearray,
+    tuple,
+    list,
+    dict,
+    set,
+    frozenset,
+)
 SHARED = {kind.__name__ for kind in (*BASES, bool, range)}
 SHARED |= {name for name, kind in CLASSES.items() if issubclass(kind, BaseException)}
 SHARED -= {kind.__name__ for kind in AssertionError.__mro__}
-"""Builtin classes that the program may hand to the tests by name: of plain values, and exceptions that no failed
-assertion is one of."""
+"""Builtin classes that the program may hand to the tests by name: of plain values, and exceptions
+that no failed assertion is one of."""
 _PLAIN: dict[Any, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def builtin_class(value: Any) -> str | None:
     """The name of a builtin class, or None."""
-    return value.__name__ if isinstance(value, type) and CLASSES.get(value.__name__) is value else None
+    return (
+        value.__name__ if isinstance(value, type) and CLASSES.get(value.__name__) is value else None
+    )
 
 
 def content(value: Any) -> Any:
-    """What a value of a class derived from a plain one holds, as that. Raises TypeError for others."""
+    """What a value of a class derived from a plain one holds, as that. Raises TypeError for
+    others."""
     for base in BASES:
         if isinstance(value, base):
             return _PLAIN.get(base, base)(value)
@@ -141,8 +169,11 @@ def content(value: Any) -> Any:
 
 
 def error(raised: BaseException) -> list[Any]:
-    """The name of the builtin class of an exception, and its arguments where they are all plain, else as text."""
-    name = next(kind.__name__ for kind in type(raised).__mro__ if CLASSES.get(kind.__name__) is kind)
+    """The name of the builtin class of an exception, and its arguments where they are all plain,
+    else as text."""
+    name = next(
+        kind.__name__ for kind in type(raised).__mro__ if CLASSES.get(kind.__name__) is kind
+    )
     try:
         return [name, encode(list(raised.args), _refuse)]
     except Exception:

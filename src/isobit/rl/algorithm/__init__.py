@@ -1,1 +1,2 @@
-"""The algorithm as functions of numbers: advantages, losses, corrections, mismatch; no model is in it."""
+"""The algorithm as functions of numbers: advantages, losses, corrections, mismatch; no model is in
+it."""

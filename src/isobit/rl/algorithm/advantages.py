@@ -1,8 +1,9 @@
-"""Advantages of completions from the rewards of their group (GRPO, Dr. GRPO, RLOO); which groups teach anything.
+"""Advantages of completions from the rewards of their group (GRPO, Dr. GRPO, RLOO); which groups
+teach anything.
 
-An advantage is a function of `AdvantageInputs`: those here, those of tokens (`token_advantages.py`), and a user's own
-(`functions.py`). An unscored completion (reward None) has no advantage and no part in its group's baseline. Equal
-rewards give exactly 0.
+An advantage is a function of `AdvantageInputs`: those here, those of tokens
+(`token_advantages.py`), and a user's own (`functions.py`). An unscored completion (reward None) has
+no advantage and no part in its group's baseline. Equal rewards give exactly 0.
 """
 
 import math
@@ -24,10 +25,11 @@ Advantages = Sequence[Sequence[Advantage | None]]
 class AdvantageInputs:
     """All groups of a step, as an advantage sees them.
 
-    rewards: [groups][completions], None where a completion was not scored: the sum of the reward functions by weight,
-    with the penalty of overlong completions; under `decoupled_rewards` of one reward function after another. penalties:
-    [groups][completions][trained tokens], what the KL to the reference takes from each, else 0. groups: the samples
-    that these are of, with their tokens and the reward of each function. settings: the objective.
+    rewards: [groups][completions], None where a completion was not scored: the sum of the reward
+    functions by weight, with the penalty of overlong completions; under `decoupled_rewards` of one
+    reward function after another. penalties: [groups][completions][trained tokens], what the KL to
+    the reference takes from each, else 0. groups: the samples that these are of, with their tokens
+    and the reward of each function. settings: the objective.
     """
 
     rewards: Sequence[Sequence[float | None]]
@@ -50,8 +52,8 @@ AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
 def grpo(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the sample's standard
-    deviation (n - 1), as the field's trainers take it."""
+    """(r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the
+    sample's standard deviation (n - 1), as the field's trainers take it."""
 
     def factor(scored: Sequence[float], mean: float) -> float:
         deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1))
@@ -66,12 +68,19 @@ def dr_grpo(inputs: AdvantageInputs) -> Advantages:
 
 
 def rloo(inputs: AdvantageInputs) -> Advantages:
-    """r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean of all) · n / (n - 1)."""
-    return [_centred(row, lambda scored, mean: len(scored) / (len(scored) - 1)) for row in inputs.totals()]
+    """r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean of all) ·
+    n / (n - 1)."""
+    return [
+        _centred(row, lambda scored, mean: len(scored) / (len(scored) - 1))
+        for row in inputs.totals()
+    ]
 
 
-def _centred(rewards: Sequence[float | None], factor: Callable[[Sequence[float], float], float]) -> list[float | None]:
-    """(r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or of equal rewards."""
+def _centred(
+    rewards: Sequence[float | None], factor: Callable[[Sequence[float], float], float]
+) -> list[float | None]:
+    """(r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or of equal
+    rewards."""
     if not has_spread(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     scored = [reward for reward in rewards if reward is not None]
@@ -83,8 +92,8 @@ def _centred(rewards: Sequence[float | None], factor: Callable[[Sequence[float],
 def has_spread(rewards: Sequence[float | None]) -> bool:
     """Whether the scored rewards of a group differ: if not, no sample of it has a gradient.
 
-    Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) keeps a group if this holds; it decides on
-    the group, never on a sample.
+    Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) keeps a group if this
+    holds; it decides on the group, never on a sample.
     """
     scored = [reward for reward in rewards if reward is not None]
     return len(scored) > 1 and min(scored) != max(scored)

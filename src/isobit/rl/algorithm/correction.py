@@ -1,8 +1,9 @@
 """Importance weights and rejection where the policy that sampled differs from the learner's.
 
-Weights and rejections of a rule (`correction_rule.py`) multiply the loss of each token and carry no gradient. Rejected
-tokens stay in the denominator of the loss, unless the rule says otherwise. Under a unified precision the two
-policies are one and there is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
+Weights and rejections of a rule (`correction_rule.py`) multiply the loss of each token and carry no
+gradient. Rejected tokens stay in the denominator of the loss, unless the rule says otherwise. Under
+a unified precision the two policies are one and there is nothing to correct. Left out: the metrics
+of the mismatch (`mismatch.py`).
 """
 
 import math
@@ -22,8 +23,9 @@ _LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
 
 @dataclass(frozen=True)
 class Correction:
-    """Per token [tokens]: the `weights` float32 that multiply the loss (0 where rejected), the ratios as they were
-    before truncation, whose tails say more, which of them were truncated, and which tokens were kept."""
+    """Per token [tokens]: the `weights` float32 that multiply the loss (0 where rejected), the
+    ratios as they were before truncation, whose tails say more, which of them were truncated, and
+    which tokens were kept."""
 
     weights: Tensor
     untruncated: Tensor
@@ -31,8 +33,11 @@ class Correction:
     kept: Tensor
 
 
-def correct(rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Sequence[int]) -> Correction:
-    """Apply a rule to the tokens [tokens] float32 of sequences of `lengths`; empty ones have no part in anything."""
+def correct(
+    rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Sequence[int]
+) -> Correction:
+    """Apply a rule to the tokens [tokens] float32 of sequences of `lengths`; empty ones have no
+    part in anything."""
     assert old_logprobs.shape == rollout_logprobs.shape == (sum(lengths),)
     lr = (old_logprobs - rollout_logprobs).double()
     counts = torch.tensor(list(lengths), dtype=torch.int64)
@@ -42,8 +47,12 @@ def correct(rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor
         untruncated = _exp(sums)[sequence]
     else:
         untruncated = _exp(lr)
-    weights = torch.ones_like(lr) if rule.weight == "none" else untruncated.clamp(rule.floor, rule.cap)
-    clipped = torch.zeros_like(lr, dtype=torch.bool) if rule.weight == "none" else weights != untruncated
+    weights = (
+        torch.ones_like(lr) if rule.weight == "none" else untruncated.clamp(rule.floor, rule.cap)
+    )
+    clipped = (
+        torch.zeros_like(lr, dtype=torch.bool) if rule.weight == "none" else weights != untruncated
+    )
     kept = _kept(rule, old_logprobs, rollout_logprobs, counts, sequence)
     if rule.normalize:
         weights = weights / _mean_weight(weights, rule.weight, counts)
@@ -52,9 +61,11 @@ def correct(rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor
 
 
 def correction_metrics(correction: Correction) -> dict[str, float]:
-    """Mean weight, fractions truncated and rejected, and the effective sample size 1 / mean((w / mean w)²) of both
-    kinds of weight; of an entirely rejected batch it is 0."""
-    weights, ratio, kept = correction.weights.double(), correction.untruncated.double(), correction.kept
+    """Mean weight, fractions truncated and rejected, and the effective sample size 1 / mean((w /
+    mean w)²) of both kinds of weight; of an entirely rejected batch it is 0."""
+    weights = correction.weights.double()
+    ratio = correction.untruncated.double()
+    kept = correction.kept
     return {
         "correction/mean_weight": float(weights.mean()),
         "correction/clipped_fraction": float(correction.clipped.double().mean()),
@@ -72,15 +83,19 @@ def step_metrics(
     before: Sequence[float],
     after: Sequence[float],
 ) -> dict[str, float]:
-    """How much of a step a correction leaves: the fraction of completions with a token that it kept; and, summed over
-    the tokens, Σ w·s·|A| / Σ s'·|A|, where w are the correction's weights, A the `advantages` [tokens], and s' and s
-    the weights in the loss of each sequence's tokens, `before` and `after` the correction. Empty if every advantage is
+    """How much of a step a correction leaves: the fraction of completions with a token that it
+    kept; and, summed over the tokens, Σ w·s·|A| / Σ s'·|A|, where w are the correction's weights, A
+    the `advantages` [tokens], and s' and s the weights in the loss of each sequence's tokens,
+    `before` and `after` the correction. Empty if every advantage is
     0."""
     sizes = advantages.double().abs()
     if not bool(sizes.any()):
         return {}
     counts = torch.tensor(list(lengths))
-    old, new = (torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes for s in (before, after))
+    old, new = (
+        torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes
+        for s in (before, after)
+    )
     kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
     left = float((correction.weights.double() * new).sum() / old.sum())
     return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
@@ -88,11 +103,14 @@ def step_metrics(
 
 def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:
     """One line that warns of a correction that leaves little of the step."""
-    left, kept = (metrics.get(f"correction/{name}", 1.0) for name in ("effective_step", "kept_fraction"))
+    left, kept = (
+        metrics.get(f"correction/{name}", 1.0) for name in ("effective_step", "kept_fraction")
+    )
     if min(left, kept) >= LEAST_STEP:
         return None
     return (
-        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of the step's size: "
+        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of "
+        "the step's size: "
         "widen its bounds, or take token_tis, or precision: fp8, which needs none "
         "(said once; the metrics have correction/effective_step)"
     )
@@ -102,12 +120,16 @@ def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> Tensor:
     """Over tokens, or over sequences; 1 where there is nothing to divide by (verl's bound)."""
     if kind == "sequence":
         filled = counts[counts > 0]
-        weights = weights[filled.cumsum(0) - 1]  # one of each sequence, whose tokens have it in common
+        weights = weights[
+            filled.cumsum(0) - 1
+        ]  # one of each sequence, whose tokens have it in common
     mean = weights.mean()
     return torch.where(mean > 1e-8, mean, 1.0)
 
 
-def _kept(rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+def _kept(
+    rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, sequence: Tensor
+) -> Tensor:
     lr = (old - rollout).double()
     kept = torch.ones(lr.shape, dtype=torch.bool)
     if rule.rejection is not None:
@@ -117,7 +139,9 @@ def _kept(rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, se
         else:
             value = _measured(rule.rejection, lr, counts, sequence)
         low, high = rule.rejection.low, rule.rejection.high
-        kept &= (value >= (-math.inf if low is None else low)) & (value <= (math.inf if high is None else high))
+        kept &= (value >= (-math.inf if low is None else low)) & (
+            value <= (math.inf if high is None else high)
+        )
     if rule.veto > 0:
         vetoed = torch.zeros(len(counts), dtype=torch.bool)
         vetoed[sequence[lr < math.log(rule.veto)]] = True
@@ -154,7 +178,9 @@ def _binary_kl(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 def _of_level(level: str, values: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
     """A token's own value, or its sequence's."""
-    return values if level == "token" else _over_sequences(values, level, counts, sequence)[sequence]
+    return (
+        values if level == "token" else _over_sequences(values, level, counts, sequence)[sequence]
+    )
 
 
 def _over_sequences(values: Tensor, level: str, counts: Tensor, sequence: Tensor) -> Tensor:

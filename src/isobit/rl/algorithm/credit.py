@@ -1,11 +1,18 @@
-"""From scored groups to what the learner takes: which groups fill a step, and the credit of each sample."""
+"""From scored groups to what the learner takes: which groups fill a step, and the credit of each
+sample."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.rl.algorithm.advantages import Advantage, AdvantageInputs, Advantages, has_spread, overlong_penalty
+from isobit.rl.algorithm.advantages import (
+    Advantage,
+    AdvantageInputs,
+    Advantages,
+    has_spread,
+    overlong_penalty,
+)
 from isobit.rl.algorithm.functions import advantage_function
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_to_json
@@ -13,8 +20,9 @@ from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_
 
 @dataclass
 class StepBatch:
-    """The groups of one step. Under dynamic sampling groups without spread are dropped and others sampled instead,
-    `rounds_left` times; what comes in beyond `wanted` is kept for the next step. `objective` says what spread is."""
+    """The groups of one step. Under dynamic sampling groups without spread are dropped and others
+    sampled instead, `rounds_left` times; what comes in beyond `wanted` is kept for the next step.
+    `objective` says what spread is."""
 
     wanted: int
     dynamic: bool = False
@@ -43,14 +51,17 @@ class StepBatch:
     def to_json(self) -> dict[str, Any]:
         """A batch that waits to be learned from, in plain values."""
         return {
-            "dropped": self.dropped, "groups": groups_to_json(self.groups), "scored": groups_to_json(self.scored)
+            "dropped": self.dropped, "groups": groups_to_json(self.groups),
+            "scored": groups_to_json(self.scored)
         }  # fmt: skip
 
     @staticmethod
     def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
         """The inverse of `to_json`."""
         groups, scored = (groups_from_json(values[name]) for name in ("groups", "scored"))
-        return StepBatch(wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0)
+        return StepBatch(
+            wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0
+        )
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take scored groups in."""
@@ -63,11 +74,14 @@ class StepBatch:
         self.surplus += kept[room:]
 
 
-def assign_credit(groups: Sequence[Group], objective: ResolvedObjective) -> tuple[list[Sample], list[Advantage]]:
-    """The samples that can be learned from and their advantages, each one number or one for each trained token;
-    unscored samples are left out.
+def assign_credit(
+    groups: Sequence[Group], objective: ResolvedObjective
+) -> tuple[list[Sample], list[Advantage]]:
+    """The samples that can be learned from and their advantages, each one number or one for each
+    trained token; unscored samples are left out.
 
-    The overlong penalty and the KL in the reward change the advantage, and not the reward that is logged.
+    The overlong penalty and the KL in the reward change the advantage, and not the reward that is
+    logged.
     """
     samples: list[Sample] = []
     advantages: list[Advantage] = []
@@ -80,24 +94,33 @@ def assign_credit(groups: Sequence[Group], objective: ResolvedObjective) -> tupl
 
 
 def teaches(group: Group, objective: ResolvedObjective) -> bool:
-    """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any function."""
+    """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any
+    function."""
     if not objective.decoupled_rewards:
         return has_spread([s.reward for s in group])
-    return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
+    return any(
+        has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight
+    )
 
 
 def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advantages:
-    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight (after GDPO, Liu et
-    al. 2026, arXiv 2601.05242, without its normalization over the batch), with what shapes the reward as one more of
-    weight 1.
+    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight
+    (after GDPO, Liu et al. 2026, arXiv 2601.05242, without its normalization over the batch), with
+    what shapes the reward as one more of weight 1.
     """
     estimate = advantage_function(objective.advantage)
     extra = [[_overlong(sample, objective) for sample in group] for group in groups]
     charged = [[_charged(sample, objective) for sample in group] for group in groups]
     if not objective.decoupled_rewards:
-        shaped = [[_plus(s.reward, more) for s, more in zip(group, row)] for group, row in zip(groups, extra)]
+        shaped = [
+            [_plus(s.reward, more) for s, more in zip(group, row)]
+            for group, row in zip(groups, extra)
+        ]
         return estimate(AdvantageInputs(shaped, charged, groups, objective))
-    shaping = [[None if s.reward is None else more for s, more in zip(g, row)] for g, row in zip(groups, extra)]
+    shaping = [
+        [None if s.reward is None else more for s, more in zip(g, row)]
+        for g, row in zip(groups, extra)
+    ]
     free = [[(0.0,) * len(row) for row in group] for group in charged]
     parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective)))]
     for name, weight in objective.reward_weights:
@@ -105,7 +128,9 @@ def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advant
         parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective))))
     return [
         [
-            None if sample.reward is None else _sum([(weight, part[g][i]) for weight, part in parts if weight])
+            None
+            if sample.reward is None
+            else _sum([(weight, part[g][i]) for weight, part in parts if weight])
             for i, sample in enumerate(group)
         ]
         for g, group in enumerate(groups)
@@ -113,9 +138,14 @@ def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advant
 
 
 def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
-    """Weighted, number by number or token by token; a function that did not score it adds nothing."""
+    """Weighted, number by number or token by token; a function that did not score it adds
+    nothing."""
     given = [(weight, part) for weight, part in parts if part is not None]
-    rows = [[weight * value for value in part] for weight, part in given if not isinstance(part, (int, float))]
+    rows = [
+        [weight * value for value in part]
+        for weight, part in given
+        if not isinstance(part, (int, float))
+    ]
     if rows:
         return tuple(map(math.fsum, zip(*rows, strict=True)))
     return sum(weight * part for weight, part in given if isinstance(part, (int, float)))

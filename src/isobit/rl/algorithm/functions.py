@@ -1,8 +1,10 @@
-"""The loss and the advantage of a run: functions by name, or the user's own, `path/to/file.py:function`.
+"""The loss and the advantage of a run: functions by name, or the user's own,
+`path/to/file.py:function`.
 
-A user's function is called in this process, with the same inputs as those by name. Whatever it raises or returns that
-cannot be used is an IsobitError in one line. A loss must not depend on how a batch is split into micro-batches:
-`check_split` tries it on made-up tokens before a run begins (tests/rl/test_functions.py).
+A user's function is called in this process, with the same inputs as those by name. Whatever it
+raises or returns that cannot be used is an IsobitError in one line. A loss must not depend on how a
+batch is split into micro-batches: `check_split` tries it on made-up tokens before a run begins
+(tests/rl/test_functions.py).
 """
 
 import hashlib
@@ -42,11 +44,13 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 _LOSS, _ADVANTAGE = "algorithm.loss", "algorithm.advantage"
 _PROBED_LENGTHS = (5, 1, 4, 3)
 _SPLIT_TOLERANCE = 1e-3
-"""Largest difference of a gradient's element between splits, relative to the largest element: sums are rounded."""
+"""Largest difference of a gradient's element between splits, relative to the largest element: sums
+are rounded."""
 
 
 def loss_function(name: str) -> LossFunction:
-    """The loss by this name or in this file. Raises IsobitError where it cannot be found or called."""
+    """The loss by this name or in this file. Raises IsobitError where it cannot be found or
+    called."""
     if name in LOSSES:
         return LOSSES[name]
     call, what = _found(name, _LOSS, "loss(inputs: LossInputs) -> LossOutputs")
@@ -60,19 +64,31 @@ def loss_function(name: str) -> LossFunction:
 
 
 def advantage_function(name: str) -> AdvantageFunction:
-    """The advantage by this name or in this file. Raises IsobitError where it cannot be found or called."""
+    """The advantage by this name or in this file. Raises IsobitError where it cannot be found or
+    called."""
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    call, what = _found(name, _ADVANTAGE, "advantage(inputs: AdvantageInputs) -> one list of advantages for each group")
+    call, what = _found(
+        name,
+        _ADVANTAGE,
+        "advantage(inputs: AdvantageInputs) -> one list of advantages for each group",
+    )
 
     def advantage(inputs: AdvantageInputs) -> Advantages:
-        given = _listed(call(inputs), len(inputs.rewards), f"{what}: expected one list for each group")
+        given = _listed(
+            call(inputs), len(inputs.rewards), f"{what}: expected one list for each group"
+        )
         rows = zip(given, inputs.rewards, inputs.penalties, strict=True)
         return [
             [
                 _advantage(value, reward, len(taken), f"{what}: group {number}, completion {i}")
                 for i, (value, reward, taken) in enumerate(
-                    zip(_listed(row, len(rewards), f"{what}: group {number}"), rewards, penalties, strict=True)
+                    zip(
+                        _listed(row, len(rewards), f"{what}: group {number}"),
+                        rewards,
+                        penalties,
+                        strict=True,
+                    )
                 )
             ]
             for number, (row, rewards, penalties) in enumerate(rows)
@@ -82,10 +98,13 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 
 def digests(objective: Objective) -> dict[str, list[str]]:
-    """sha256 of the files of a user's functions, by the key that names them; as `machine.json` keeps them, which lists
-    the later ones of a resumed run too."""
+    """sha256 of the files of a user's functions, by the key that names them; as `machine.json`
+    keeps them, which lists the later ones of a resumed run too."""
     found = {}
-    for key, name, named in ((_LOSS, objective.loss, LOSSES), (_ADVANTAGE, objective.advantage, ADVANTAGES)):
+    for key, name, named in (
+        (_LOSS, objective.loss, LOSSES),
+        (_ADVANTAGE, objective.advantage, ADVANTAGES),
+    ):
         if name not in named:
             _, file = find_function(name, key)
             found[key] = [hashlib.sha256(Path(file).read_bytes()).hexdigest()]
@@ -93,14 +112,16 @@ def digests(objective: Objective) -> dict[str, list[str]]:
 
 
 def check_functions(objective: ResolvedObjective) -> None:
-    """Raise IsobitError for a loss or an advantage that cannot be found, or a loss that cannot be split."""
+    """Raise IsobitError for a loss or an advantage that cannot be found, or a loss that cannot be
+    split."""
     advantage_function(objective.advantage)
     if objective.loss not in LOSSES:
         check_split(loss_function(objective.loss), objective, f"{_LOSS} {objective.loss!r}")
 
 
 def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
-    """Raise IsobitError unless the gradient of a batch is that of its micro-batches together, and finite."""
+    """Raise IsobitError unless the gradient of a batch is that of its micro-batches together, and
+    finite."""
     inputs = _probe(objective)
     whole = _gradient(loss, inputs, what)
     if not bool(torch.isfinite(whole).all()):
@@ -112,15 +133,20 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
         for first, last in pairwise(bounds):
             tokens = slice(sum(sizes[:first]), sum(sizes[:last]))
             parts.append(_gradient(loss, _cut(inputs, tokens, first), what))
-        if float((torch.cat(parts) - whole).abs().max()) > _SPLIT_TOLERANCE * float(whole.abs().max()):
+        if float((torch.cat(parts) - whole).abs().max()) > _SPLIT_TOLERANCE * float(
+            whole.abs().max()
+        ):
             raise IsobitError(
-                f"{what}: its gradient depends on how a batch is split into micro-batches; return the loss of each "
-                "token, from its own sequence alone, with no mean or other statistic of the micro-batch"
+                f"{what}: its gradient depends on how a batch is split into micro-batches; "
+                "return the loss of each "
+                "token, from its own sequence alone, with no mean or other statistic of the "
+                "micro-batch"
             )
 
 
 def _probe(objective: ResolvedObjective) -> LossInputs:
-    """Made-up tokens of a few sequences: a policy that has moved a little, advantages of both signs."""
+    """Made-up tokens of a few sequences: a policy that has moved a little, advantages of both
+    signs."""
     generator = torch.Generator().manual_seed(0)
     count = sum(_PROBED_LENGTHS)
     old = -3 * torch.rand(count, generator=generator) - 0.1
@@ -155,7 +181,9 @@ def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
     leaf = inputs.policy_logprobs.clone().requires_grad_()
     outputs = loss(replace(inputs, policy_logprobs=leaf))
     if not outputs.loss.requires_grad:
-        raise IsobitError(f"{what}: the loss has no gradient: it must be computed from inputs.policy_logprobs")
+        raise IsobitError(
+            f"{what}: the loss has no gradient: it must be computed from inputs.policy_logprobs"
+        )
     weighted_sum(outputs, inputs).backward()  # type: ignore[no-untyped-call]
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
@@ -166,7 +194,8 @@ def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:
 
 
 def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any], str]:
-    """(the user's function of one argument, which raises IsobitError for what it raises, and how errors call it)."""
+    """(the user's function of one argument, which raises IsobitError for what it raises, and how
+    errors call it)."""
     what = f"{key} {reference!r}"
     function, file = find_function(reference, key)
     try:
@@ -185,7 +214,10 @@ def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any]
 
 def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
     if not isinstance(outputs, LossOutputs):
-        raise IsobitError(f"{what}: returned {type(outputs).__name__}, expected isobit.rl.algorithm.loss.LossOutputs")
+        raise IsobitError(
+            f"{what}: returned {type(outputs).__name__}, expected "
+            "isobit.rl.algorithm.loss.LossOutputs"
+        )
     shape = inputs.policy_logprobs.shape
     tensors: Mapping[str, object] = {
         "loss": outputs.loss,
@@ -196,15 +228,23 @@ def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
         if not isinstance(value, Tensor) or value.shape != shape:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise IsobitError(
-                f"{what}: {name} is {found}, expected a tensor with a number for each token, {list(shape)}"
+                f"{what}: {name} is {found}, expected a tensor with a number for each token, "
+                f"{list(shape)}"
             )
     for name in outputs.metrics:
         if not str(name).isidentifier() or name in ("policy", "kl"):
-            raise IsobitError(f"{what}: metric {name!r}: expected letters, digits and _, and neither policy nor kl")
+            raise IsobitError(
+                f"{what}: metric {name!r}: expected letters, digits and _, and neither policy "
+                "nor kl"
+            )
 
 
 def _listed(values: Any, count: int, what: str) -> Sequence[Any]:
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+    if (
+        isinstance(values, (str, bytes, Mapping))
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__iter__")
+    ):
         raise IsobitError(f"{what}: returned {type(values).__name__}, expected a list of {count}")
     if len(values) != count:
         raise IsobitError(f"{what}: returned {len(values)} values, expected {count}")
@@ -214,14 +254,21 @@ def _listed(values: Any, count: int, what: str) -> Sequence[Any]:
 def _advantage(value: Any, reward: float | None, num_tokens: int, what: str) -> Advantage | None:
     """An advantage in plain numbers."""
     if (value is None) != (reward is None):
-        raise IsobitError(f"{what}: expected None exactly where the reward is None, which is {reward}; got {value}")
+        raise IsobitError(
+            f"{what}: expected None exactly where the reward is None, which is {reward}; got "
+            f"{value}"
+        )
     if value is None:
         return None
     single = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
     try:
-        numbers = [float(number) for number in ([value] if single else _listed(value, num_tokens, what))]
+        numbers = [
+            float(number) for number in ([value] if single else _listed(value, num_tokens, what))
+        ]
     except (TypeError, ValueError):
-        raise IsobitError(f"{what}: expected a number, or one for each trained token, got {value!r:.60}") from None
+        raise IsobitError(
+            f"{what}: expected a number, or one for each trained token, got {value!r:.60}"
+        ) from None
     if not all(map(math.isfinite, numbers)):
         raise IsobitError(f"{what}: expected finite numbers, got {value!r:.60}")
     return numbers[0] if single else tuple(numbers)

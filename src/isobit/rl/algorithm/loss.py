@@ -1,9 +1,9 @@
 """The loss of each token, the KL penalty, and how tokens are averaged.
 
-A loss is a function of `LossInputs` that returns `LossOutputs`: those named here, and a user's own (`functions.py`).
-Each token's loss may depend on its own sequence and on nothing else of the micro-batch, since the step's loss is the
-weighted sum of all tokens, however they are split into micro-batches. Left out: where log-probabilities come from
-(`learner/learner.py`).
+A loss is a function of `LossInputs` that returns `LossOutputs`: those named here, and a user's own
+(`functions.py`). Each token's loss may depend on its own sequence and on nothing else of the
+micro-batch, since the step's loss is the weighted sum of all tokens, however they are split into
+micro-batches. Left out: where log-probabilities come from (`learner/learner.py`).
 """
 
 import math
@@ -15,25 +15,30 @@ from torch import Tensor
 
 from isobit.rl.algorithm.objective import ResolvedObjective
 
-_LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
+_LOG_RATIO_LIMIT = (
+    20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
+)
 _SEQUENCE_LIMIT = 10.0  # verl's, of the mean log ratio of a sequence
 _LOW_VARIANCE_LIMIT = 10.0  # verl's and NeMo RL's, of a token's KL
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """A micro-batch of whole sequences, as a loss sees it: T trained tokens, one after the other, on the CPU.
+    """A micro-batch of whole sequences, as a loss sees it: T trained tokens, one after the other,
+    on the CPU.
 
     All tensors are [T] float32, unless it says otherwise; only `policy_logprobs` has a gradient.
 
-    policy_logprobs: log-probabilities under the weights that are trained, at the sampling temperature. old_logprobs:
-    under the weights that the step began with. rollout_logprobs: as the engine recorded them; under a unified precision
-    they are the old ones. reference_logprobs: of the frozen reference, where `kl_coefficient` adds its penalty to the
-    loss, else None. advantages: of the token, or of its completion. importance_weights: of the correction, 0 where it
-    rejects a token, 1 without one. token_weights: the share of a token in the step's loss, by `loss_aggregation`. The
-    learner multiplies the loss by both. entropy: of the policy's distribution at the token, in nats. sequence, int64:
-    the number of the token's sequence in the micro-batch, from 0 on. clip_low, clip_high: bounds of the ratio, [1 -
-    clip_low, 1 + clip_high]. settings: the objective.
+    policy_logprobs: log-probabilities under the weights that are trained, at the sampling
+    temperature. old_logprobs: under the weights that the step began with. rollout_logprobs: as the
+    engine recorded them; under a unified precision they are the old ones. reference_logprobs: of
+    the frozen reference, where `kl_coefficient` adds its penalty to the loss, else None.
+    advantages: of the token, or of its completion. importance_weights: of the correction, 0 where
+    it rejects a token, 1 without one. token_weights: the share of a token in the step's loss, by
+    `loss_aggregation`. The learner multiplies the loss by both. entropy: of the policy's
+    distribution at the token, in nats. sequence, int64: the number of the token's sequence in the
+    micro-batch, from 0 on. clip_low, clip_high: bounds of the ratio, [1 - clip_low, 1 + clip_high].
+    settings: the objective.
     """
 
     policy_logprobs: Tensor
@@ -52,9 +57,9 @@ class LossInputs:
 
 @dataclass(frozen=True, eq=False)
 class LossOutputs:
-    """`loss` [T], with its gradient. `clipped` [T] bool: where a clip cuts the gradient off, for the metric
-    clip_fraction. `metrics`: further numbers of each token [T], whose means over the tokens of a step are logged as
-    `loss/NAME`."""
+    """`loss` [T], with its gradient. `clipped` [T] bool: where a clip cuts the gradient off, for
+    the metric clip_fraction. `metrics`: further numbers of each token [T], whose means over the
+    tokens of a step are logged as `loss/NAME`."""
 
     loss: Tensor
     clipped: Tensor | None = None
@@ -65,8 +70,9 @@ LossFunction = Callable[[LossInputs], LossOutputs]
 
 
 def clip(inputs: LossInputs) -> LossOutputs:
-    """-min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7; with
-    clip_high > clip_low DAPO's clip-higher), for A < 0 at most dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    """-min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017, arXiv
+    1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher), for A < 0 at most
+    dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
     ratio, dual_clip = ratios(inputs), inputs.settings.dual_clip
     unclipped, bounded = ratio * inputs.advantages, _bounded(ratio, inputs) * inputs.advantages
@@ -78,8 +84,8 @@ def clip(inputs: LossInputs) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs) -> LossOutputs:
-    """-clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4). Without
-    an advantage there is nothing to clip, whatever the ratio."""
+    """-clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv
+    2506.13585, eq. 4). Without an advantage there is nothing to clip, whatever the ratio."""
     ratio = ratios(inputs)
     bounded = _bounded(ratio, inputs)
     clipped = (bounded != ratio) & (inputs.advantages != 0)
@@ -102,11 +108,12 @@ LOSSES: dict[str, LossFunction] = {"clip": clip, "cispo": cispo, "reinforce": re
 def ratios(inputs: LossInputs) -> Tensor:
     """π_policy / π_old of each token [T], with its gradient, as `settings.ratio` defines it.
 
-    token: of the token itself. sequence: one for its whole sequence, exp of the mean over its tokens (GSPO: Zheng et
-    al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own part of the gradient (GSPO-token, eq. 13 and
-    14; verl's form): the sum over a sequence is the same, and a weight or an advantage of one token reaches that token.
-    sequence_sum: exp of the sum over its tokens (TRL's RLOOTrainer). The log of the ratio is bounded to ±20 before exp,
-    its mean over a sequence to 10 above; beyond, the clipped loss has no gradient.
+    token: of the token itself. sequence: one for its whole sequence, exp of the mean over its
+    tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own
+    part of the gradient (GSPO-token, eq. 13 and 14; verl's form): the sum over a sequence is the
+    same, and a weight or an advantage of one token reaches that token. sequence_sum: exp of the sum
+    over its tokens (TRL's RLOOTrainer). The log of the ratio is bounded to ±20 before exp, its mean
+    over a sequence to 10 above; beyond, the clipped loss has no gradient.
     """
     log_ratio = _log_ratio(inputs)
     return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
@@ -117,7 +124,8 @@ def _bounded(ratio: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
-    """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else the mean's."""
+    """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else
+    the mean's."""
     policy, sequence = inputs.policy_logprobs, inputs.sequence
     difference = policy - inputs.old_logprobs
     if inputs.settings.ratio == "token":
@@ -135,13 +143,15 @@ def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
 
 
 def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020, "Approximating KL").
+    """Estimate of KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020,
+    "Approximating KL").
 
-    With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d = 20, where e^d would
-    drown the batch). As a term of the loss the gradients by log policy are 1, -d and 1 - e^d: that of k2 estimates the
-    gradient of KL(policy ‖ reference), that of k3 the gradient of KL(reference ‖ policy), and that of k1 is 0 in the
-    mean: k1 is for the reward. low_var_kl is k3 as verl and NeMo RL bound it: d within ±20, the value at most 10, and
-    beyond either no gradient. k3-unbiased is k3, which `kl_in_loss` multiplies by the ratio.
+    With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d =
+    20, where e^d would drown the batch). As a term of the loss the gradients by log policy are 1,
+    -d and 1 - e^d: that of k2 estimates the gradient of KL(policy ‖ reference), that of k3 the
+    gradient of KL(reference ‖ policy), and that of k1 is 0 in the mean: k1 is for the reward.
+    low_var_kl is k3 as verl and NeMo RL bound it: d within ±20, the value at most 10, and beyond
+    either no gradient. k3-unbiased is k3, which `kl_in_loss` multiplies by the ratio.
     """
     difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
@@ -159,10 +169,11 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
 def kl_in_loss(inputs: LossInputs) -> Tensor:
     """The KL penalty of each token as a term of the loss [T], by `settings.estimator`.
 
-    k3-unbiased is k3 times π_policy / π_old, with the ratio's gradient (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv
-    2512.02556, eq. 7; TRL's `use_bias_correction_kl`): where both policies are one its gradient is k2's, that of
-    KL(policy ‖ reference), and where they differ its mean over tokens of the old policy still is. As in TRL the ratio
-    is the loss's: one of the whole sequence under `ratio: sequence`, the mean's gradient with it.
+    k3-unbiased is k3 times π_policy / π_old, with the ratio's gradient (DeepSeek-AI 2025,
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 7; TRL's `use_bias_correction_kl`): where both policies are
+    one its gradient is k2's, that of KL(policy ‖ reference), and where they differ its mean over
+    tokens of the old policy still is. As in TRL the ratio is the loss's: one of the whole sequence
+    under `ratio: sequence`, the mean's gradient with it.
     """
     assert inputs.reference_logprobs is not None
     estimator = inputs.settings.estimator
@@ -174,12 +185,12 @@ def kl_in_loss(inputs: LossInputs) -> Tensor:
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:
-    """The weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths` are the trained tokens of
-    each.
+    """The weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths` are
+    the trained tokens of each.
 
-    token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences (GRPO).
-    constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). An empty completion has no tokens, but counts as a
-    sequence.
+    token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences
+    (GRPO). constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). An empty completion has no
+    tokens, but counts as a sequence.
     """
     if aggregation == "token_mean":
         return [1.0 / max(sum(lengths), 1)] * len(lengths)

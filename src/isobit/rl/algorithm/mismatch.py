@@ -1,7 +1,8 @@
-"""The distance between rollout and learner for the same weights and tokens, as the field measures it.
+"""The distance between rollout and learner for the same weights and tokens, as the field measures
+it.
 
-lr = log π_learner - log π_rollout of the sampled token; means are over all trained tokens, or over sequences.
-Formulas: NeMo RL's and verl's, see docs/metrics.md.
+lr = log π_learner - log π_rollout of the sampled token; means are over all trained tokens, or over
+sequences. Formulas: NeMo RL's and verl's, see docs/metrics.md.
 """
 
 from collections.abc import Sequence
@@ -33,11 +34,16 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
     }
 
 
-def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]) -> dict[str, float]:
-    """verl's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and none empty."""
+def sequence_metrics(
+    policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]
+) -> dict[str, float]:
+    """verl's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and
+    none empty."""
     counts = torch.tensor([len(row) for row in policy_logprobs])
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    both = torch.stack([torch.cat(list(policy_logprobs)), torch.cat(list(rollout_logprobs))], 1).double()
+    both = torch.stack(
+        [torch.cat(list(policy_logprobs)), torch.cat(list(rollout_logprobs))], 1
+    ).double()
     sums = torch.zeros(len(counts), 2, dtype=torch.float64).index_add_(0, sequence, both)
     means = (sums / counts.unsqueeze(1)).clamp(-_LOG_RATIO_LIMIT, 0)
     learner_mean, rollout_mean = means.unbind(1)
@@ -52,12 +58,17 @@ def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequen
     }
 
 
-def position_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor, positions: Tensor) -> dict[str, float]:
-    """The k3 of tokens by their positions [tokens] in the completion, from 0 on: the mean over the tokens n to 2n - 1,
-    counted from 1, for each power of two n that there are any of. Nothing where all tokens have the same bits."""
+def position_metrics(
+    policy_logprobs: Tensor, rollout_logprobs: Tensor, positions: Tensor
+) -> dict[str, float]:
+    """The k3 of tokens by their positions [tokens] in the completion, from 0 on: the mean over the
+    tokens n to 2n - 1, counted from 1, for each power of two n that there are any of. Nothing where
+    all tokens have the same bits."""
     if not differing(policy_logprobs, rollout_logprobs):
         return {}
-    ratio = (policy_logprobs.double() - rollout_logprobs.double()).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = (policy_logprobs.double() - rollout_logprobs.double()).clamp(
+        -_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT
+    )
     power = torch.frexp((positions + 1).double()).exponent.long() - 1
     sums, counts = torch.zeros(2, int(power.max()) + 1, dtype=torch.float64)
     sums.index_add_(0, power, _k3(ratio))

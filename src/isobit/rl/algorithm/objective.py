@@ -1,4 +1,5 @@
-"""An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
+"""An objective as small parts: which advantage, which average, which clip; and the named
+combinations of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
-    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss_aggregation": "token_mean"},
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "loss_aggregation": "token_mean",
+    },
 }
-"""Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024, as TRL's RLOOTrainer
-clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri
-et al. 2025; Hu et al. 2025, as verl averages it."""
+"""Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
+as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no
+lower bound, with the upper one of Khatri et al. 2025; Hu et al. 2025, as verl averages it."""
 
 
 def _is_function(text: str) -> bool:
@@ -44,74 +48,103 @@ Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 class Objective:
     """The objective. `preset` sets every key that is not given; the defaults are those of grpo.
 
-    loss_aggregation: the mean over tokens, over sequences, or a sum over tokens divided by `max_new_tokens` (constant).
-    clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 + clip_high. correction: weights and rejection where
-    the policy that sampled differs from the learner's (`correction_rule.py`); recompute_old_logprobs: whether the
-    learner computes the log-probabilities of the weights that sampled, before it changes them, or the rollout's own
+    loss_aggregation: the mean over tokens, over sequences, or a sum over tokens divided by
+    `max_new_tokens` (constant). clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 +
+    clip_high. correction: weights and rejection where the policy that sampled differs from the
+    learner's (`correction_rule.py`); recompute_old_logprobs: whether the learner computes the
+    log-probabilities of the weights that sampled, before it changes them, or the rollout's own
     serve. What `auto` becomes for these two depends on the model's precision (`for_precision`).
     """
 
-    preset: Annotated[str, OneOf(PRESETS), "a published algorithm, which sets the keys below that are not given"] = (
-        "grpo"
-    )
+    preset: Annotated[
+        str, OneOf(PRESETS), "a published algorithm, which sets the keys below that are not given"
+    ] = "grpo"
     advantage: Annotated[
-        Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "by name, or your own: path/to/file.py:function"
+        Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
+        "by name, or your own: path/to/file.py:function",
     ] = "grpo"
     discount: Annotated[
-        float, above(0), at_most(1), "weight of later rewards in the return of a token; reinforce_pp only"
+        float,
+        above(0),
+        at_most(1),
+        "weight of later rewards in the return of a token; reinforce_pp only",
     ] = 1.0
     decoupled_rewards: Annotated[
         bool, "compute advantages for each reward function separately and add them by weight (GDPO)"
     ] = False
     loss: Annotated[
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
-        "by name, or your own: path/to/file.py:function. reinforce: advantage times log-probability, without a ratio",
+        "by name, or your own: path/to/file.py:function. reinforce: advantage times "
+        "log-probability, without a ratio",
     ] = "clip"
     ratio: Annotated[
         str,
         OneOf(RATIOS),
-        "the importance ratio: of each token, or of a sequence, as the geometric mean of its tokens' ratios (GSPO) or "
+        "the importance ratio: of each token, or of a sequence, as the geometric mean of its "
+        "tokens' ratios (GSPO) or "
         "as their product (sequence_sum, RLOO)",
     ] = "token"
     dual_clip: Annotated[
-        float | None, above(1), "largest loss of a token with a negative advantage A, over |A|; default: none"
+        float | None,
+        above(1),
+        "largest loss of a token with a negative advantage A, over |A|; default: none",
     ] = None
     loss_aggregation: Annotated[
         str,
         OneOf(AGGREGATIONS),
-        "the mean over tokens, the mean over completions, or the sum over tokens divided by max_new_tokens (constant)",
+        "the mean over tokens, the mean over completions, or the sum over tokens divided by "
+        "max_new_tokens (constant)",
     ] = "sequence_mean"
-    clip_low: Annotated[float, above(0), at_most(1), "the ratio is clipped below 1 minus this"] = 0.2
+    clip_low: Annotated[float, above(0), at_most(1), "the ratio is clipped below 1 minus this"] = (
+        0.2
+    )
     clip_high: Annotated[float, above(0), "the ratio is clipped above 1 plus this"] = 0.2
     dynamic_sampling: Annotated[
         bool, "sample other prompts in place of those whose completions all have the same reward"
     ] = False
-    max_resamples: Annotated[int, at_least(1), "the most rounds of rollouts in one step, under dynamic sampling"] = 10
-    overlong_buffer: Annotated[int, at_least(0), "tokens before the length limit in which the reward sinks; 0: off"] = 0
-    overlong_penalty: Annotated[float, at_least(0), "what the reward has lost at the length limit"] = 1.0
-    kl_coefficient: Annotated[float, at_least(0), "weight of the KL penalty against the reference; 0: none"] = 0.0
+    max_resamples: Annotated[
+        int, at_least(1), "the most rounds of rollouts in one step, under dynamic sampling"
+    ] = 10
+    overlong_buffer: Annotated[
+        int, at_least(0), "tokens before the length limit in which the reward sinks; 0: off"
+    ] = 0
+    overlong_penalty: Annotated[
+        float, at_least(0), "what the reward has lost at the length limit"
+    ] = 1.0
+    kl_coefficient: Annotated[
+        float, at_least(0), "weight of the KL penalty against the reference; 0: none"
+    ] = 0.0
     kl_estimator: Annotated[
         Annotated[str, OneOf(KL_ESTIMATORS)] | None,
-        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 times the ratio, as in "
+        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 "
+        "times the ratio, as in "
         "TRL; low_var_kl: k3, at most 10",
     ] = None
-    kl_in_reward: Annotated[bool, "subtract the KL from the reward of each token, and leave it out of the loss"] = False
+    kl_in_reward: Annotated[
+        bool, "subtract the KL from the reward of each token, and leave it out of the loss"
+    ] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
-        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of the precision preset",
+        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of "
+        "the precision preset",
     ] = "auto"
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
-        "whether the learner computes the old log-probabilities; auto: not under a unified precision, where those of "
+        "whether the learner computes the old log-probabilities; auto: not under a unified "
+        "precision, where those of "
         "the rollout are the same",
     ] = "auto"
-    router_replay: Annotated[bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"] = (
-        False
-    )
+    router_replay: Annotated[
+        bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"
+    ] = False
     router_aux_coefficient: Annotated[
-        float, at_least(0), "mixture of experts: weight of the loss that balances their load in an optimizer batch"
+        float,
+        at_least(0),
+        "mixture of experts: weight of the loss that balances their load in an optimizer batch",
     ] = 0.0
-    updates_per_batch: Annotated[int, at_least(1), "optimizer steps in one pass over a batch of rollouts"] = 1
+    updates_per_batch: Annotated[
+        int, at_least(1), "optimizer steps in one pass over a batch of rollouts"
+    ] = 1
     epochs: Annotated[int, at_least(1), "passes over a batch of rollouts"] = 1
 
     @property
@@ -122,13 +155,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class ResolvedObjective(Objective):
-    """An objective with what `auto` has become for a model's precision, what the sampling decides, and the rewards that
-    a run has. A learner takes this one, and so do losses and advantages.
+    """An objective with what `auto` has become for a model's precision, what the sampling decides,
+    and the rewards that a run has. A learner takes this one, and so do losses and advantages.
 
-    `rule`: the correction. `recompute_old`: whether the learner computes the old log-probabilities. `stale_samples`:
-    some samples are of older weights, by replay or because rollouts run ahead. `reward_weights`: (name, weight) of each
-    reward function. `max_new_tokens`, `temperature` and `filtering` are the sampling's, the last one its top-k, top-p,
-    min-p and repetition penalty, if any.
+    `rule`: the correction. `recompute_old`: whether the learner computes the old log-probabilities.
+    `stale_samples`: some samples are of older weights, by replay or because rollouts run ahead.
+    `reward_weights`: (name, weight) of each reward function. `max_new_tokens`, `temperature` and
+    `filtering` are the sampling's, the last one its top-k, top-p, min-p and repetition penalty, if
+    any.
     """
 
     rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
@@ -170,36 +204,42 @@ def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in left:
         if values.get(key):
             raise IsobitError(
-                f"algorithm.{key}: shadow passes have left isobit (docs/decisions/learning.md): leave the key out"
+                f"algorithm.{key}: shadow passes have left isobit (docs/decisions/learning.md): "
+                "leave the key out"
             )
     return {key: value for key, value in values.items() if key not in left}
 
 
 def without_preset(values: Any) -> Any:
-    """What is given for an objective, without its preset and what has the preset's own value: for another preset."""
+    """What is given for an objective, without its preset and what has the preset's own value: for
+    another preset."""
     if not isinstance(values, Mapping):
         return values
     preset = values.get("preset", "grpo")
     defaults = vars(OBJECTIVES.get(str(preset), Objective()))
     return {
-        key: value for key, value in values.items() if key != "preset" and (key not in _PARTS or value != defaults[key])
+        key: value
+        for key, value in values.items()
+        if key != "preset" and (key not in _PARTS or value != defaults[key])
     }
 
 
 def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurrent: bool) -> bool:
-    """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is `wanted`: not in a mixture
-    of experts that repeats each sample's own routes, or balances the load of all rows, nor where layers are recurrent,
-    since their backward is of whole sequences."""
+    """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is
+    `wanted`: not in a mixture of experts that repeats each sample's own routes, or balances the
+    load of all rows, nor where layers are recurrent, since their backward is of whole sequences."""
     of_all_rows = mixture and (objective.router_replay or objective.router_aux_coefficient > 0)
     return wanted and not recurrent and not of_all_rows
 
 
-def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> ResolvedObjective:
-    """What `auto` is under a precision: its default correction; no recomputation where rollout and learner share
-    a flow.
+def for_precision(
+    objective: Objective, precision: "Precision", *, stale: bool = False
+) -> ResolvedObjective:
+    """What `auto` is under a precision: its default correction; no recomputation where rollout and
+    learner share a flow.
 
-    `stale`: samples may be of older weights, so that even under one flow there is something to recompute and, by token
-    TIS, to correct.
+    `stale`: samples may be of older weights, so that even under one flow there is something to
+    recompute and, by token TIS, to correct.
     """
     wanted, correction = objective.recompute_old_logprobs, objective.correction
     recompute = wanted == "always" or (wanted == "auto" and (stale or not precision.unified))
@@ -207,5 +247,9 @@ def for_precision(objective: Objective, precision: "Precision", *, stale: bool =
         default = "token_tis" if stale and precision.correction == "none" else precision.correction
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
-        correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
-    return ResolvedObjective.of(objective, rule=correction, recompute_old=recompute, stale_samples=stale)
+        correction = (
+            CorrectionRule()
+        )  # old log-probabilities are the rollout's own: every weight would be 1
+    return ResolvedObjective.of(
+        objective, rule=correction, recompute_old=recompute, stale_samples=stale
+    )

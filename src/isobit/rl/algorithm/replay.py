@@ -1,9 +1,10 @@
 """A bounded buffer of past groups, drawn from by age and by the spread of their rewards.
 
-A group's weight is 2^(-age / half_life) · standard deviation of its rewards: recent groups that disagree teach most.
-Draws are without replacement and a function of (seed, step): the exponential race (Efraimidis and Spirakis 2006), on
-raw Philox numbers. What is drawn keeps its rollout log-probabilities; the learner computes those of its own weights,
-and a correction weighs the two. Left out: the learning itself (`learner/learner.py`, `correction.py`).
+A group's weight is 2^(-age / half_life) · standard deviation of its rewards: recent groups that
+disagree teach most. Draws are without replacement and a function of (seed, step): the exponential
+race (Efraimidis and Spirakis 2006), on raw Philox numbers. What is drawn keeps its rollout
+log-probabilities; the learner computes those of its own weights, and a correction weighs the two.
+Left out: the learning itself (`learner/learner.py`, `correction.py`).
 """
 
 import math
@@ -23,15 +24,23 @@ class ReplaySettings:
     """Training again on past groups, drawn by age and by the spread of their rewards."""
 
     capacity: Annotated[int, at_least(0), "groups kept; 0: no replay"] = 0
-    groups_per_step: Annotated[int, at_least(0), "past groups in each step, besides prompts_per_step fresh ones"] = 0
+    groups_per_step: Annotated[
+        int, at_least(0), "past groups in each step, besides prompts_per_step fresh ones"
+    ] = 0
     max_staleness: Annotated[int, at_least(0), "age limit in steps; older groups are dropped"] = 8
-    half_life: Annotated[float, above(0), "steps after which a group's chance to be drawn halves"] = 2.0
+    half_life: Annotated[
+        float, above(0), "steps after which a group's chance to be drawn halves"
+    ] = 2.0
 
     def __post_init__(self) -> None:
         if self.groups_per_step and not self.max_staleness:
-            raise IsobitError("max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0")
+            raise IsobitError(
+                "max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0"
+            )
         if self.groups_per_step > self.capacity:
-            raise IsobitError(f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}")
+            raise IsobitError(
+                f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}"
+            )
 
 
 class ReplayBuffer:
@@ -52,7 +61,8 @@ class ReplayBuffer:
             del self.groups[: -self.settings.capacity]
 
     def draw(self, step: int) -> list[Group]:
-        """The groups to learn from again in the step after `step` finished ones; forgets those that are too old."""
+        """The groups to learn from again in the step after `step` finished ones; forgets those that
+        are too old."""
         settings = self.settings
         self.groups = [g for g in self.groups if step - g[0].rollout_step <= settings.max_staleness]
         if not settings.groups_per_step or not self.groups:
@@ -60,8 +70,12 @@ class ReplayBuffer:
         import numpy as np  # here, so that the settings import none
 
         key = np.random.SeedSequence([self.seed, step, 0x5EED]).generate_state(2, np.uint64)
-        uniform = (np.random.Philox(key=key).random_raw(len(self.groups)) >> np.uint64(11)) * 2.0**-53
-        times = [-math.log1p(-u) / self._weight(g, step) for u, g in zip(uniform.tolist(), self.groups)]
+        uniform = (
+            np.random.Philox(key=key).random_raw(len(self.groups)) >> np.uint64(11)
+        ) * 2.0**-53
+        times = [
+            -math.log1p(-u) / self._weight(g, step) for u, g in zip(uniform.tolist(), self.groups)
+        ]
         chosen = sorted(np.argsort(times, kind="stable")[: settings.groups_per_step].tolist())
         return [self.groups[i] for i in chosen]
 

@@ -1,8 +1,8 @@
 """What a rollout leaves behind: `Sample`, one scored completion, and its exact form in JSON.
 
-A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of a
-checkpoint are the bits that were sampled; those of `completions.jsonl.gz` are too (`run/completions.py`). Left out:
-tensors (`learner/packing.py`).
+A float32 widened to a Python float prints as text that reads back as the same float, so the
+log-probabilities of a checkpoint are the bits that were sampled; those of `completions.jsonl.gz`
+are too (`run/completions.py`). Left out: tensors (`learner/packing.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,17 @@ from isobit.errors import IsobitError
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion. `prompt_index` is the data cursor of its prompt, unique within a run, and names its group.
+    """One completion. `prompt_index` is the data cursor of its prompt, unique within a run, and
+    names its group.
 
-    `completion_mask` is True for each completion token that was sampled and is trained, and False for one that a tool
-    or a user gave: context, never a target. None: all were sampled. `rollout_logprobs` were recorded while sampling,
-    one per completion token; that of a given token is 0.0 and has no meaning. `reward` is None if the completion could
-    not be scored. `truncated`: it ended at the length limit. `weights_version`: of the weights that sampled it;
-    `rollout_step`: how many steps had been learned by then. `routes`: the experts that served it in the rollout, as
-    text (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy ‖ reference), if it
-    is part of the reward.
+    `completion_mask` is True for each completion token that was sampled and is trained, and False
+    for one that a tool or a user gave: context, never a target. None: all were sampled.
+    `rollout_logprobs` were recorded while sampling, one per completion token; that of a given token
+    is 0.0 and has no meaning. `reward` is None if the completion could not be scored. `truncated`:
+    it ended at the length limit. `weights_version`: of the weights that sampled it; `rollout_step`:
+    how many steps had been learned by then. `routes`: the experts that served it in the rollout, as
+    text (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy
+    ‖ reference), if it is part of the reward.
     """
 
     prompt_index: int

@@ -1,8 +1,11 @@
-"""Advantages of tokens, normalized over all tokens of a batch: REINFORCE++ with and without a baseline.
+"""Advantages of tokens, normalized over all tokens of a batch: REINFORCE++ with and without a
+baseline.
 
-The reward of a completion is paid at its last token; the penalty of each token (a KL to the reference) is charged
-there. Formulas: Hu et al. 2025, arXiv 2501.03262, as verl's `compute_reinforce_plus_plus_outcome_advantage` and
-`compute_reinforce_plus_plus_baseline_outcome_advantage` write them (tests/rl/test_token_advantages.py).
+The reward of a completion is paid at its last token; the penalty of each token (a KL to the
+reference) is charged there. Formulas: Hu et al. 2025, arXiv 2501.03262, as verl's
+`compute_reinforce_plus_plus_outcome_advantage` and
+`compute_reinforce_plus_plus_baseline_outcome_advantage` write them
+(tests/rl/test_token_advantages.py).
 """
 
 import math
@@ -18,7 +21,8 @@ _Rows = list[list[list[float] | None]]
 
 
 def reinforce_pp(inputs: AdvantageInputs) -> Advantages:
-    """The discounted sum of what is paid from each token on, normalized over the tokens of the batch."""
+    """The discounted sum of what is paid from each token on, normalized over the tokens of the
+    batch."""
     return _whitened(
         [
             [
@@ -31,14 +35,17 @@ def reinforce_pp(inputs: AdvantageInputs) -> Advantages:
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
-    """For all tokens the total reward, less the mean of the scored totals of its group (a group of one keeps its
-    total), normalized over the tokens of the batch."""
+    """For all tokens the total reward, less the mean of the scored totals of its group (a group of
+    one keeps its total), normalized over the tokens of the batch."""
     values: _Rows = []
     for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
         scored = [total for total in row if total is not None]
         baseline = math.fsum(scored) / len(scored) if len(scored) > 1 else 0.0
         values.append(
-            [None if total is None else [total - baseline] * len(taken) for total, taken in zip(row, penalties)]
+            [
+                None if total is None else [total - baseline] * len(taken)
+                for total, taken in zip(row, penalties)
+            ]
         )
     return _whitened(values)
 
@@ -51,8 +58,8 @@ def _rewards_to_go(reward: float, penalties: Sequence[float], discount: float) -
 
 
 def _whitened(rows: _Rows) -> Advantages:
-    """(x - mean) / sqrt(variance + 1e-8), both over the tokens of the whole batch, the variance over n - 1; where all
-    are equal, exactly 0."""
+    """(x - mean) / sqrt(variance + 1e-8), both over the tokens of the whole batch, the variance
+    over n - 1; where all are equal, exactly 0."""
     values = [value for row in rows for tokens in row if tokens is not None for value in tokens]
     if not values or min(values) == max(values):
         normalized = [0.0] * len(values)
@@ -61,4 +68,7 @@ def _whitened(rows: _Rows) -> Advantages:
         centred = wide - wide.mean()
         normalized = (centred / torch.sqrt(wide.var() + _EPS)).tolist()
     flat = iter(normalized)
-    return [[None if tokens is None else tuple(next(flat) for _ in tokens) for tokens in row] for row in rows]
+    return [
+        [None if tokens is None else tuple(next(flat) for _ in tokens) for tokens in row]
+        for row in rows
+    ]

@@ -1,4 +1,5 @@
-"""A rollout batch as the learner takes it: the tensors that its loss compares with, and the distance to the rollout."""
+"""A rollout batch as the learner takes it: the tensors that its loss compares with, and the
+distance to the rollout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +23,13 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
+    """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's
+    importance weights.
 
-    `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
-    `zero`: whether its advantage is 0, so that it teaches nothing. `known`: the samples whose `old` are the learner's,
-    not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are. `comparable_tokens`: trained
-    tokens of fresh samples.
+    `fresh`: whether a sample has to be of the weights that learning begins with, so that a
+    difference is a mismatch. `zero`: whether its advantage is 0, so that it teaches nothing.
+    `known`: the samples whose `old` are the learner's, not the rollout's. `kept`, bool: the tokens
+    that are averaged over, if not all are. `comparable_tokens`: trained tokens of fresh samples.
     """
 
     objective: ResolvedObjective
@@ -46,9 +48,9 @@ class TrainingBatch:
     def given(
         self, old: Mapping[int, Tensor] | None, reference: Sequence[Tensor] | None
     ) -> "tuple[TrainingBatch, dict[str, float]]":
-        """The batch with the log-probabilities of the reference, and the `old` ones that the learner computed, by the
-        index of the sample, at least of all that teach; None: the rollout's own serve. A correction weighs the samples
-        that have them: its metrics."""
+        """The batch with the log-probabilities of the reference, and the `old` ones that the
+        learner computed, by the index of the sample, at least of all that teach; None: the
+        rollout's own serve. A correction weighs the samples that have them: its metrics."""
         known = sorted(old or ())
         rows = [(old or {}).get(i, row) for i, row in enumerate(self.rollout)]
         batch = replace(self, old=rows, known=known, reference=reference)
@@ -71,16 +73,23 @@ class TrainingBatch:
 
     def weights_of(self, part: Sequence[int]) -> list[float]:
         """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
-        counted = [len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part]
-        return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
+        counted = [
+            len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part
+        ]
+        return token_weights(
+            counted, self.objective.loss_aggregation, self.objective.max_new_tokens
+        )
 
     def optimizer_batch(self, update: Update) -> "OptimizerBatch | None":
-        """The tensors of an update, micro-batch by micro-batch; None where the correction left nothing of it."""
+        """The tensors of an update, micro-batch by micro-batch; None where the correction left
+        nothing of it."""
         part = update.part
         if self.importance is not None and not any(bool(self.importance[i].any()) for i in part):
             return None
         weights = dict(zip(part, self.weights_of(part)))
-        inputs = [self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches]
+        inputs = [
+            self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
+        ]
         return OptimizerBatch(self.objective, self.samples, update, inputs, self._sizes(update))
 
     def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
@@ -99,7 +108,11 @@ class TrainingBatch:
     def _sizes(self, update: Update) -> Totals:
         """How many tokens there are, and how many of them are left out."""
         samples, parts = self.samples, update.micro_batches
-        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in parts for i in part}
+        rows = {
+            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
+            for part in parts
+            for i in part
+        }
         return Totals(
             tokens=sum(samples[i].num_trained for i in rows),
             rows=sum(rows.values()),
@@ -107,8 +120,11 @@ class TrainingBatch:
         )
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
-        """Fresh samples, by index, with the rollout's log-probabilities and those that were `found`."""
-        return {i: (self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]}
+        """Fresh samples, by index, with the rollout's log-probabilities and those that were
+        `found`."""
+        return {
+            i: (self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]
+        }
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
@@ -119,8 +135,8 @@ class TrainingBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenInputs:
-    """What a loss is given of a micro-batch beside the policy's forward, [trained tokens]; `weights`: of the tokens of
-    each sample."""
+    """What a loss is given of a micro-batch beside the policy's forward, [trained tokens];
+    `weights`: of the tokens of each sample."""
 
     objective: ResolvedObjective
     weights: Tensor
@@ -132,7 +148,8 @@ class TokenInputs:
     kept: Tensor | None
 
     def with_policy(self, logprobs: Tensor, entropy: Tensor, sequence: Tensor) -> LossInputs:
-        """With the forward of the policy over them; `sequence`: of each token its sample's number."""
+        """With the forward of the policy over them; `sequence`: of each token its sample's
+        number."""
         token_weights = self.weights[sequence]
         if self.kept is not None:
             token_weights = token_weights * self.kept
@@ -141,7 +158,9 @@ class TokenInputs:
             old_logprobs=self.old,
             rollout_logprobs=self.rollout,
             advantages=self.advantages,
-            importance_weights=torch.ones_like(entropy) if self.importance is None else self.importance,
+            importance_weights=torch.ones_like(entropy)
+            if self.importance is None
+            else self.importance,
             token_weights=token_weights,
             entropy=entropy,
             sequence=sequence,
@@ -154,8 +173,8 @@ class TokenInputs:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerBatch:
-    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its micro-batches, and
-    their `sizes`."""
+    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its
+    micro-batches, and their `sizes`."""
 
     objective: ResolvedObjective
     samples: Sequence[Sample]
@@ -170,7 +189,8 @@ def training_batch(
     advantages: Sequence[Advantage],
     weights_version: int,
 ) -> TrainingBatch:
-    """The batch, whose old log-probabilities are the rollout's own; the present weights are of `weights_version`."""
+    """The batch, whose old log-probabilities are the rollout's own; the present weights are of
+    `weights_version`."""
     rollout = rollout_logprobs(samples)
     stale = objective.stale_samples
     fresh = [not stale or sample.weights_version == weights_version for sample in samples]
@@ -182,7 +202,10 @@ def training_batch(
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
     """What the engine recorded, [trained tokens] float32 of each sample."""
-    return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
+    return [
+        torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32)
+        for s in samples
+    ]
 
 
 def sample_key(sample: Sample) -> SampleKey:
@@ -212,7 +235,8 @@ def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:
     if not some:
         return {}
     positions = torch.tensor([position for sample, _, _ in some for position in sample.trained])
-    rollout, learner = torch.cat([row for _, row, _ in some]), torch.cat([row for _, _, row in some])
+    rollout = torch.cat([row for _, row, _ in some])
+    learner = torch.cat([row for _, _, row in some])
     by_position = position_metrics(learner, rollout, positions)
     return _mismatch([(learner, rollout) for _, rollout, learner in some]) | by_position
 
@@ -230,4 +254,6 @@ def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     if not measured:
         return {}
     learner, rollout = [pair[0] for pair in measured], [pair[1] for pair in measured]
-    return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)
+    return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(
+        learner, rollout
+    )

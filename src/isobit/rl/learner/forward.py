@@ -1,5 +1,5 @@
-"""The learner's forward: log-probability and entropy of every trained token, of a packed batch, of a micro-batch by the
-policy, and of many micro-batches by all ranks, without a gradient."""
+"""The learner's forward: log-probability and entropy of every trained token, of a packed batch, of
+a micro-batch by the policy, and of many micro-batches by all ranks, without a gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,17 +30,22 @@ def forward(
     tape: RouteTape | None = None,
     recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the learner's flow.
+    """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the
+    learner's flow.
 
-    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
-    waits for a GPU, once per micro-batch. `tape` and `recompute` are those of `isobit.model.forward.layers.Pass`.
-    Raises NonFiniteError for what an operator met there.
+    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens
+    there. Here a learner waits for a GPU, once per micro-batch. `tape` and `recompute` are those of
+    `isobit.model.forward.layers.Pass`. Raises NonFiniteError for what an operator met there.
     """
     transformer, device = model.transformer, model.ops.device
-    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
+    hidden = transformer.hidden(
+        packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute
+    )
     rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
     targets, context = packed.targets.to(device), packed.context.to(device)
-    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, filtering=filtering, context=context)
+    logprobs, entropy = transformer.head_logprobs(
+        rows, targets, temperature, filtering=filtering, context=context
+    )
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found
@@ -48,8 +53,8 @@ def forward(
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32; the routers' tape of
-    a mixture of experts."""
+    """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32;
+    the routers' tape of a mixture of experts."""
 
     packed: PackedBatch
     logprobs: Tensor
@@ -59,10 +64,11 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class PolicyForward:
-    """Forwards of a model over samples. `totals` takes into account what its routers do, which repeat the rollout's
-    choices under the objective's `router_replay`. `sampled`: the weights are those that sampled, so that the routers'
-    own choices are compared with the rollout's. `recompute`: keep only each layer's inputs for a backward. `plain`:
-    of a reference, or supervised: no top-k or top-p, and what routers do is not looked at."""
+    """Forwards of a model over samples. `totals` takes into account what its routers do, which
+    repeat the rollout's choices under the objective's `router_replay`. `sampled`: the weights are
+    those that sampled, so that the routers' own choices are compared with the rollout's.
+    `recompute`: keep only each layer's inputs for a backward. `plain`: of a reference, or
+    supervised: no top-k or top-p, and what routers do is not looked at."""
 
     model: Model
     objective: ResolvedObjective
@@ -80,7 +86,9 @@ class PolicyForward:
             return Computed(packed, *found)
         distribution = objective.temperature, objective.filtering
         if experts is None:
-            return Computed(packed, *forward(model, packed, *distribution, recompute=self.recompute))
+            return Computed(
+                packed, *forward(model, packed, *distribution, recompute=self.recompute)
+            )
         tape, recorded = tape_of(model, samples, objective.router_replay)
         recorded = None if recorded is None else recorded[packed.whole]
         compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
@@ -91,8 +99,8 @@ class PolicyForward:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the policy's
-    log-probabilities [its trained tokens]."""
+    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the
+    policy's log-probabilities [its trained tokens]."""
 
     totals: Totals
     routing: RoutingTotals
@@ -103,8 +111,8 @@ class MicroBatch:
 def logprobs_of(
     policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
 ) -> tuple[dict[int, Tensor], Totals]:
-    """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums over all of them.
-    Every rank computes some."""
+    """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums
+    over all of them. Every rank computes some."""
     mine: dict[int, MicroBatch] = {}
 
     def compute() -> None:
@@ -131,7 +139,9 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     said = ranks.all_gather_json(
         [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
     )
-    tensors = ranks.all_gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
+    tensors = ranks.all_gather_tensors(
+        {f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()}
+    )
     found: dict[int, MicroBatch] = {}
     for values, own in zip(said, tensors):
         for index, totals, routing in values:

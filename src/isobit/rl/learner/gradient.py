@@ -1,9 +1,11 @@
-"""The gradient of an optimizer batch: a forward and a backward for each of its micro-batches, on one rank or on many.
+"""The gradient of an optimizer batch: a forward and a backward for each of its micro-batches, on
+one rank or on many.
 
-Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
-Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
-them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Micro-batches of samples of
-zero advantage alone have no backward, and of a dense model no forward either: their zeros are added at the end. Left
+Micro-batches are a function of the samples alone. Where there are several ranks, each computes
+every `size`-th one. Gradients are added in the order of the micro-batches
+(`isobit.distributed.exchange`), and so is what is counted over them, so neither depends on the
+number of ranks (tests/distributed/test_runs.py). Micro-batches of samples of zero advantage alone
+have no backward, and of a dense model no forward either: their zeros are added at the end. Left
 out: which samples are in the batch, and the update.
 """
 
@@ -40,8 +42,8 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums over its tokens; the
-    policy's log-probabilities by the index of the sample, [trained tokens]."""
+    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums
+    over its tokens; the policy's log-probabilities by the index of the sample, [trained tokens]."""
 
     norm: float
     totals: Totals
@@ -53,10 +55,12 @@ class Gradient:
 
 
 class Differentiation:
-    """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group` micro-batches are added in
-    groups."""
+    """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group`
+    micro-batches are added in groups."""
 
-    def __init__(self, optimizer: ShardedOptimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
+    def __init__(
+        self, optimizer: ShardedOptimizer, leaves: Mapping[str, Tensor], loss: LossFunction
+    ) -> None:
         self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
         self._ranks: Ranks = optimizer.shards.ranks
         group = optimizer.settings.sum_group
@@ -70,9 +74,9 @@ class Differentiation:
         checked: bool = False,
         measures: bool = False,
     ) -> Gradient:
-        """Of one update; if it `measures`, with the log-probabilities and the entropy of some of the samples that are
-        left out. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch has other bits
-        when it is computed twice."""
+        """Of one update; if it `measures`, with the log-probabilities and the entropy of some of
+        the samples that are left out. Raises Corruption if it is `checked`, and the gradient of a
+        rank's first micro-batch has other bits when it is computed twice."""
         found: dict[int, MicroBatch] = {}
         mixture = policy.model.config.routed is not None
         self._sum.begin()
@@ -101,8 +105,11 @@ class Differentiation:
             totals.merge(sums)
         return Gradient(norm, totals, logprobs)
 
-    def _backwards(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> dict[int, MicroBatch]:
-        """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or infinity."""
+    def _backwards(
+        self, one: OptimizerBatch, policy: PolicyForward, checked: bool
+    ) -> dict[int, MicroBatch]:
+        """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or
+        infinity."""
         rank, size = self._ranks.rank, self._ranks.size
         dealt: Sequence[int | None] = range(len(one.update.micro_batches))
         if policy.model.config.routed is None:
@@ -120,7 +127,10 @@ class Differentiation:
             now, checked = checked and taught, checked and not taught
             try:
                 before = self._try(one, index, policy, load) if now and index is not None else None
-                with self._checksums(now) as after, self._sum.round(first, min(size, len(dealt) - first)):
+                with (
+                    self._checksums(now) as after,
+                    self._sum.round(first, min(size, len(dealt) - first)),
+                ):
                     if index is not None and failed is None:
                         compute = self._backward if taught else self._forward
                         mine[index] = compute(one, index, policy, load)
@@ -148,7 +158,8 @@ class Differentiation:
             policy.model.ops.raise_faults()  # of the backwards
         except NonFiniteError as error:
             failed = failed or error
-        # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
+        # a rank stops at its first failure; what is before the first of all was computed at any
+        # number of ranks
         broken = isinstance(failed, NonFiniteError)
         self._ranks.raise_on_all(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
@@ -160,13 +171,18 @@ class Differentiation:
         return found
 
     def _add_zeros(self, served: Collection[str]) -> None:
-        """What the micro-batches of zero advantage would have added: 0 to all masters, but of experts only to those
-        that `served` them (AdamW leaves a master without a gradient alone)."""
+        """What the micro-batches of zero advantage would have added: 0 to all masters, but of
+        experts only to those that `served` them (AdamW leaves a master without a gradient
+        alone)."""
         for name, holder in self._optimizer.holders.items():
             if holder.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
-                holder.grad = holder.new_zeros(holder.shape) if holder.grad is None else holder.grad.add_(0.0)
+                holder.grad = (
+                    holder.new_zeros(holder.shape) if holder.grad is None else holder.grad.add_(0.0)
+                )
 
-    def _served(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> Collection[str]:
+    def _served(
+        self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]
+    ) -> Collection[str]:
         """The experts that the micro-batches of zero advantage went to."""
         samples = [one.samples[i] for i in one.update.zero_advantage_samples]
         seen = [found[number].routing for number in sorted(one.update.zero_advantage)]
@@ -180,7 +196,9 @@ class Differentiation:
         parts = [_samples(one, number) for number in range(len(one.update.micro_batches))]
         return batch_load(policy.model, parts, objective.router_replay, self._ranks)
 
-    def _backward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
+    def _backward(
+        self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
+    ) -> MicroBatch:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
         objective, routing, totals = one.objective, RoutingTotals(), Totals()
         found = replace(policy, totals=routing)(_samples(one, index))
@@ -202,24 +220,32 @@ class Differentiation:
         return MicroBatch(totals, routing, found.logprobs.detach())
 
     @torch.no_grad()
-    def _forward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
-        """Of a micro-batch of zero advantage, of a mixture of experts: whom its tokens went to, and what is
-        measured."""
+    def _forward(
+        self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
+    ) -> MicroBatch:
+        """Of a micro-batch of zero advantage, of a mixture of experts: whom its tokens went to, and
+        what is measured."""
         routing, totals = RoutingTotals(), Totals()
         found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         totals.see(found.entropy)
         return MicroBatch(totals, routing, found.logprobs)
 
-    def _try(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> dict[str, Tensor]:
+    def _try(
+        self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
+    ) -> dict[str, Tensor]:
         """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
-        with policy.model.transformer.watched(lambda ops, layer: ops), self._checksums(True, drop=True) as found:
+        with (
+            policy.model.transformer.watched(lambda ops, layer: ops),
+            self._checksums(True, drop=True) as found,
+        ):
             self._backward(one, index, policy, load)
         return found
 
     @contextmanager
     def _checksums(self, wanted: bool, *, drop: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Those of the gradients that appear inside, by name; with `drop` nothing else takes them."""
+        """Those of the gradients that appear inside, by name; with `drop` nothing else takes
+        them."""
         found: dict[str, Tensor] = {}
 
         def hook(name: str) -> Callable[[Tensor], None]:
@@ -232,7 +258,9 @@ class Differentiation:
             return take
 
         leaves: Mapping[str, Any] = self._leaves if wanted else {}
-        hooks = [leaf.register_post_accumulate_grad_hook(hook(name)) for name, leaf in leaves.items()]
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(hook(name)) for name, leaf in leaves.items()
+        ]
         try:
             yield found
         finally:
@@ -257,6 +285,7 @@ def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     names = before.keys() ^ after.keys()
     if (name := min(names) if names else first_difference(before, after)) is not None:
         raise Corruption(
-            f"the gradient of {name} has other bits when it is computed again: a fault of the hardware, or an operator "
+            f"the gradient of {name} has other bits when it is computed again: a fault of the "
+            "hardware, or an operator "
             "or a loss that does not repeat itself"
         )

@@ -1,20 +1,23 @@
 """The learner: one rollout batch in, some optimizer steps, metrics out.
 
-Old log-probabilities are the rollout's own under a unified precision, where they are the learner's bit for bit (the
-mismatch metrics of the first optimizer step prove it in every batch), and recomputed before any update otherwise: once,
-also where the KL in the reward has asked for them before (`reference_kl`).
-Between optimizer steps the working weights are requantized; after the last one that is the training loop's `sync`.
+Old log-probabilities are the rollout's own under a unified precision, where they are the learner's
+bit for bit (the mismatch metrics of the first optimizer step prove it in every batch), and
+recomputed before any update otherwise: once, also where the KL in the reward has asked for them
+before (`reference_kl`). Between optimizer steps the working weights are requantized; after the last
+one that is the training loop's `sync`.
 
-The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the rounding of sums,
-and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share (tests/rl/test_learner.py). A
-load-balancing loss takes the load of the whole batch, for which several micro-batches have a forward more
-(tests/rl/test_router_loss.py).
+The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the
+rounding of sums, and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share
+(tests/rl/test_learner.py). A load-balancing loss takes the load of the whole batch, for which
+several micro-batches have a forward more (tests/rl/test_router_loss.py).
 
-Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are left out where no other term of the
-loss needs them (`zero_advantage.py`), but for a few, on which the mismatch is measured all the same.
+Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are left out where
+no other term of the loss needs them (`zero_advantage.py`), but for a few, on which the mismatch is
+measured all the same.
 
-A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes neither weights nor
-optimizer; it is counted, and left out of the other metrics, which are NaN if no step was taken.
+A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes
+neither weights nor optimizer; it is counted, and left out of the other metrics, which are NaN if no
+step was taken.
 
 Left out: rewards and rollouts.
 """
@@ -33,7 +36,13 @@ from isobit.rl.algorithm.functions import loss_function
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.agreement import Compared, Disagreement, corrected, promises_bits, require_agreement
+from isobit.rl.learner.agreement import (
+    Compared,
+    Disagreement,
+    corrected,
+    promises_bits,
+    require_agreement,
+)
 from isobit.rl.learner.batch import (
     SampleKey,
     TrainingBatch,
@@ -61,12 +70,14 @@ class Learned:
 
     @cached_property
     def compared(self) -> Mapping[SampleKey, Sequence[float]]:
-        """The learner's log-probabilities of these, one for each completion token (0.0 for given ones)."""
+        """The learner's log-probabilities of these, one for each completion token (0.0 for given
+        ones)."""
         return by_key(self.pairs)
 
 
 class Learner:
-    """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
+    """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if
+    there is one.
 
     `on_mismatch` (stop, warn or correct) is what a differing token does where the learner
     `expects_equal_bits`; None: where the flow promises them. Every `check_gradients_every` steps,
@@ -90,14 +101,19 @@ class Learner:
         measured_zero_advantage: int = 0,
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
-        self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.reference = reference
         loss = loss_function(objective.loss)
         self.differentiation = Differentiation(optimizer, model.transformer.masters.leaves, loss)
         self._ranks = optimizer.shards.ranks
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
         self._check_gradients_every = check_gradients_every
         self.on_mismatch = on_mismatch
-        self.expects_equal_bits = promises_bits(model) if expects_equal_bits is None else expects_equal_bits
+        self.expects_equal_bits = (
+            promises_bits(model) if expects_equal_bits is None else expects_equal_bits
+        )
         self.bad_steps_in_a_row = 0
         mixture, recurrent = model.config.routed is not None, model.config.linear is not None
         wanted = optimizer.settings.share_prompts
@@ -115,20 +131,23 @@ class Learner:
         self._old_version = model.weights_version
 
     def restore(self, bad_steps_in_a_row: int) -> None:
-        """What a checkpoint holds of a learner besides weights and optimizer: how many optimizer steps were skipped
-        since the last good one."""
+        """What a checkpoint holds of a learner besides weights and optimizer: how many optimizer
+        steps were skipped since the last good one."""
         self.bad_steps_in_a_row = bad_steps_in_a_row
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> Learned:
+    def learn(
+        self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int
+    ) -> Learned:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate.
 
-        The working weights must be those that sampled. Mismatch is measured with them: over all samples whose old
-        log-probabilities are recomputed, else over those of the first optimizer step that are not left out, and some
-        that are. Samples that are known to be of older weights have no part in it; their distance is reported as
-        `staleness/*`.
+        The working weights must be those that sampled. Mismatch is measured with them: over all
+        samples whose old log-probabilities are recomputed, else over those of the first optimizer
+        step that are not left out, and some that are. Samples that are known to be of older weights
+        have no part in it; their distance is reported as `staleness/*`.
 
-        Raises Disagreement, before anything has changed, if tokens differ that must not, under on_mismatch: stop. Under
-        correct such a batch is learned from with an objective that corrects it.
+        Raises Disagreement, before anything has changed, if tokens differ that must not, under
+        on_mismatch: stop. Under correct such a batch is learned from with an objective that
+        corrects it.
         """
         strict = self.expects_equal_bits and self.on_mismatch != "warn"
         if not strict or self.on_mismatch == "stop":
@@ -136,12 +155,16 @@ class Learner:
         try:
             learned, weighed = self._learn(samples, advantages, step, self.objective, strict), 0.0
         except Disagreement:
-            learned, weighed = self._learn(samples, advantages, step, corrected(self.objective), strict=False), 1.0
+            learned = self._learn(
+                samples, advantages, step, corrected(self.objective), strict=False
+            )
+            weighed = 1.0
         return replace(learned, metrics={**learned.metrics, "mismatch/corrected": weighed})
 
     def compare(self, samples: Sequence[Sample]) -> list[Compared]:
-        """Samples of the present working weights that are learned from later, by other weights. Raises Disagreement as
-        `learn`, and under on_mismatch: correct too where no correction will weigh them."""
+        """Samples of the present working weights that are learned from later, by other weights.
+        Raises Disagreement as `learn`, and under on_mismatch: correct too where no correction will
+        weigh them."""
         found, _ = logprobs_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
         rows = rollout_logprobs(samples)
         compared = [(sample, row, found[i]) for i, (sample, row) in enumerate(zip(samples, rows))]
@@ -151,10 +174,12 @@ class Learner:
         return compared
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to the reward.
+        """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to
+        the reward.
 
-        Of the old log-probabilities, as verl's `apply_kl_penalty` takes them, not of the rollout's where those are
-        another flow's: a reference that is the policy costs exactly nothing (tests/rl/test_reference_kl.py).
+        Of the old log-probabilities, as verl's `apply_kl_penalty` takes them, not of the rollout's
+        where those are another flow's: a reference that is the policy costs exactly nothing
+        (tests/rl/test_reference_kl.py).
         """
         reference = self._reference(samples, self._cutting.whole(samples))
         old = rollout_logprobs(samples)
@@ -167,8 +192,9 @@ class Learner:
         ]
 
     def check_memory(self) -> None:
-        """Raise Corruption, on every rank, if on one of them working weights, masters or moments have changed since
-        they were written; only once their checksums are kept (`Trained.keep_checksums`)."""
+        """Raise Corruption, on every rank, if on one of them working weights, masters or moments
+        have changed since they were written; only once their checksums are kept
+        (`Trained.keep_checksums`)."""
 
         def compare() -> None:
             self.model.transformer.checksums.compare()
@@ -234,7 +260,9 @@ class Learner:
         if not totals.norms:
             self.check_memory()
         pairs = [*compared.values()]
-        metrics |= mismatch_of(pairs) | {"mismatch/comparable_tokens": float(batch.comparable_tokens)}
+        metrics |= mismatch_of(pairs) | {
+            "mismatch/comparable_tokens": float(batch.comparable_tokens)
+        }
         return Learned(metrics | totals.metrics(rate) | policy.totals.metrics(), pairs)
 
     @property
@@ -245,14 +273,20 @@ class Learner:
     def _with_logprobs(
         self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward
     ) -> tuple[TrainingBatch, dict[str, float]]:
-        """The batch with its old and reference log-probabilities and its correction, and the correction's metrics."""
+        """The batch with its old and reference log-probabilities and its correction, and the
+        correction's metrics."""
         objective, samples = batch.objective, batch.samples
         old = self._old_logprobs(samples, schedule.old, policy) if objective.recompute_old else None
         reference = self._reference(samples, schedule.whole) if self._penalized else None
         return batch.given(old, reference)
 
     def _forward(self, objective: ResolvedObjective | None = None) -> PolicyForward:
-        return PolicyForward(self.model, objective or self.objective, RoutingTotals(), share_prompts=self.share_prompts)
+        return PolicyForward(
+            self.model,
+            objective or self.objective,
+            RoutingTotals(),
+            share_prompts=self.share_prompts,
+        )
 
     def _unknown(self, samples: Sequence[Sample]) -> list[int]:
         """The samples whose log-probabilities by the working weights are not known."""
@@ -260,9 +294,11 @@ class Learner:
             self._old, self._old_version = {}, self.model.weights_version
         return [i for i, sample in enumerate(samples) if sample_key(sample) not in self._old]
 
-    def _old_logprobs(self, samples: Sequence[Sample], parts: MicroBatches, policy: PolicyForward) -> dict[int, Tensor]:
-        """Of the working weights, by index, computed once for as long as they last; of the micro-batches `parts`, which
-        are not known yet, and those that are."""
+    def _old_logprobs(
+        self, samples: Sequence[Sample], parts: MicroBatches, policy: PolicyForward
+    ) -> dict[int, Tensor]:
+        """Of the working weights, by index, computed once for as long as they last; of the
+        micro-batches `parts`, which are not known yet, and those that are."""
         found, _ = logprobs_of(policy, samples, parts, self._ranks)
         self._old |= {sample_key(samples[i]): row for i, row in found.items()}
         keys = [sample_key(sample) for sample in samples]

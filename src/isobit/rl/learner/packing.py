@@ -1,13 +1,15 @@
 """Samples to packed rows, without padding: what the learner's forward takes.
 
-A sequence is prompt and completion without its last token, since nothing is predicted from that. Row i of `targets` is
-predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, in the order of the samples.
+A sequence is prompt and completion without its last token, since nothing is predicted from that.
+Row i of `targets` is predicted from row `rows[i]`; given tokens are context and no targets.
+Deterministic, in the order of the samples.
 
-Completions of one prompt may share its rows: these are computed once, for the first of them, and the others' own rows
-follow them (Liu et al. 2025, arXiv 2506.05433; verl's `use_prefix_grouper`). A row's bits depend on what is before it
-and on nothing else, so log-probabilities are the same bits; of the gradient, the sums over the copies of a row are
-rounded elsewhere (tests/rl/test_shared_prompts.py). Left out: completions that begin alike, and which samples
-are packed together (`schedule.py`).
+Completions of one prompt may share its rows: these are computed once, for the first of them, and
+the others' own rows follow them (Liu et al. 2025, arXiv 2506.05433; verl's `use_prefix_grouper`). A
+row's bits depend on what is before it and on nothing else, so log-probabilities are the same bits;
+of the gradient, the sums over the copies of a row are rounded elsewhere
+(tests/rl/test_shared_prompts.py). Left out: completions that begin alike, and which samples are
+packed together (`schedule.py`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from isobit.kernels import Copies, Keys, Layout
 from isobit.kernels.sampling.filtering import Context
 
 MOST_KEYS = 4
-"""Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for each as a key."""
+"""Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for
+each as a key."""
 
 
 class Trainable(Protocol):
@@ -41,10 +44,11 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its sequence [C] int64.
+    """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its
+    sequence [C] int64.
 
-    `whole` [T] int64 are the places of the rows among those of all sequences, W; where none is shared, all in turn.
-    `context`: the tokens before each target.
+    `whole` [T] int64 are the places of the rows among those of all sequences, W; where none is
+    shared, all in turn. `context`: the tokens before each target.
     """
 
     tokens: Tensor
@@ -66,12 +70,15 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBatch:
-    """Pack samples with a prompt of at least one token; empty completions contribute no rows to predict."""
+    """Pack samples with a prompt of at least one token; empty completions contribute no rows to
+    predict."""
     prompts = np.array([len(s.prompt_ids) for s in samples], np.int64)
     completions = np.array([len(s.completion_ids) for s in samples], np.int64)
     assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
-    tokens = np.array([t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])], np.int64)
+    tokens = np.array(
+        [t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])], np.int64
+    )
     targets = np.array([t for s in samples for t in s.completion_ids], np.int64)
     starts = np.cumsum(lengths) - lengths
     sequence = np.repeat(np.arange(len(samples)), completions)
@@ -88,7 +95,9 @@ def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBat
         targets=torch.from_numpy(targets[trained]),
         sequence=torch.from_numpy(sequence[trained]),
         whole=torch.from_numpy(whole),
-        context=Context(*map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))),
+        context=Context(
+            *map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))
+        ),
     )
 
 
@@ -98,7 +107,10 @@ _Ints = NDArray[np.int64]
 def _first_of_prompt(samples: Sequence[Trainable]) -> _Ints:
     """Of each sample the first that has its prompt."""
     seen: dict[tuple[int, ...], int] = {}
-    return np.array([seen.setdefault(sample.prompt_ids, index) for index, sample in enumerate(samples)], np.int64)
+    return np.array(
+        [seen.setdefault(sample.prompt_ids, index) for index, sample in enumerate(samples)],
+        np.int64,
+    )
 
 
 def _rows_of(first: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
@@ -112,7 +124,8 @@ def _rows_of(first: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> tup
 
 
 def _layout(first: _Ints, row: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> Layout:
-    """Of the rows that are computed: each sequence's follow the shared ones. A page is a row's slot then."""
+    """Of the rows that are computed: each sequence's follow the shared ones. A page is a row's slot
+    then."""
     contexts = np.where(first == np.arange(len(first)), 0, prompts)
     if not contexts.any():
         return Layout.packed(lengths.tolist())
@@ -121,7 +134,9 @@ def _layout(first: _Ints, row: _Ints, starts: _Ints, prompts: _Ints, lengths: _I
     table = np.zeros((len(own), max(map(len, keys))), np.int32)
     for place, slots in enumerate(keys):
         table[place, : len(slots)] = slots
-    layout = Layout.build((lengths - contexts)[own].tolist(), contexts[own].tolist(), torch.from_numpy(table), 1)
+    layout = Layout.build(
+        (lengths - contexts)[own].tolist(), contexts[own].tolist(), torch.from_numpy(table), 1
+    )
     start = torch.from_numpy(np.cumsum([0, *map(len, keys)]))
     copies = Copies.of(torch.from_numpy(np.concatenate(keys)), layout.num_rows)
     return replace(layout, keys=Keys(start, copies))

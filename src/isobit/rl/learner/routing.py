@@ -1,10 +1,11 @@
-"""The routers of a mixture of experts in a learner's step: the load-balancing loss of an optimizer batch, their load,
-and choices that differ from the rollout's.
+"""The routers of a mixture of experts in a learner's step: the load-balancing loss of an optimizer
+batch, their load, and choices that differ from the rollout's.
 
-The loss is E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token), f_e the choices of
-expert e per row and P_e its mean probability, both over all layers and all rows of the batch: transformers'
-`load_balancing_loss_func` of the whole batch (tests/rl/test_router_loss.py). f carries no gradient, so that given f of
-the whole batch the loss is a sum over micro-batches.
+The loss is E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token),
+f_e the choices of expert e per row and P_e its mean probability, both over all layers and all rows
+of the batch: transformers' `load_balancing_loss_func` of the whole batch
+(tests/rl/test_router_loss.py). f carries no gradient, so that given f of the whole batch the loss
+is a sum over micro-batches.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from isobit.rl.learner.packing import pack
 
 @dataclass(frozen=True, eq=False)
 class BatchLoad:
-    """Choices of each expert [E] int64 over layers and rows, and how many rows times layers there were."""
+    """Choices of each expert [E] int64 over layers and rows, and how many rows times layers there
+    were."""
 
     choices: Tensor
     rows: int
@@ -31,8 +33,8 @@ class BatchLoad:
         return BatchLoad(self.choices + other.choices, self.rows + other.rows)
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """The part in the load-balancing loss of a forward whose `probabilities` [E] are sums over its rows and
-        layers; on the CPU."""
+        """The part in the load-balancing loss of a forward whose `probabilities` [E] are sums over
+        its rows and layers; on the CPU."""
         fractions = self.choices.float() / max(self.rows, 1)
         return len(fractions) * (fractions * probabilities.cpu()).sum() / max(self.rows, 1)
 
@@ -40,7 +42,9 @@ class BatchLoad:
 def load_of(tape: RouteTape, num_experts: int) -> BatchLoad:
     """Of one forward: the choices that its routers would make themselves."""
     chosen = tape.routes().cpu()
-    return BatchLoad(torch.bincount(chosen.flatten(), minlength=num_experts), chosen.shape[0] * chosen.shape[1])
+    return BatchLoad(
+        torch.bincount(chosen.flatten(), minlength=num_experts), chosen.shape[0] * chosen.shape[1]
+    )
 
 
 def summed(tape: RouteTape) -> Tensor:
@@ -58,9 +62,12 @@ class RoutingTotals:
         self.compared = 0
 
     def see(self, tape: RouteTape, num_experts: int, recorded: Tensor | None = None) -> None:
-        """Take a forward into account; `recorded` [T, layers, k] are the rollout's choices for the same weights."""
+        """Take a forward into account; `recorded` [T, layers, k] are the rollout's choices for the
+        same weights."""
         chosen = tape.routes().cpu()
-        counts = torch.stack([torch.bincount(layer.flatten(), minlength=num_experts) for layer in chosen.unbind(1)])
+        counts = torch.stack(
+            [torch.bincount(layer.flatten(), minlength=num_experts) for layer in chosen.unbind(1)]
+        )
         self.load = counts if self.load is None else self.load + counts
         self.probabilities = self.probabilities + summed(tape).detach().cpu()
         if recorded is not None:
@@ -81,7 +88,9 @@ class RoutingTotals:
         return [self.differing, self.compared]
 
     @staticmethod
-    def from_json(values: Sequence[int], load: Tensor | None, probabilities: Tensor) -> "RoutingTotals":
+    def from_json(
+        values: Sequence[int], load: Tensor | None, probabilities: Tensor
+    ) -> "RoutingTotals":
         """The inverse of `to_json`, given the tensors."""
         found = RoutingTotals()
         found.load, found.probabilities = load, probabilities
@@ -93,29 +102,40 @@ class RoutingTotals:
         if self.load is None:
             return {}
         load = self.load.double()
-        rows = round(float(self.probabilities.sum()))  # of all layers: a row's probabilities sum to 1
+        rows = round(
+            float(self.probabilities.sum())
+        )  # of all layers: a row's probabilities sum to 1
         found = {
             "router/load_max_over_mean": float((load.amax(1) / load.mean(1)).mean()),
             "router/idle_fraction": float((load == 0).double().mean()),
-            "router/auxiliary_loss": float(BatchLoad(self.load.sum(0), rows).loss(self.probabilities)),
+            "router/auxiliary_loss": float(
+                BatchLoad(self.load.sum(0), rows).loss(self.probabilities)
+            ),
         }
         if self.compared:
             found["router/differing_choices"] = self.differing / self.compared
         return found
 
 
-def served_experts(model: Model, samples: Sequence[Sample], replay: bool, seen: Sequence[RoutingTotals]) -> set[str]:
-    """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for the samples, where
-    they are repeated, else those `seen` in the forwards."""
+def served_experts(
+    model: Model, samples: Sequence[Sample], replay: bool, seen: Sequence[RoutingTotals]
+) -> set[str]:
+    """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for
+    the samples, where they are repeated, else those `seen` in the forwards."""
     config = model.config
     assert config.routed is not None
     layers = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
     if replay:
         chosen = tape_of(model, samples, replay=True)[0].given
         assert chosen is not None
-        loads = [torch.bincount(rows.flatten(), minlength=config.routed.count) for rows in chosen.cpu().unbind(1)]
+        loads = [
+            torch.bincount(rows.flatten(), minlength=config.routed.count)
+            for rows in chosen.cpu().unbind(1)
+        ]
     else:
-        loads = list(torch.stack([totals.load for totals in seen if totals.load is not None]).sum(0))
+        loads = list(
+            torch.stack([totals.load for totals in seen if totals.load is not None]).sum(0)
+        )
     return {
         f"layers.{layer}.experts.{expert}"
         for layer, load in zip(layers, loads, strict=True)
@@ -127,8 +147,8 @@ def served_experts(model: Model, samples: Sequence[Sample], replay: bool, seen: 
 def batch_load(
     model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool, ranks: Ranks = ALONE
 ) -> BatchLoad | None:
-    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own, in which every rank takes
-    some; None for one micro-batch, whose own forward has it."""
+    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own, in
+    which every rank takes some; None for one micro-batch, whose own forward has it."""
     experts = model.config.routed
     assert experts is not None
     if len(micro_batches) < 2:
@@ -149,12 +169,17 @@ def batch_load(
     return load
 
 
-def tape_of(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
-    """(a tape for a forward over the samples, the choices that the rollout recorded for all of its rows or None)."""
+def tape_of(
+    model: Model, samples: Sequence[Sample], replay: bool
+) -> tuple[RouteTape, Tensor | None]:
+    """(a tape for a forward over the samples, the choices that the rollout recorded for all of its
+    rows or None)."""
     config, recorded = model.config, None
     assert config.routed is not None
     if all(s.routes is not None for s in samples):
         layers, per_token = config.num_mixtures, config.routed.per_token
         recorded = torch.cat([decode_routes(s.routes or "", layers, per_token) for s in samples])
     assert recorded is not None or not replay, "the rollout did not record its routes"
-    return RouteTape(recorded.to(model.ops.device) if recorded is not None and replay else None), recorded
+    return RouteTape(
+        recorded.to(model.ops.device) if recorded is not None and replay else None
+    ), recorded

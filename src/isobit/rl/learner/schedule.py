@@ -1,8 +1,9 @@
-"""How the samples of a rollout batch are cut into micro-batches: once for a step, as a value, for all that is computed
-on them: the reference's log-probabilities, the old ones, and the gradient of each update.
+"""How the samples of a rollout batch are cut into micro-batches: once for a step, as a value, for
+all that is computed on them: the reference's log-probabilities, the old ones, and the gradient of
+each update.
 
-Micro-batches are a function of the samples and of the step, of nothing else, so they are the same at any number of
-ranks and after a resume. Left out: the rows of a micro-batch (`packing.py`).
+Micro-batches are a function of the samples and of the step, of nothing else, so they are the same
+at any number of ranks and after a resume. Left out: the rows of a micro-batch (`packing.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,9 @@ MicroBatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An optimizer step on the samples `part`. Those with a trained token are in `micro_batches`; `zero_advantage`:
-    which of these have a gradient of 0; `measured`: micro-batches of a few of their samples, on which the mismatch is
-    measured all the same."""
+    """An optimizer step on the samples `part`. Those with a trained token are in `micro_batches`;
+    `zero_advantage`: which of these have a gradient of 0; `measured`: micro-batches of a few of
+    their samples, on which the mismatch is measured all the same."""
 
     part: Sequence[int]
     micro_batches: MicroBatches
@@ -33,8 +34,9 @@ class Update:
         return [i for number in sorted(self.zero_advantage) for i in self.micro_batches[number]]
 
     def dealt(self, gradient_sum_group: int) -> list[int | None]:
-        """The micro-batches in the order in which ranks take them, without groups of `gradient_sum_group` whose
-        gradient is 0. One of gradient 0 in another group keeps its place, which says what is added first."""
+        """The micro-batches in the order in which ranks take them, without groups of
+        `gradient_sum_group` whose gradient is 0. One of gradient 0 in another group keeps its
+        place, which says what is added first."""
         numbers, size = range(len(self.micro_batches)), gradient_sum_group
         groups = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         kept = [group for group in groups if not self.zero_advantage.issuperset(group)]
@@ -43,8 +45,8 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Of a step: micro-batches of the `whole` batch, of the samples whose `old` log-probabilities are computed, and of
-    its `updates`."""
+    """Of a step: micro-batches of the `whole` batch, of the samples whose `old` log-probabilities
+    are computed, and of its `updates`."""
 
     whole: MicroBatches
     old: MicroBatches
@@ -53,9 +55,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cutting:
-    """Cuts batches into micro-batches of at most `most_tokens`, those of a prompt counted once where completions
-    `share_prompts`. `apart`: samples of zero advantage follow the others, in micro-batches of their own kind; the
-    mismatch is measured on `measured` of those that are left out, which `seed` and the step choose."""
+    """Cuts batches into micro-batches of at most `most_tokens`, those of a prompt counted once
+    where completions `share_prompts`. `apart`: samples of zero advantage follow the others, in
+    micro-batches of their own kind; the mismatch is measured on `measured` of those that are left
+    out, which `seed` and the step choose."""
 
     most_tokens: int
     share_prompts: bool = False
@@ -77,15 +80,21 @@ class Cutting:
         old: Sequence[int] = (),
         old_zero: Sequence[bool] = (),
     ) -> Schedule:
-        """Of a step, whose samples teach nothing where `zero`. `old`: the samples whose old log-probabilities are
-        wanted, apart from micro-batches that are `old_zero` throughout, but for a few."""
+        """Of a step, whose samples teach nothing where `zero`. `old`: the samples whose old
+        log-probabilities are wanted, apart from micro-batches that are `old_zero` throughout, but
+        for a few."""
         wanted = self.old(samples, old, old_zero, step)
-        parts = [part for epoch in range(self.epochs) for part in self._parts(len(samples), step, epoch)]
+        parts = [
+            part for epoch in range(self.epochs) for part in self._parts(len(samples), step, epoch)
+        ]
         updates = [self._update(samples, part, zero, step) for part in parts]
         return Schedule(self.whole(samples), wanted, updates)
 
-    def old(self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int) -> MicroBatches:
-        """Of the samples `old`, but for micro-batches of zero advantage alone, and with some of these."""
+    def old(
+        self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int
+    ) -> MicroBatches:
+        """Of the samples `old`, but for micro-batches of zero advantage alone, and with some of
+        these."""
         cut = self._cut(samples, old, zero)
         unneeded = without_teaching(cut, zero)
         left_out = [i for number in sorted(unneeded) for i in cut[number]]
@@ -94,16 +103,22 @@ class Cutting:
 
     def _parts(self, count: int, step: int, epoch: int) -> list[list[int]]:
         parts = minibatches(count, self.updates_per_batch, self.seed, step, epoch)
-        return [sorted(part) if self.share_prompts else part for part in parts]  # a prompt's together
+        return [
+            sorted(part) if self.share_prompts else part for part in parts
+        ]  # a prompt's together
 
-    def _update(self, samples: Sequence[Trainable], part: Sequence[int], zero: Sequence[bool], step: int) -> Update:
+    def _update(
+        self, samples: Sequence[Trainable], part: Sequence[int], zero: Sequence[bool], step: int
+    ) -> Update:
         trained = [i for i in part if _is_trained(samples[i])]
         cut = self._cut(samples, trained, zero)
         update = Update(part, cut, without_teaching(cut, zero))
         chosen = drawn(update.zero_advantage_samples, self.measured, self.seed, step)
         return Update(part, cut, update.zero_advantage, self._cut(samples, chosen, zero))
 
-    def _cut(self, samples: Sequence[Trainable], chosen: Sequence[int], zero: Sequence[bool]) -> MicroBatches:
+    def _cut(
+        self, samples: Sequence[Trainable], chosen: Sequence[int], zero: Sequence[bool]
+    ) -> MicroBatches:
         """Of the samples `chosen`, in their order."""
         runs = [chosen]
         if self.apart:
@@ -111,7 +126,9 @@ class Cutting:
         return [
             [run[i] for i in span]
             for run in runs
-            for span in micro_batches([samples[i] for i in run], self.most_tokens, self.share_prompts)
+            for span in micro_batches(
+                [samples[i] for i in run], self.most_tokens, self.share_prompts
+            )
         ]
 
 
@@ -121,9 +138,11 @@ def _is_trained(sample: Trainable) -> bool:
     return bool(sample.completion_ids) if mask is None else any(mask)
 
 
-def micro_batches(samples: Sequence[Trainable], budget: int, share_prompts: bool = False) -> Iterator[range]:
-    """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt counted once; a longer
-    sample stands alone."""
+def micro_batches(
+    samples: Sequence[Trainable], budget: int, share_prompts: bool = False
+) -> Iterator[range]:
+    """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt
+    counted once; a longer sample stands alone."""
     start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
     for index, sample in enumerate(samples):
         length = len(sample.prompt_ids) + len(sample.completion_ids)
@@ -142,8 +161,9 @@ def micro_batches(samples: Sequence[Trainable], budget: int, share_prompts: bool
 def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> list[list[int]]:
     """Split `count` samples into `updates` parts of nearly equal size.
 
-    One part keeps the order; several are shuffled by (seed, step, epoch), so that a resumed run repeats them. The
-    order is that of raw Philox numbers, which numpy keeps over its versions, unlike its `permutation`.
+    One part keeps the order; several are shuffled by (seed, step, epoch), so that a resumed run
+    repeats them. The order is that of raw Philox numbers, which numpy keeps over its versions,
+    unlike its `permutation`.
     """
     if updates == 1:
         return [list(range(count))]

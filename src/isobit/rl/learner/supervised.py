@@ -1,4 +1,5 @@
-"""One optimizer step of supervised training: the learner's, on the cross-entropy of completions' trained tokens."""
+"""One optimizer step of supervised training: the learner's, on the cross-entropy of completions'
+trained tokens."""
 
 from collections.abc import Sequence
 

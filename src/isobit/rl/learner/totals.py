@@ -12,10 +12,11 @@ from isobit.rl.algorithm.loss import LossOutputs
 
 @dataclass(eq=False)
 class Totals:
-    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient. `named` are sums of
-    the loss function's own metrics. `tokens` are trained tokens, `computed` those with a forward, whose `entropy` is
-    known; `rows` are the tokens of prompts and completions, `rows_left_out` those without a backward, `rows_shared`
-    those of prompts that were computed for an earlier completion."""
+    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient.
+    `named` are sums of the loss function's own metrics. `tokens` are trained tokens, `computed`
+    those with a forward, whose `entropy` is known; `rows` are the tokens of prompts and
+    completions, `rows_left_out` those without a backward, `rows_shared` those of prompts that were
+    computed for an earlier completion."""
 
     loss: float = 0.0
     kl: float = 0.0
@@ -38,7 +39,12 @@ class Totals:
             self.kl += float(kl.detach().double().sum())
         if outputs.clipped is not None:
             self.clipped += int(outputs.clipped.sum())
-        self._add_named({name: float(values.detach().double().sum()) for name, values in outputs.metrics.items()})
+        self._add_named(
+            {
+                name: float(values.detach().double().sum())
+                for name, values in outputs.metrics.items()
+            }
+        )
 
     def see(self, entropy: Tensor) -> None:
         """Take the forward of a micro-batch into account, [T] of its tokens."""

@@ -1,10 +1,10 @@
-"""Samples whose advantage is exactly 0: no term of the loss has a gradient, and no micro-batch of them alone needs a
-backward.
+"""Samples whose advantage is exactly 0: no term of the loss has a gradient, and no micro-batch of
+them alone needs a backward.
 
-Only whole micro-batches are left out. Samples that share one with others stay: their rows decide with others the scales
-by which FP8 WGrad quantizes 128 tokens, and a library may choose the order of a sum by its length. What remains is
-computed as it would be, and what is left out would have added zeros (docs/numerics.md, section 6;
-tests/rl/test_idle.py).
+Only whole micro-batches are left out. Samples that share one with others stay: their rows decide
+with others the scales by which FP8 WGrad quantizes 128 tokens, and a library may choose the order
+of a sum by its length. What remains is computed as it would be, and what is left out would have
+added zeros (docs/numerics.md, section 6; tests/rl/test_idle.py).
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from isobit.rl.algorithm.objective import Objective
 
 
 def zero_advantage_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[bool]:
-    """Which samples teach nothing, given the advantages [trained tokens] of each. None where another term of the loss
-    needs them: a KL penalty, a load-balancing loss, or what a user's own loss may add."""
+    """Which samples teach nothing, given the advantages [trained tokens] of each. None where
+    another term of the loss needs them: a KL penalty, a load-balancing loss, or what a user's own
+    loss may add."""
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
     if penalized or objective.router_aux_coefficient > 0 or objective.loss not in LOSSES:
         return [False] * len(advantages)
@@ -27,7 +28,9 @@ def zero_advantage_samples(objective: Objective, advantages: Sequence[Tensor]) -
 
 def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:
     """Which of the micro-batches have samples of zero advantage alone."""
-    return frozenset(number for number, indices in enumerate(micro) if all(zero[i] for i in indices))
+    return frozenset(
+        number for number, indices in enumerate(micro) if all(zero[i] for i in indices)
+    )
 
 
 def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[int]:

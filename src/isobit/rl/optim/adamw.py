@@ -1,8 +1,9 @@
 """AdamW on FP32 or BF16 masters, with both moments in FP32.
 
-Loshchilov and Hutter 2019, arXiv 1711.05101. The update is PyTorch's fused kernel through its functional
-form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. BF16 masters are in float32
-while they are updated, a part at a time (`masters.py`). Left out: moments in 8 bits (`eight_bit.py`).
+Loshchilov and Hutter 2019, arXiv 1711.05101. The update is PyTorch's fused kernel through its
+functional form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second.
+BF16 masters are in float32 while they are updated, a part at a time (`masters.py`). Left out:
+moments in 8 bits (`eight_bit.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from isobit.rl.optim.masters import Piece, UpdatedMasters, grouped, pieces
 from isobit.rl.optim.schedule import OptimizerSettings
 
 AT_ONCE = 1 << 26
-"""Elements that one call updates, whose gradients are then freed: many small parameters, or a large one."""
+"""Elements that one call updates, whose gradients are then freed: many small parameters, or a large
+one."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -27,7 +29,9 @@ class AdamW:
     label: ClassVar[str] = "adamw, state fp32"
     whole_matrices: ClassVar[bool] = False
 
-    def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
+    ) -> None:
         self._masters, self._settings = masters, settings
         self._state: dict[str, dict[str, Tensor]] = {}
 
@@ -65,15 +69,21 @@ class AdamW:
         moments = [[state[key] for state in states] for key in _MOMENTS]
         gradients = [self._masters.holders[name].grad for name in names]
         masters: list[Tensor] = [self._masters.parameters[name] for name in names]
-        self._adamw(masters, gradients, moments, [state["step"] for state in states], rate, weight_decay)
+        self._adamw(
+            masters, gradients, moments, [state["step"] for state in states], rate, weight_decay
+        )
         self._masters.free_gradients(names)
 
     def _update_narrow(self, group: list[Piece], rate: float, weight_decay: float) -> None:
         """BF16 masters: a step counts once for all pieces of a parameter, with the last of them."""
         states = [self._state_of(name) for name, _ in group]
-        moments = [[state[key].view(-1)[part] for state, (_, part) in zip(states, group)] for key in _MOMENTS]
+        moments = [
+            [state[key].view(-1)[part] for state, (_, part) in zip(states, group)]
+            for key in _MOMENTS
+        ]
         gradients = [self._masters.gradient(name, part) for name, part in group]
-        steps, masters = [state["step"].clone() for state in states], [self._masters.wide(*piece) for piece in group]
+        steps = [state["step"].clone() for state in states]
+        masters = [self._masters.wide(*piece) for piece in group]
         self._adamw(masters, gradients, moments, steps, rate, weight_decay)
         for (name, part), values, step in zip(group, masters, torch.stack(steps).tolist()):
             self._masters.put(name, part, values, int(step))

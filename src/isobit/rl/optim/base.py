@@ -1,4 +1,5 @@
-"""What an optimizer is: the update of masters from their gradients, and the state that it keeps from one to the next.
+"""What an optimizer is: the update of masters from their gradients, and the state that it keeps
+from one to the next.
 
 Common to all, and no business of an optimizer: clipping and the gradient's norm, saving and loading
 (`sharded.py`), the learning rate of a step (`schedule.py`), BF16 masters and weight decay
@@ -53,9 +54,12 @@ class Optimizer(Protocol):
     label: ClassVar[str]
     """What a config says to get it, for messages."""
     whole_matrices: ClassVar[bool]
-    """Whether an update needs all rows of a matrix: then every rank takes part in every `update`."""
+    """Whether an update needs all rows of a matrix: then every rank takes part in every
+    `update`."""
 
-    def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
+    ) -> None:
         """For the masters `names`, whichever ranks keep their rows."""
 
     @staticmethod
@@ -64,7 +68,8 @@ class Optimizer(Protocol):
 
     @staticmethod
     def forms(shape: tuple[int, ...]) -> Mapping[str, Form]:
-        """The state of a master of this shape, or of some whole rows of it, by key; `step` is one."""
+        """The state of a master of this shape, or of some whole rows of it, by key; `step` is
+        one."""
 
     def update(self, names: Sequence[str], rate: float) -> None:
         """One update of those of this rank's masters that have a gradient, at this learning rate.

@@ -1,26 +1,30 @@
-"""AdamW with moments in 8 bits and a scale for each block of 256, for matrices of 4,096 elements and more in whole
-blocks, but for the embedding and the head.
+"""AdamW with moments in 8 bits and a scale for each block of 256, for matrices of 4,096 elements
+and more in whole blocks, but for the embedding and the head.
 
-Dettmers et al. 2022, arXiv 2110.02861, section 2: a block is divided by its largest magnitude and each element is one
-of 256 values. The values are the dynamic map of Dettmers 2016, arXiv 1511.04561: seven decades, the middles of equal
-parts of each, twice as many parts in every larger one; for the first moment with a sign; with 0 and 1. They are rounded
-once from exact fractions, so no library and no processor decides their bits. Embedding and head stay in 32 bits, as
-there (section 2.3): their rows are touched when a token is.
+Dettmers et al. 2022, arXiv 2110.02861, section 2: a block is divided by its largest magnitude and
+each element is one of 256 values. The values are the dynamic map of Dettmers 2016, arXiv
+1511.04561: seven decades, the middles of equal parts of each, twice as many parts in every larger
+one; for the first moment with a sign; with 0 and 1. They are rounded once from exact fractions, so
+no library and no processor decides their bits. Embedding and head stay in 32 bits, as there
+(section 2.3): their rows are touched when a token is.
 
-What a block's largest magnitude leaves for small ones decides how far an element may move, since a step divides by the
-root of the second moment. Rounded to the nearest value, as torchao and bitsandbytes do it, a second moment far below
-its block's largest becomes 0 beside a first moment that does not, or is held below what its gradients add to it, and
-the first moment of an element whose gradient ended stays: steps of 25 to many thousands of the learning rate
+What a block's largest magnitude leaves for small ones decides how far an element may move, since a
+step divides by the root of the second moment. Rounded to the nearest value, as torchao and
+bitsandbytes do it, a second moment far below its block's largest becomes 0 beside a first moment
+that does not, or is held below what its gradients add to it, and the first moment of an element
+whose gradient ended stays: steps of 25 to many thousands of the learning rate
 (`tests/rl/test_step_sizes.py`). So
 
-- moments are rounded stochastically, to the value below or above with the mean of the moment, by bits that repeat
-  (`masters.py`);
+- moments are rounded stochastically, to the value below or above with the mean of the moment, by
+  bits that repeat (`masters.py`);
 - a second moment above 0 is never 0 (Li et al. 2023, arXiv 2309.01507, section 4.1);
-- and at least what the first one says: by the inequality of Cauchy and Schwarz no gradients give Adam a smaller one, so
-  no step is longer than the longest that AdamW in 32 bits can make (`smallest_second`).
+- and at least what the first one says: by the inequality of Cauchy and Schwarz no gradients give
+  Adam a smaller one, so no step is longer than the longest that AdamW in 32 bits can make
+  (`smallest_second`).
 
-The masters are updated in float32 (`masters.py`) from the moments as they are before they are rounded. Blocks do
-not see each other, so the bits are the same at any number of ranks. Left out: 4 bits.
+The masters are updated in float32 (`masters.py`) from the moments as they are before they are
+rounded. Blocks do not see each other, so the bits are the same at any number of ranks. Left out: 4
+bits.
 """
 
 import math
@@ -66,13 +70,16 @@ def code_book(signed: bool) -> list[Fraction]:
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
     """[256] float32, ascending."""
-    return torch.tensor([float(value) for value in code_book(signed)], dtype=torch.float32, device=device)
+    return torch.tensor(
+        [float(value) for value in code_book(signed)], dtype=torch.float32, device=device
+    )
 
 
 def smallest_second(first: Tensor, betas: tuple[float, float], step: int) -> Tensor | float:
-    """The smallest second moment that any gradients of `step` updates give beside a first one, of each element. With
-    decays a and b, and the gradient of j updates ago g[j], the square of the first, (1 - a) sum a^j g[j], is at most
-    (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2, where the last is the second / (1 - b)."""
+    """The smallest second moment that any gradients of `step` updates give beside a first one, of
+    each element. With decays a and b, and the gradient of j updates ago g[j], the square of the
+    first, (1 - a) sum a^j g[j], is at most (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2, where
+    the last is the second / (1 - b)."""
     a, b = betas
     if a * a >= b:
         return 0.0  # the sum grows without limit
@@ -82,8 +89,8 @@ def smallest_second(first: Tensor, betas: tuple[float, float], step: int) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """`codes` uint8 of a parameter's shape, and `scale` [blocks] float32: element i is value[code] · scale of block
-    i // 256."""
+    """`codes` uint8 of a parameter's shape, and `scale` [blocks] float32: element i is value[code]
+    · scale of block i // 256."""
 
     codes: Tensor
     scale: Tensor
@@ -97,16 +104,22 @@ class Moment:
 
     def read(self, part: slice) -> Tensor:
         """Elements of whole blocks, [elements] float32."""
-        found = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(-1, _BLOCK)
+        found = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
+            -1, _BLOCK
+        )
         return found.mul_(self._scales(part).unsqueeze(1)).view(-1)
 
     def write(self, part: slice, moments: Tensor, draw: Draw) -> None:
-        """Round elements of whole blocks, [elements] float32, to the value below or above; what is above 0 and has no
-        sign is not rounded to 0."""
+        """Round elements of whole blocks, [elements] float32, to the value below or above; what is
+        above 0 and has no sign is not rounded to 0."""
         blocks, values = moments.view(-1, _BLOCK), _values(self.signed, self.codes.device)
         scale = blocks.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny)
         given = (blocks / scale.unsqueeze(1)).view(-1)
-        below = torch.bucketize(given, values, out_int32=True, right=True).sub_(1).clamp_(0, len(values) - 2)
+        below = (
+            torch.bucketize(given, values, out_int32=True, right=True)
+            .sub_(1)
+            .clamp_(0, len(values) - 2)
+        )
         codes = below.add_(draw(_way_up(given, below, values)))
         if not self.signed:
             codes = torch.maximum(codes, moments > 0)
@@ -123,7 +136,9 @@ class AdamW8bit:
     label: ClassVar[str] = "adamw, state 8bit"
     whole_matrices: ClassVar[bool] = False
 
-    def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
+    ) -> None:
         self._masters, self._settings = masters, settings
         self._moments: dict[str, dict[str, Moment]] = {}
         self._steps: dict[str, int] = {}
@@ -137,7 +152,9 @@ class AdamW8bit:
     def forms(shape: tuple[int, ...]) -> Mapping[str, Form]:
         codes = Form(torch.uint8, shape)
         scale = Form(torch.float32, (math.prod(shape) // _BLOCK,), _BLOCK)
-        moments = {f"{key}.codes": codes for key in _MOMENTS} | {f"{key}.scale": scale for key in _MOMENTS}
+        moments = {f"{key}.codes": codes for key in _MOMENTS} | {
+            f"{key}.scale": scale for key in _MOMENTS
+        }
         return {"step": STEP} | moments
 
     def update(self, names: Sequence[str], rate: float) -> None:
@@ -187,8 +204,8 @@ def _fresh(parameter: Tensor) -> dict[str, Moment]:
 
 
 def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
-    """How far each element, which is overwritten, lies on the way from the value below it to the next one: from 0 to
-    just below 1."""
+    """How far each element, which is overwritten, lies on the way from the value below it to the
+    next one: from 0 to just below 1."""
     low = values[below]
     way = given.sub_(low).div_(values[1:][below].sub_(low))
     return way.clamp_(0, 1 - 2**-16)  # a book has no -1, and 1 as its last

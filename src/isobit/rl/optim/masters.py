@@ -1,11 +1,12 @@
 """The masters as an update sees them: float32 to read and to write, whatever they are kept in.
 
-Masters in BF16 (2 bytes a parameter) would lose updates smaller than half of their last place, and near 1 that is
-2^-9, far above what a step of RL moves. So an update is computed in float32 and its result rounded stochastically
-(`kernels/optim/definition.py`): the mean over the random bits is the float32 result. The bits are those of (the
-run's seed, the parameter's name, its number of updates, the element's number in the whole parameter), so the same
-update gives the same masters at any number of ranks and threads, however it is cut into parts, and after a resume.
-(Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.) Left out: Kahan summation, whose third
+Masters in BF16 (2 bytes a parameter) would lose updates smaller than half of their last place, and
+near 1 that is 2^-9, far above what a step of RL moves. So an update is computed in float32 and its
+result rounded stochastically (`kernels/optim/definition.py`): the mean over the random bits is the
+float32 result. The bits are those of (the run's seed, the parameter's name, its number of updates,
+the element's number in the whole parameter), so the same update gives the same masters at any
+number of ranks and threads, however it is cut into parts, and after a resume. (Gupta et al. 2015,
+arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.) Left out: Kahan summation, whose third
 term takes the bytes that this saves.
 """
 
@@ -30,8 +31,9 @@ Piece = tuple[str, slice]
 
 @dataclass(frozen=True, eq=False)
 class UpdatedMasters:
-    """The rows that a rank keeps of the masters, and the `holders` of their gradients; `seed` is the run's.
-    `matrices`: the rows of each matrix that a master is made of; one that is not in it is one matrix."""
+    """The rows that a rank keeps of the masters, and the `holders` of their gradients; `seed` is
+    the run's. `matrices`: the rows of each matrix that a master is made of; one that is not in it
+    is one matrix."""
 
     parameters: Mapping[str, Tensor]
     holders: Mapping[str, Tensor]
@@ -57,7 +59,8 @@ class UpdatedMasters:
             self.holders[name].grad = None
 
     def wide(self, name: str, part: slice) -> Tensor:
-        """Some elements [n] float32, to change in place: of FP32 masters the storage itself, else a copy."""
+        """Some elements [n] float32, to change in place: of FP32 masters the storage itself, else a
+        copy."""
         return self.parameters[name].detach().view(-1)[part].float()
 
     def put(self, name: str, part: slice, values: Tensor, step: int) -> None:
@@ -68,8 +71,8 @@ class UpdatedMasters:
             rows.copy_(self.ops.round_stochastically(values, key, step, self._first(name, part)))
 
     def draw(self, what: str, name: str, part: slice, step: int, chances: Tensor) -> Tensor:
-        """True with these chances [n], each below 1 and cut to 16 bits, for elements of a parameter's update number
-        `step`; `what` is theirs alone."""
+        """True with these chances [n], each below 1 and cut to 16 bits, for elements of a
+        parameter's update number `step`; `what` is theirs alone."""
         ones = (chances.mul_(1 << 16).int() + _ONE).view(torch.float32)
         key = _key(f"{what} {self.seed}")
         return self.ops.round_stochastically(ones, key, step, self._first(name, part)) > 1
@@ -97,7 +100,8 @@ def parts_of(count: int) -> Iterator[slice]:
 
 
 def grouped(items: Iterable[tuple[T, int]], at_once: int) -> Iterator[list[T]]:
-    """Items with their sizes, in order, of at most `at_once` together where one alone is not larger."""
+    """Items with their sizes, in order, of at most `at_once` together where one alone is not
+    larger."""
     group, total = list[T](), 0
     for item, size in items:
         if group and total + size > at_once:

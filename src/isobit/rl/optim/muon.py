@@ -1,25 +1,28 @@
 """Muon: momentum whose matrices are orthogonalized before they are applied.
 
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et al. 2025, arXiv 2502.16982,
-section 2.2; the equations, defaults and options are those of `torch.optim.Muon`, which `tests/rl/test_muon.py`
-compares with. With the gradient G of a matrix [A, B], the rate r and the momentum m:
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et al. 2025, arXiv
+2502.16982, section 2.2; the equations, defaults and options are those of `torch.optim.Muon`, which
+`tests/rl/test_muon.py` compares with. With the gradient G of a matrix [A, B], the rate r and the
+momentum m:
 
     M = m · M + (1 - m) · G,    U = m · M + (1 - m) · G with Nesterov, else M
     W = W - r · weight_decay · W - r · adjustment · NS(U),    adjustment = 0.2 · √max(A, B), or √max(1, A / B)
 
-NS(U) takes U's singular values to about 1 by `ns_steps` iterations of Newton and Schulz with the published quintic
-coefficients, in BF16 with float32 sums, as published (`orthogonalized`).
+NS(U) takes U's singular values to about 1 by `ns_steps` iterations of Newton and Schulz with the
+published quintic coefficients, in BF16 with float32 sums, as published (`orthogonalized`).
 
-It updates the matrices of linear layers (`LINEAR_LAYERS`): those of attention and MLPs, and each expert's, one by one
-as a Hugging Face checkpoint has them, so queries, keys and values are three. AdamW updates embedding, head, norms,
-biases, sinks, and of what is inside a layer the routers, the gates and convolutions of linear attention: small, and a
-router's row is a class, as a row of the head is. (Moonlight trains its routers with Muon too.)
+It updates the matrices of linear layers (`LINEAR_LAYERS`): those of attention and MLPs, and each
+expert's, one by one as a Hugging Face checkpoint has them, so queries, keys and values are three.
+AdamW updates embedding, head, norms, biases, sinks, and of what is inside a layer the routers, the
+gates and convolutions of linear attention: small, and a router's row is a class, as a row of the
+head is. (Moonlight trains its routers with Muon too.)
 
-Ranks keep rows of a matrix, and so rows of its momentum. For the orthogonalization one rank gets all rows from all,
-and sends each its rows of the result; the others do so with other matrices. It is one function of one whole matrix on
-one rank: the bits are the same at any number of ranks, and, as its sums are the backend's products, at any number of
-threads too (`tests/rl/test_muon.py`, `tests/distributed/test_learning.py`); with `consistency: fast` neither is
-promised. Left out: momentum in fewer bits, and other coefficients.
+Ranks keep rows of a matrix, and so rows of its momentum. For the orthogonalization one rank gets
+all rows from all, and sends each its rows of the result; the others do so with other matrices. It
+is one function of one whole matrix on one rank: the bits are the same at any number of ranks, and,
+as its sums are the backend's products, at any number of threads too (`tests/rl/test_muon.py`,
+`tests/distributed/test_learning.py`); with `consistency: fast` neither is promised. Left out:
+momentum in fewer bits, and other coefficients.
 """
 
 import heapq
@@ -52,16 +55,22 @@ class Muon:
     label: ClassVar[str] = "muon"
     whole_matrices: ClassVar[bool] = True
 
-    def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
+    ) -> None:
         self._masters, self._settings, self._ops = masters, settings, masters.ops
         self._shards, self._ranks = masters.shards, masters.shards.ranks
-        self._assigned = _assigned({name: self._shards.shapes[name] for name in names}, self._ranks.size)
+        self._assigned = _assigned(
+            {name: self._shards.shapes[name] for name in names}, self._ranks.size
+        )
         self._buffers: dict[str, Tensor] = {}
         self._steps: dict[str, int] = {}
 
     @staticmethod
     def takes(name: str, shape: Sequence[int], settings: OptimizerSettings) -> bool:
-        return settings.name == "muon" and len(shape) == 2 and name.rpartition(".")[2] in LINEAR_LAYERS
+        return (
+            settings.name == "muon" and len(shape) == 2 and name.rpartition(".")[2] in LINEAR_LAYERS
+        )
 
     @staticmethod
     def forms(shape: tuple[int, ...]) -> Mapping[str, Form]:
@@ -70,14 +79,20 @@ class Muon:
     def update(self, names: Sequence[str], rate: float) -> None:
         updated = {name for given in self._ranks.all_gather_json(list(names)) for name in given}
         turns = [
-            list(grouped(((n, math.prod(self._shards.shapes[n])) for n in mine if n in updated), AT_ONCE))
+            list(
+                grouped(
+                    ((n, math.prod(self._shards.shapes[n])) for n in mine if n in updated), AT_ONCE
+                )
+            )
             for mine in self._assigned
         ]
         for turn in zip_longest(*turns, fillvalue=()):
             self._take_turn(turn, rate)
 
     def _take_turn(self, turn: Turn, rate: float) -> None:
-        whole = self._all_rows(turn, {n: self._momentum(n) for each in turn for n in each if self._shards.owned(n)})
+        whole = self._all_rows(
+            turn, {n: self._momentum(n) for each in turn for n in each if self._shards.owned(n)}
+        )
         for name, matrices in whole.items():
             heights = list(self._masters.matrices.get(name, (len(matrices),)))
             for matrix in matrices.split(heights):
@@ -93,9 +108,14 @@ class Muon:
         buffer = self._buffers.get(name)
         if buffer is None:
             buffer = self._buffers[name] = torch.zeros_like(gradient)
-        # no lerp, and no sum with a factor: at the end of a vector they may be rounded in another way
+        # no lerp, and no sum with a factor: at the end of a vector they may be rounded in another
+        # way
         buffer.add_(gradient.sub(buffer).mul_(1 - momentum))
-        found = buffer.sub(gradient).mul_(momentum).add_(gradient) if self._settings.nesterov else buffer.clone()
+        found = (
+            buffer.sub(gradient).mul_(momentum).add_(gradient)
+            if self._settings.nesterov
+            else buffer.clone()
+        )
         self._masters.free_gradients([name])
         return found
 
@@ -103,7 +123,9 @@ class Muon:
         """All rows of the masters that are this rank's in a turn, from every rank's own."""
         mine = turn[self._ranks.rank]
         given = [[rows[name] for name in names if name in rows] for names in turn]
-        found = {name: torch.empty(self._shards.shapes[name], device=self._ops.device) for name in mine}
+        found = {
+            name: torch.empty(self._shards.shapes[name], device=self._ops.device) for name in mine
+        }
         pieces = [self._rows_of(found, rank) for rank in range(self._ranks.size)]
         self._exchange(given, pieces)
         return found
@@ -121,14 +143,20 @@ class Muon:
         """Views of the rows that a rank keeps."""
         return [tensor[slice(*self._shards.rows[name][rank])] for name, tensor in whole.items()]
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]) -> None:
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]
+    ) -> None:
         """Send tensors to each rank, and write what each sends into the `received`."""
         message = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         into = [tensor for tensors in received for tensor in tensors]
-        sizes, expected = ([sum(t.numel() for t in each) for each in side] for side in (sent, received))
+        sizes, expected = (
+            [sum(t.numel() for t in each) for each in side] for side in (sent, received)
+        )
         joined = torch.cat(message) if message else torch.empty(0, device=self._ops.device)
         found = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
-        for tensor, piece in zip(into, found.split([tensor.numel() for tensor in into]) if into else ()):
+        for tensor, piece in zip(
+            into, found.split([tensor.numel() for tensor in into]) if into else ()
+        ):
             tensor.copy_(piece.view_as(tensor))
 
     def _apply(self, name: str, change: Tensor, rate: float) -> None:
@@ -148,16 +176,19 @@ class Muon:
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._steps = {name: int(given["step"]) for name, given in state.items()}
         self._buffers = {
-            name: given[_BUFFER].to(self._masters.parameters[name].device, copy=True) for name, given in state.items()
+            name: given[_BUFFER].to(self._masters.parameters[name].device, copy=True)
+            for name, given in state.items()
         }
 
 
 def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
-    """U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about: singular values are within
-    some 0.3 of 1 after 5 steps, and smaller where S is far smaller than its norm. Float32, of BF16 numbers.
+    """U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about: singular
+    values are within some 0.3 of 1 after 5 steps, and smaller where S is far smaller than its norm.
+    Float32, of BF16 numbers.
 
-    With X = matrix / its norm, on the side that has fewer rows, each step is X = a · X + (b · X·Xᵀ + c · (X·Xᵀ)²) · X;
-    each of the three results is rounded once to BF16, its products as `Ops.product`.
+    With X = matrix / its norm, on the side that has fewer rows, each step is X = a · X + (b · X·Xᵀ
+    + c · (X·Xᵀ)²) · X; each of the three results is rounded once to BF16, its products as
+    `Ops.product`.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     norm = math.sqrt(math.fsum(ops.square_sums(matrix).tolist()))
@@ -173,8 +204,9 @@ def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
 
 
 def adjustment(shape: Sequence[int], rule: str) -> float:
-    """What the learning rate of a matrix [A, B] is multiplied by. `match_rms_adamw`: an orthogonal matrix has the root
-    mean square 1 / √max(A, B), and AdamW's updates one of 0.2 to 0.4 (arXiv 2502.16982, section 2.2)."""
+    """What the learning rate of a matrix [A, B] is multiplied by. `match_rms_adamw`: an orthogonal
+    matrix has the root mean square 1 / √max(A, B), and AdamW's updates one of 0.2 to 0.4 (arXiv
+    2502.16982, section 2.2)."""
     rows, columns = shape
     if rule == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -182,14 +214,14 @@ def adjustment(shape: Sequence[int], rule: str) -> float:
 
 
 def working_bytes(sizes: Sequence[int]) -> int:
-    """What an update of matrices with so many elements takes for a moment, at most: those of a turn as they are sent,
-    as they arrive, whole, and in BF16 beside a product."""
+    """What an update of matrices with so many elements takes for a moment, at most: those of a turn
+    as they are sent, as they arrive, whole, and in BF16 beside a product."""
     return 16 * min(sum(sizes), max([AT_ONCE, *sizes]))
 
 
 def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str]]:
-    """By rank, the masters that it orthogonalizes: the costliest first, each to the rank that has the least to do. A
-    function of the shapes and of the number of ranks alone."""
+    """By rank, the masters that it orthogonalizes: the costliest first, each to the rank that has
+    the least to do. A function of the shapes and of the number of ranks alone."""
 
     def cost(name: str) -> int:
         short, long = sorted(shapes[name])

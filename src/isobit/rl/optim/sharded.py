@@ -1,8 +1,9 @@
-"""What the learner holds: all masters of a model, each updated by its optimizer, on one rank or on many.
+"""What the learner holds: all masters of a model, each updated by its optimizer, on one rank or on
+many.
 
-Here is what optimizers share: the gradient's global norm and its clipping, who updates which master,
-and the state as a flat mapping of tensors, so that safetensors can hold it. Left out: the updates
-(`adamw.py`, `eight_bit.py`, `muon.py`).
+Here is what optimizers share: the gradient's global norm and its clipping, who updates which
+master, and the state as a flat mapping of tensors, so that safetensors can hold it. Left out: the
+updates (`adamw.py`, `eight_bit.py`, `muon.py`).
 """
 
 import math
@@ -65,11 +66,16 @@ class ShardedOptimizer:
         self.holders: Mapping[str, Tensor] = self.parameters if holders is None else holders
         self._ops = ops or get_ops("reference")
         self.settings = settings
-        self.shards = shards or Shards.of({name: tuple(p.shape) for name, p in self.parameters.items()})
+        self.shards = shards or Shards.of(
+            {name: tuple(p.shape) for name, p in self.parameters.items()}
+        )
         self._masters = UpdatedMasters(
             self.parameters, self.holders, self.shards, self._ops, settings.seed, matrices or {}
         )
-        self._kinds = {name: optimizer_type(name, shape, settings) for name, shape in self.shards.shapes.items()}
+        self._kinds = {
+            name: optimizer_type(name, shape, settings)
+            for name, shape in self.shards.shapes.items()
+        }
         self._optimizers: dict[type[Optimizer], Optimizer] = {}
         for kind in OPTIMIZERS:
             names = [name for name, each in self._kinds.items() if each is kind]
@@ -82,7 +88,9 @@ class ShardedOptimizer:
         """Of all masters that a model trains. Its matrices are those of the Hugging Face
         checkpoint: queries, keys and values apart, and each expert's."""
         masters = model.transformer.masters
-        matrices = {name: [shape[0] for _, shape in tensors] for name, tensors in parts(model.config)}
+        matrices = {
+            name: [shape[0] for _, shape in tensors] for name, tensors in parts(model.config)
+        }
         return ShardedOptimizer(
             model.named_parameters(), settings, masters.shards, model.ops, masters.holders, matrices
         )
@@ -91,18 +99,21 @@ class ShardedOptimizer:
         self._masters.free_gradients(list(self.holders))
 
     def gradient_norm(self) -> float:
-        """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its blocks' sums is
-        rounded once, so it has no order, and is the same however the ranks share the blocks."""
+        """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its
+        blocks' sums is rounded once, so it has no order, and is the same however the ranks share
+        the blocks."""
         gradients = [self.holders[name].grad for name in self.parameters]
-        mine = _sums_of_squares([gradient for gradient in gradients if gradient is not None], self._ops)
+        mine = _sums_of_squares(
+            [gradient for gradient in gradients if gradient is not None], self._ops
+        )
         squares = [s for sums in self.shards.ranks.all_gather_json(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:
-        """One update at this rate, with gradients scaled so that their norm `norm` is at most `max_grad_norm`; each is
-        freed when it was applied."""
+        """One update at this rate, with gradients scaled so that their norm `norm` is at most
+        `max_grad_norm`; each is freed when it was applied."""
         if norm > self.settings.max_grad_norm:
             factor = self.settings.max_grad_norm / norm
             for holder in self.holders.values():
@@ -123,16 +134,24 @@ class ShardedOptimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of the state of all parameters, whether there is one yet or not."""
-        return sum(state_bytes(self._kinds[name].forms(tuple(p.shape))) for name, p in self.parameters.items())
+        return sum(
+            state_bytes(self._kinds[name].forms(tuple(p.shape)))
+            for name, p in self.parameters.items()
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Copied to the CPU, by names such as `NAME.exp_avg` (`Optimizer.forms`). Empty before the
         first update. Of the rows that this rank keeps."""
         found = self._tensors()
-        return {f"{name}.{key}": t.to("cpu", copy=True) for name, state in found.items() for key, t in state.items()}
+        return {
+            f"{name}.{key}": t.to("cpu", copy=True)
+            for name, state in found.items()
+            for key, t in state.items()
+        }
 
     def parts(self) -> dict[str, Part]:
-        """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is the first rows'."""
+        """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is
+        the first rows'."""
         mine = self._tensors()
         known = {name for names in self.shards.ranks.all_gather_json(list(mine)) for name in names}
         found: dict[str, Part] = {}
@@ -145,8 +164,8 @@ class ShardedOptimizer:
         return found
 
     def load_state(self, tensors: Mapping[str, Tensor | FileTensor]) -> None:
-        """The inverse of `state`, bit for bit; of the state of all ranks this one reads its rows. Raises IsobitError if
-        the tensors are not of these parameters, or another optimizer's."""
+        """The inverse of `state`, bit for bit; of the state of all ranks this one reads its rows.
+        Raises IsobitError if the tensors are not of these parameters, or another optimizer's."""
         given: dict[str, dict[str, Tensor | FileTensor]] = {}
         for key, tensor in tensors.items():
             name = self._name_in(key)
@@ -162,7 +181,8 @@ class ShardedOptimizer:
         return {key: state[key][form.rows(self.shards, name)] for key, form in forms.items()}
 
     def _name_in(self, key: str) -> str:
-        """The parameter that a tensor of a state is of. Raises IsobitError for one of another model."""
+        """The parameter that a tensor of a state is of. Raises IsobitError for one of another
+        model."""
         name = key
         while name and name not in self.shards.shapes:
             name = name.rpartition(".")[0]
@@ -172,14 +192,16 @@ class ShardedOptimizer:
         return name
 
     def _check(self, name: str, state: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise IsobitError unless the tensors of these shapes are the whole state of a parameter."""
+        """Raise IsobitError unless the tensors of these shapes are the whole state of a
+        parameter."""
         kind, shape = self._kinds[name], self.shards.shapes[name]
         if state == {key: form.shape for key, form in kind.forms(shape).items()}:
             return
         for other in OPTIMIZERS:
             if other is not kind and state.keys() == other.forms(shape).keys():
                 raise IsobitError(
-                    f"optimizer state of {name} is of a run with {other.label}, and this run trains "
+                    f"optimizer state of {name} is of a run with {other.label}, and this run "
+                    "trains "
                     f"it with {kind.label}; a run goes on with its own optimizer. Set it back, or "
                     "begin a new run from these weights with model.path"
                 )
@@ -194,17 +216,27 @@ class ShardedOptimizer:
 
     def _written_by_step(self) -> dict[str, Tensor]:
         """The masters and the optimizers' state."""
-        found: dict[str, Tensor] = {f"master {name}": parameter for name, parameter in self.parameters.items()}
+        found: dict[str, Tensor] = {
+            f"master {name}": parameter for name, parameter in self.parameters.items()
+        }
         states = self._tensors()
-        return found | {f"{key} of {name}": value for name, state in states.items() for key, value in state.items()}
+        return found | {
+            f"{key} of {name}": value
+            for name, state in states.items()
+            for key, value in state.items()
+        }
 
 
 def _sums_of_squares(gradients: Sequence[Tensor], ops: Ops) -> list[float]:
-    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it; a block is the sum of its
-    rows, rounded once, so they do not depend on threads either."""
+    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it; a
+    block is the sum of its rows, rounded once, so they do not depend on threads either."""
     matrices = [g if g.ndim > 1 else g.view(-1, 1) for g in gradients]
     if not matrices:
         return []
-    rows = iter(torch.cat([ops.square_sums(m) for m in matrices]).tolist())  # one wait for all of them
-    lengths = [min(BLOCK_ROWS, len(m) - first) for m in matrices for first in range(0, len(m), BLOCK_ROWS)]
+    rows = iter(
+        torch.cat([ops.square_sums(m) for m in matrices]).tolist()
+    )  # one wait for all of them
+    lengths = [
+        min(BLOCK_ROWS, len(m) - first) for m in matrices for first in range(0, len(m), BLOCK_ROWS)
+    ]
     return [math.fsum(islice(rows, length)) for length in lengths]

@@ -1,4 +1,5 @@
-"""What a run does when a token differs that must not: the line that ends it, or the one that warns."""
+"""What a run does when a token differs that must not: the line that ends it, or the one that
+warns."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +16,32 @@ from isobit.run import checkpoints
 from isobit.run import directory as runs
 
 
-def failure(learner: Learner, run: Path, recorded: bool, found: Disagreement, step: int, unlearned: bool) -> RunFailed:
-    """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts;
-    `unlearned`: this step has not learned yet, so that the one before is saved."""
+def failure(
+    learner: Learner, run: Path, recorded: bool, found: Disagreement, step: int, unlearned: bool
+) -> RunFailed:
+    """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded
+    rollouts; `unlearned`: this step has not learned yet, so that the one before is saved."""
     first, sample = found.first, found.first.sample
     saved = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
-    last = checkpoints.path_of(run / runs.CHECKPOINTS, step - 1) if unlearned or not saved else saved[-1]
-    again = "isobit train --from-rollouts RECORDED --out DIR" if recorded else f"isobit train --resume {run}"
+    last = (
+        checkpoints.path_of(run / runs.CHECKPOINTS, step - 1)
+        if unlearned or not saved
+        else saved[-1]
+    )
+    again = (
+        "isobit train --from-rollouts RECORDED --out DIR"
+        if recorded
+        else f"isobit train --resume {run}"
+    )
     return RunFailed(
-        f"step {step}: rollout and learner differ in {found.differing} of {found.compared} tokens, and "
-        f"{learner.model.precision.name} promises the same bits; first: prompt {sample.prompt_index}, sample "
-        f"{sample.sample_index}, token {first.position} of the completion, log-probability {first.rollout!r} in the "
-        f"rollout and {first.learner!r} in the learner; {_where(found, learner)}; nothing was learned from this batch; "
+        f"step {step}: rollout and learner differ in {found.differing} of {found.compared} "
+        "tokens, and "
+        f"{learner.model.precision.name} promises the same bits; first: prompt "
+        f"{sample.prompt_index}, sample "
+        f"{sample.sample_index}, token {first.position} of the completion, log-probability "
+        f"{first.rollout!r} in the "
+        f"rollout and {first.learner!r} in the learner; {_where(found, learner)}; nothing was "
+        "learned from this batch; "
         f"the last good checkpoint is {last}; go on with: {again} on_mismatch=warn"
     )
 
@@ -39,11 +54,15 @@ def warning_of(learned: Mapping[str, float], learner: Learner, step: int) -> str
         return None
     what = "weighed by token TIS" if corrected else "learned from nonetheless"
     of = f"{differing:.0f} of {learned['mismatch/compared_tokens']:.0f} tokens"
-    return f"warning: step {step}: rollout and learner differ in {of}: {what} (on_mismatch: {learner.on_mismatch})"
+    return (
+        f"warning: step {step}: rollout and learner differ in {of}: {what} (on_mismatch: "
+        f"{learner.on_mismatch})"
+    )
 
 
 def _where(found: Disagreement, learner: Learner) -> str:
-    """A weight that changed in memory, or the first differing layer and operator, or what its absence means."""
+    """A weight that changed in memory, or the first differing layer and operator, or what its
+    absence means."""
     first, batch = found.first, found.batch
     try:
         learner.check_memory()
@@ -51,16 +70,21 @@ def _where(found: Disagreement, learner: Learner) -> str:
         return str(changed)
     index = next(i for i, sample in enumerate(batch) if sample is first.sample)
     span = next(
-        part for part in micro_batches(batch, learner.micro_batch_tokens, learner.share_prompts) if index in part
+        part
+        for part in micro_batches(batch, learner.micro_batch_tokens, learner.share_prompts)
+        if index in part
     )
     inputs = [
-        [*batch[i].prompt_ids, *batch[i].completion_ids[: max(len(batch[i].completion_ids) - 1, 0)]] for i in span
+        [*batch[i].prompt_ids, *batch[i].completion_ids[: max(len(batch[i].completion_ids) - 1, 0)]]
+        for i in span
     ]
     before = [*first.sample.prompt_ids, *first.sample.completion_ids[: first.position]]
     target = first.sample.completion_ids[first.position]
     try:
         objective, place = learner.objective, index - span.start
-        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.filtering)
+        located = locate(
+            learner.model, before, target, inputs, place, objective.temperature, objective.filtering
+        )
     except NonFiniteError as error:
         return f"computed anew, the sequence fails: {error}"
     if located.found is not None:
@@ -68,18 +92,39 @@ def _where(found: Disagreement, learner: Learner) -> str:
     sides = {first.rollout: "the rollout", first.learner: "the learner"}
     agrees = sides.get(located.logprob, "neither")
     reason = ": the rollout had other weights, scales or keys" if agrees == "the learner" else ""
-    return f"not reproduced: alone, in its batch and token by token the sequence agrees with {agrees}{reason}"
+    return (
+        "not reproduced: alone, in its batch and token by token the sequence agrees with "
+        f"{agrees}{reason}"
+    )
 
 
 def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> list[str]:
-    """What makes a replay under `config`, on this machine, compute other bits than the run that it learns from: the
-    sections of the config and the facts of the machine that differ."""
+    """What makes a replay under `config`, on this machine, compute other bits than the run that it
+    learns from: the sections of the config and the facts of the machine that differ."""
     before = load_run_config(recorded)
-    free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch", "mismatch"}
+    free = {
+        "run",
+        "tracking",
+        "evaluation",
+        "rewards",
+        "engine",
+        "backend",
+        "on_mismatch",
+        "mismatch",
+    }
     if config.optimizer.schedule == "constant":
         free.add("steps")
     if level(before.consistency) == level(config.consistency):
         free.add("consistency")  # the machine's order says whether it is the same one
-    sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]
-    facts, said = runs.began_by(recorded), {"why", "consistency", "bitwise"}  # the last two by the config
-    return sections + [name for name, value in machine.items() if name not in said and facts.get(name, value) != value]
+    sections = [
+        n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)
+    ]
+    facts, said = (
+        runs.began_by(recorded),
+        {"why", "consistency", "bitwise"},
+    )  # the last two by the config
+    return sections + [
+        name
+        for name, value in machine.items()
+        if name not in said and facts.get(name, value) != value
+    ]

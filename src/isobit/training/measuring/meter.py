@@ -8,16 +8,17 @@ import torch
 
 
 class Meter:
-    """Times phases, into metrics that the caller gives. `phase` is called with the name of each, to show it. The most
-    memory of a GPU is measured too; on a CPU there is nothing to ask: `memory/peak_rss_mib` is the process's."""
+    """Times phases, into metrics that the caller gives. `phase` is called with the name of each, to
+    show it. The most memory of a GPU is measured too; on a CPU there is nothing to ask:
+    `memory/peak_rss_mib` is the process's."""
 
     def __init__(self, phase: Callable[[str], None], device: torch.device) -> None:
         self.phase, self._device = phase, device
 
     @contextmanager
     def timed(self, into: dict[str, float], name: str, peak: bool = False) -> Iterator[None]:
-        """Add the seconds of what follows to `time/NAME`; with `peak`, the most memory that it takes is
-        `memory/peak_NAME_mib`, of a phase that comes several times the largest."""
+        """Add the seconds of what follows to `time/NAME`; with `peak`, the most memory that it
+        takes is `memory/peak_NAME_mib`, of a phase that comes several times the largest."""
         began = time.perf_counter()
         self.phase(name)
         on_gpu = peak and self._device.type == "cuda"
@@ -31,8 +32,8 @@ class Meter:
 
 
 def added(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the parts of one step, together: seconds and counts add up, of memory the largest figure counts, and
-    of quantization, which are fractions, the last."""
+    """Metrics of the parts of one step, together: seconds and counts add up, of memory the largest
+    figure counts, and of quantization, which are fractions, the last."""
     found: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

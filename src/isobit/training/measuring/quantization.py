@@ -1,8 +1,10 @@
-"""What the learner's FP8 does to activations and output gradients in a step: watched every few steps, by tensor.
+"""What the learner's FP8 does to activations and output gradients in a step: watched every few
+steps, by tensor.
 
-The operators that are watched return what they would return (`tests/training/test_quantization.py`): the figures are
-taken beside them, of the tensor that was quantized and of its codes. Left out: weights (`statistics.py`), and
-WGrad's operands of experts, which one operator quantizes and multiplies.
+The operators that are watched return what they would return
+(`tests/training/test_quantization.py`): the figures are taken beside them, of the tensor that was
+quantized and of its codes. Left out: weights (`statistics.py`), and WGrad's operands of experts,
+which one operator quantizes and multiplies.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ _GRADIENT = "output gradient of "
 
 
 class LearnerTotals:
-    """Of one step's forwards and backwards; empty until something was quantized while it was `watching`."""
+    """Of one step's forwards and backwards; empty until something was quantized while it was
+    `watching`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -40,7 +43,8 @@ class LearnerTotals:
 
     @torch.no_grad()
     def see(self, name: str, x: Operand, quantized: QTensor, products: str = "") -> None:
-        """A matrix under the name that the quantizer was given; `products`: which one it is for, if not for any."""
+        """A matrix under the name that the quantizer was given; `products`: which one it is for, if
+        not for any."""
         kind = "gradient" if name.startswith(_GRADIENT) else "input"
         name = name.removeprefix(_GRADIENT)
         if not name.startswith("layers.") or not quantized.data.numel():
@@ -69,7 +73,8 @@ class LearnerTotals:
         }
 
     def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
-        """As `WeightTotals.by_tensor`: `qkv input`, `qkv gradient`, and those that are quantized for WGrad alone."""
+        """As `WeightTotals.by_tensor`: `qkv input`, `qkv gradient`, and those that are quantized
+        for WGrad alone."""
         return listed_by_tensor(self._parts, self._model.config.num_layers)
 
 
@@ -91,13 +96,21 @@ class _Quantizing(Watching):
         return quantized
 
     def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        spec: QuantSpec,
+        name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
         found = self._ops.rms_norm_quantized(x, weight, eps, residual, spec, name)
         self._totals.see(name, self._ops.rms_norm(x, weight, eps, residual)[0], found[0])
         return found
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
         quantized = self._ops.gate_mul_quantized(activation, gate_up, spec, name)
         self._totals.see(name, self._ops.gate_mul(activation, gate_up), quantized)
         return quantized

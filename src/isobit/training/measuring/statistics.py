@@ -1,4 +1,5 @@
-"""Metrics that describe a step: rewards, lengths and groups, and the quantization of the weights."""
+"""Metrics that describe a step: rewards, lengths and groups, and the quantization of the
+weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ from isobit.rl.algorithm.credit import StepBatch
 
 
 def batch_metrics(batch: StepBatch) -> dict[str, float]:
-    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling does not flatter
-    them."""
+    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling
+    does not flatter them."""
     groups = batch.scored or batch.groups
     samples = [sample for group in groups for sample in group]
     rewards = [s.reward for s in samples if s.reward is not None]
@@ -25,7 +26,9 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": _deviation(rewards),
-        "groups/zero_spread_fraction": _mean([float(not has_spread([s.reward for s in group])) for group in groups]),
+        "groups/zero_spread_fraction": _mean(
+            [float(not has_spread([s.reward for s in group])) for group in groups]
+        ),
         "groups/resampled": float(batch.dropped),
         "groups/unscored": float(len(samples) - len(rewards)),
         "length/mean": _mean(lengths),
@@ -41,7 +44,8 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
-    """How many steps old the samples of a step were, how many of its groups were replayed, and how many are kept."""
+    """How many steps old the samples of a step were, how many of its groups were replayed, and how
+    many are kept."""
     if not any(staleness) and not kept:
         return {}
     return {
@@ -64,8 +68,9 @@ def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
 
 
 class WeightTotals:
-    """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
-    layer together. Empty where the weights are not quantized, or frozen: these have no masters."""
+    """Quantization of the rollout's weights against the masters as they are now, by layer and
+    tensor; the experts of a layer together. Empty where the weights are not quantized, or frozen:
+    these have no masters."""
 
     @torch.no_grad()
     def __init__(self, model: Model) -> None:
@@ -95,8 +100,8 @@ class WeightTotals:
         }
 
     def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
-        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over layers; None where a
-        layer is not quantized."""
+        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over
+        layers; None where a layer is not quantized."""
         return listed_by_tensor(self._parts, self._layers)
 
     def due(self, step: int, every: int) -> bool:
@@ -105,12 +110,14 @@ class WeightTotals:
 
 
 def recorded(step: int, every: int) -> bool:
-    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th. (Not in the last: a
-    run that is extended would then differ from one that was planned longer.)"""
+    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th.
+    (Not in the last: a run that is extended would then differ from one that was planned longer.)"""
     return every > 0 and (step == 1 or step % every == 0)
 
 
-def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[tuple[int, str], QuantTotals]:
+def gathered(
+    mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks
+) -> dict[tuple[int, str], QuantTotals]:
     """The totals of all ranks together."""
     if ranks.size == 1:
         return dict(mine)
@@ -124,7 +131,8 @@ def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[
 def listed_by_tensor(
     parts: Mapping[tuple[int, str], QuantTotals], num_layers: int
 ) -> dict[str, dict[str, list[float | None]]]:
-    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has none."""
+    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has
+    none."""
     found: dict[str, dict[str, list[float | None]]] = {}
     for (layer, role), totals in sorted(parts.items()):
         for name, value in asdict(totals.stats()).items():

@@ -19,7 +19,8 @@ def evaluated_only_as_the_last(config: Config, step: int) -> bool:
 
 
 class Evaluating:
-    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on, `steps`: of the whole run."""
+    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on, `steps`: of
+    the whole run."""
 
     def __init__(
         self,

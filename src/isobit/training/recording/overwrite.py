@@ -1,7 +1,9 @@
-"""Make room for a run that is done again: remove a finished run of the same configuration, and nothing else.
+"""Make room for a run that is done again: remove a finished run of the same configuration, and
+nothing else.
 
-A run that was extended, interrupted or made by another configuration is somebody's work: it stays, and the message says
-what to do. What was deleted by mistake cannot be computed again from what is left.
+A run that was extended, interrupted or made by another configuration is somebody's work: it stays,
+and the message says what to do. What was deleted by mistake cannot be computed again from what is
+left.
 """
 
 import shutil
@@ -15,7 +17,8 @@ from isobit.run.directory import RunDirectory
 
 
 def clear_finished(config: Config) -> None:
-    """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or none.
+    """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
+    none.
 
     Raises IsobitError for any other run there; leaves a directory alone that holds no run.
     """
@@ -25,15 +28,21 @@ def clear_finished(config: Config) -> None:
     with RunDirectory(directory, {}):  # not one that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         kept = load_config(directory / runs.CONFIG)
-        again = f"go on with it: isobit train --resume {directory}, or move it or remove it first: rm -r {directory}"
+        again = (
+            f"go on with it: isobit train --resume {directory}, or move it or remove it "
+            f"first: rm -r {directory}"
+        )
         if kept.steps != config.steps or done > config.steps:
             raise IsobitError(
-                f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has {config.steps}; {again}"
+                f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has "
+                f"{config.steps}; {again}"
             )
         if kept != _as_kept(config, kept):
             raise IsobitError(f"{directory} holds a run of another configuration; {again}")
         if done not in (0, config.steps):
-            raise IsobitError(f"{directory} holds a run that has done {done} of its {config.steps} steps; {again}")
+            raise IsobitError(
+                f"{directory} holds a run that has done {done} of its {config.steps} steps; {again}"
+            )
         shutil.rmtree(directory)
 
 

@@ -1,4 +1,5 @@
-"""Verb 6, record: a step's metrics and completions, and when they are due an evaluation and a checkpoint."""
+"""Verb 6, record: a step's metrics and completions, and when they are due an evaluation and a
+checkpoint."""
 
 import resource
 import time
@@ -23,7 +24,8 @@ from isobit.training.saving.snapshot import State
 
 
 class Recorder:
-    """Counts a step as done, and leaves it in the run directory. `memory`: metrics of what is allocated."""
+    """Counts a step as done, and leaves it in the run directory. `memory`: metrics of what is
+    allocated."""
 
     def __init__(
         self,
@@ -44,15 +46,25 @@ class Recorder:
         self._display, self._trackers, self._callbacks = display, trackers, callbacks
         self._certificate = Certificate(config, trained.model)
 
-    def record(self, synced: Synced, batch: StepBatch, took: Mapping[str, float], lesson: Lesson) -> None:
-        """The step that learned from a batch is done; `took`: what sampling and scoring took. Raises RunFailed after
-        too many steps in a row without a finite loss and gradient."""
-        state, every, saver, replay = self._state, self._config.run, self._saver, self._trained.replay
+    def record(
+        self, synced: Synced, batch: StepBatch, took: Mapping[str, float], lesson: Lesson
+    ) -> None:
+        """The step that learned from a batch is done; `took`: what sampling and scoring took.
+        Raises RunFailed after too many steps in a row without a finite loss and gradient."""
+        state = self._state
+        every = self._config.run
+        saver = self._saver
+        replay = self._trained.replay
         staleness = [state.step - s.rollout_step for group in batch.learned_from for s in group]
         state.step += 1
         replay.add(batch.groups)
         staled = staleness_metrics(staleness, len(batch.replayed), len(replay.groups))
-        measured = batch_metrics(batch) | staled | dict(lesson.metrics) | self._measured(synced, took, lesson)
+        measured = (
+            batch_metrics(batch)
+            | staled
+            | dict(lesson.metrics)
+            | self._measured(synced, took, lesson)
+        )
         rows = self._rows.of(state.step, batch.groups, lesson.compared)
         self.certify(self._run.write_completions(rows), measured)
         if synced.weights.due(state.step, every.quantization_every):
@@ -60,7 +72,11 @@ class Recorder:
             self._run.write_quantization(state.step, by_tensor)
         values = self.finish_step(measured)
         decode = self._trained.model.tokenizer.decode
-        shown = (Shown(s.reward, decode(s.prompt_ids), s.completion) for group in batch.groups for s in group)
+        shown = (
+            Shown(s.reward, decode(s.prompt_ids), s.completion)
+            for group in batch.groups
+            for s in group
+        )
         self._display.step(values, shown)
         due = every.checkpoint_every and state.step % every.checkpoint_every == 0
         if saver.saved_step != state.step and (due or state.step == self._config.steps):
@@ -77,7 +93,9 @@ class Recorder:
         row = self._certificate.row(state.step, state.head, rollouts, measured)
         state.head = self._run.write_certificate(row)
 
-    def _measured(self, synced: Synced, took: Mapping[str, float], lesson: Lesson) -> dict[str, float]:
+    def _measured(
+        self, synced: Synced, took: Mapping[str, float], lesson: Lesson
+    ) -> dict[str, float]:
         """What the verbs counted, and what the step took."""
         found = added(synced.metrics, took, lesson.took)
         return {
@@ -92,9 +110,10 @@ class Recorder:
         }
 
     def finish_step(self, measured: dict[str, float]) -> dict[str, float]:
-        """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile leaves a step that
-        can be saved, but for its row. A step that is evaluated only at the end is saved before, as such a step: a run
-        that is extended goes on as one that was planned longer, in its metrics and its best model too."""
+        """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile
+        leaves a step that can be saved, but for its row. A step that is evaluated only at the end
+        is saved before, as such a step: a run that is extended goes on as one that was planned
+        longer, in its metrics and its best model too."""
         state, saver = self._state, self._saver
         state.unrecorded = measured
         saver.keep()
@@ -106,8 +125,11 @@ class Recorder:
         saver.keep()
         return values
 
-    def evaluate_and_write(self, measured: dict[str, float] | None = None, last: bool = False) -> dict[str, float]:
-        """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if there is nothing."""
+    def evaluate_and_write(
+        self, measured: dict[str, float] | None = None, last: bool = False
+    ) -> dict[str, float]:
+        """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
+        there is nothing."""
         values = {"step": self._state.step, **(measured or {}), **self._evaluating.metrics(last)}
         if len(values) > 1:
             self._run.write_metrics(values)

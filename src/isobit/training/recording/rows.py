@@ -1,8 +1,9 @@
 """What a step leaves in `completions.jsonl.gz`: the rows of its completions, and back.
 
-A row has the sample (`rl/algorithm/samples.py`), `policy_logprobs`, the row of the data by its number and its columns,
-and the prompt's text without and with special tokens. Under `run.completions: sample` eight completions of a step have
-all of it, and the others what the report's figures need. Left out: the file (`run/completions.py`).
+A row has the sample (`rl/algorithm/samples.py`), `policy_logprobs`, the row of the data by its
+number and its columns, and the prompt's text without and with special tokens. Under
+`run.completions: sample` eight completions of a step have all of it, and the others what the
+report's figures need. Left out: the file (`run/completions.py`).
 """
 
 import json
@@ -27,7 +28,8 @@ from isobit.run.directory import METRICS, read_jsonl
 SAMPLED = 8
 """Whole rows of a step under `run.completions: sample`."""
 LONGEST_COLUMN = 2000
-"""Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is recorded."""
+"""Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is
+recorded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,8 @@ class CompletionRows:
     def of(
         self, step: int, groups: Sequence[Group], compared: Mapping[SampleKey, Sequence[float]]
     ) -> Iterator[dict[str, Any]]:
-        """`compared`: the learner's log-probabilities of some samples, one for each completion token."""
+        """`compared`: the learner's log-probabilities of some samples, one for each completion
+        token."""
         if self.kind == "none":
             return
         samples = [sample for group in groups for sample in group]
@@ -74,14 +77,20 @@ def _row(
 ) -> dict[str, Any]:
     if not whole:
         kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
-        return {"row": prompt["row"], "prompt": prompt["prompt"]} | {name: getattr(sample, name) for name in kept}
+        return {"row": prompt["row"], "prompt": prompt["prompt"]} | {
+            name: getattr(sample, name) for name in kept
+        }
     rollout = list(sample.rollout_logprobs)
     policy = compared.get(sample_key(sample))
     return {
         **prompt,
         **sample.to_json(),
         "rollout_logprobs": _compact(rollout),
-        "policy_logprobs": None if policy is None else SAME if _bits(policy) == _bits(rollout) else _compact(policy),
+        "policy_logprobs": None
+        if policy is None
+        else SAME
+        if _bits(policy) == _bits(rollout)
+        else _compact(policy),
     }
 
 
@@ -90,14 +99,16 @@ def _bits(values: Sequence[float]) -> bytes:
 
 
 def _compact(values: Sequence[float]) -> list[float]:
-    """The same float32 numbers by the fewest digits that tell them apart from others, in place of float64's."""
+    """The same float32 numbers by the fewest digits that tell them apart from others, in place of
+    float64's."""
     array = np.asarray(values, np.float32)
     assert array.astype(np.float64).tolist() == list(values), "log-probabilities are float32"
     return [float(text) for text in array.astype(str)]
 
 
 def _shortened(value: Any) -> Any:
-    """A column's value as JSON has it: NaN is null, and an object that a program gave is its text."""
+    """A column's value as JSON has it: NaN is null, and an object that a program gave is its
+    text."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if len(text) > LONGEST_COLUMN:
         return f"{text[:LONGEST_COLUMN]} … ({len(text):,} characters)"
@@ -105,17 +116,22 @@ def _shortened(value: Any) -> Any:
 
 
 def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
-    """The groups of one step after another, of a recorded run. Raises IsobitError if it has not all of them."""
+    """The groups of one step after another, of a recorded run. Raises IsobitError if it has not all
+    of them."""
     path = run / COMPLETIONS
     if config.run.completions != "all":
         raise IsobitError(
-            f"{run} cannot be repeated from its rollouts: it recorded run.completions: {config.run.completions}, and "
+            f"{run} cannot be repeated from its rollouts: it recorded run.completions: "
+            f"{config.run.completions}, and "
             "only with all (the default) are they all there"
         )
     if not path.is_file():
         raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")
     rows = [row for row in read_jsonl(run / METRICS) if row["step"] > 0]
-    return _groups(path, {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None})
+    return _groups(
+        path,
+        {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None},
+    )
 
 
 def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:
@@ -125,7 +141,10 @@ def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:
             yield _whole(path, step, groups, needed)
             step, groups = step + 1, {}
         if "completion_ids" not in row:
-            raise IsobitError(f"{path}: step {step} was recorded with run.completions: sample, and cannot be repeated")
+            raise IsobitError(
+                f"{path}: step {step} was recorded with run.completions: sample, and cannot be "
+                "repeated"
+            )
         sample = Sample.from_json(row)
         groups.setdefault(sample.prompt_index, []).append(sample)
     yield _whole(path, step, groups, needed)
@@ -133,7 +152,11 @@ def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:
         _whole(path, later, {}, needed)
 
 
-def _whole(path: Path, step: int, groups: Mapping[int, list[Sample]], needed: set[int]) -> list[Group]:
+def _whole(
+    path: Path, step: int, groups: Mapping[int, list[Sample]], needed: set[int]
+) -> list[Group]:
     if not groups and step in needed:
-        raise IsobitError(f"{path}: step {step} was recorded with run.completions: none, and cannot be repeated")
+        raise IsobitError(
+            f"{path}: step {step} was recorded with run.completions: none, and cannot be repeated"
+        )
     return list(groups.values())

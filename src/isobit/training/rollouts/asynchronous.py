@@ -1,13 +1,16 @@
-"""Batches that a fleet of engines samples beside the learner: those of `sources.PrefetchedRollouts`, bit for bit.
+"""Batches that a fleet of engines samples beside the learner: those of
+`sources.PrefetchedRollouts`, bit for bit.
 
-`PrefetchedRollouts` is the definition: before the learner learns batch t with the weights of version t, batch t + k is
-sampled with them. Here that sampling begins before the learner learns, in a thread, and has ended when it has learned:
-a step ends when both have, so a checkpoint, the metrics and the state of a step are those of one process
-(tests/fleet/test_training.py). Reward functions run beside the learner too; what the learner's own process computes of
-rewards, by models that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
-that needs the policy's log-probabilities needs the weights before they are learned, so such a batch is waited for; and
-so is every batch without `rollouts_ahead`. Where there are several ranks, the first one has the fleet and scores, and
-the others get its batches. Left out: who samples what (`isobit.fleet`).
+`PrefetchedRollouts` is the definition: before the learner learns batch t with the weights of
+version t, batch t + k is sampled with them. Here that sampling begins before the learner learns, in
+a thread, and has ended when it has learned: a step ends when both have, so a checkpoint, the
+metrics and the state of a step are those of one process (tests/fleet/test_training.py). Reward
+functions run beside the learner too; what the learner's own process computes of rewards, by models
+that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
+that needs the policy's log-probabilities needs the weights before they are learned, so such a batch
+is waited for; and so is every batch without `rollouts_ahead`. Where there are several ranks, the
+first one has the fleet and scores, and the others get its batches. Left out: who samples what
+(`isobit.fleet`).
 """
 
 import time
@@ -32,8 +35,9 @@ from isobit.training.saving.snapshot import State
 
 
 def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks) -> Fleet | None:
-    """The engines that a config asks for, starting, each like `engine`; None if it asks for none, and on ranks that are
-    not the first. Raises IsobitError where Ray is not installed, cannot be reached, or has no room for them."""
+    """The engines that a config asks for, starting, each like `engine`; None if it asks for none,
+    and on ranks that are not the first. Raises IsobitError where Ray is not installed, cannot be
+    reached, or has no room for them."""
     if not config.fleet.engines or not ranks.first:
         return None
     sequences, most = config.prompts_per_step * sampling.n, config.sampling.max_new_tokens
@@ -42,7 +46,8 @@ def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks)
 
 @dataclass(frozen=True, eq=False)
 class FleetGroups:
-    """A `sources.Sampler` that asks a fleet's engines; `note` shows when one of them comes or goes."""
+    """A `sources.Sampler` that asks a fleet's engines; `note` shows when one of them comes or
+    goes."""
 
     fleet: Fleet
     sampling: Sampling
@@ -60,9 +65,10 @@ class FleetGroups:
 
 
 class AsyncRollouts:
-    """Batches ahead of the learner by `steps`, which the first rank's `fleet` samples: its `source` is called in a
-    thread, and may wait for `learned`, which is set when the learner has learned. `needs_weights`: what a batch is
-    charged needs the weights that sampled it. A context manager, which ends the fleet."""
+    """Batches ahead of the learner by `steps`, which the first rank's `fleet` samples: its `source`
+    is called in a thread, and may wait for `learned`, which is set when the learner has learned.
+    `needs_weights`: what a batch is charged needs the weights that sampled it. A context manager,
+    which ends the fleet."""
 
     def __init__(
         self,
@@ -103,7 +109,9 @@ class AsyncRollouts:
         queue, took = self._state.queue, dict[str, float]()
         with self._meter.timed(took, "send"), self._saver.broken_weights_end_the_run():
             self._ranks.run_on_all(self._send)
-        while len(queue) < max(self._steps, 1):  # at the beginning there is nothing to learn from meanwhile
+        while len(queue) < max(
+            self._steps, 1
+        ):  # at the beginning there is nothing to learn from meanwhile
             self._begin()
             took = added(took, self.settle())
         if self._steps:
@@ -113,8 +121,8 @@ class AsyncRollouts:
         return Rollout(queue.pop(0), took)
 
     def settle(self) -> dict[str, float]:
-        """The learner has learned: wait for the batch that is sampled beside it, and put it into the queue. Returns
-        what that took; raises what sampling or scoring has raised."""
+        """The learner has learned: wait for the batch that is sampled beside it, and put it into
+        the queue. Returns what that took; raises what sampling or scoring has raised."""
         if not self._under_way:
             return {}
         began = time.perf_counter()

@@ -1,7 +1,9 @@
-"""Check prompts against the length limits before a run starts: refuse the first one outside, or drop and count them.
+"""Check prompts against the length limits before a run starts: refuse the first one outside, or
+drop and count them.
 
-The limits are `task.min_prompt_tokens`, `task.max_prompt_tokens`, and what the model's context leaves. A prompt that
-cannot be encoded, such as a chat that the model's template refuses, is never dropped: it is an error, with its row.
+The limits are `task.min_prompt_tokens`, `task.max_prompt_tokens`, and what the model's context
+leaves. A prompt that cannot be encoded, such as a chat that the model's template refuses, is never
+dropped: it is an error, with its row.
 """
 
 import sys
@@ -19,7 +21,8 @@ from isobit.tasks import Task, TaskSettings
 
 @dataclass(frozen=True)
 class Fitted:
-    """The task without what was dropped, and the longest prompt to train on: what an engine must have room for."""
+    """The task without what was dropped, and the longest prompt to train on: what an engine must
+    have room for."""
 
     task: Task
     longest: Example
@@ -28,21 +31,25 @@ class Fitted:
 def fit_prompts(
     task: Task, model: Model | Described, limits: TaskSettings, max_new_tokens: int, *, quiet: bool
 ) -> Fitted:
-    """Encode every prompt of the task, and keep those within the limits and the model's context less
-    `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are dropped; for what cannot be
-    encoded; and where nothing is left to train on."""
+    """Encode every prompt of the task, and keep those within the limits and the model's context
+    less `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are
+    dropped; for what cannot be encoded; and where nothing is left to train on."""
     context = model.config.max_positions
     room = context - max_new_tokens
     if room < 1:
         raise IsobitError(
-            f"sampling.max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+            f"sampling.max_new_tokens {max_new_tokens} leaves no room for a prompt in the "
+            f"model's context of {context}"
         )
     lengths: dict[int, int] = {}
 
     def problem(example: Example) -> str | None:
         tokens = len(encode_prompt(example, model))
         if tokens > room:
-            left = f"the model's context of {context} leaves {room} beside sampling.max_new_tokens {max_new_tokens}"
+            left = (
+                f"the model's context of {context} leaves {room} beside "
+                f"sampling.max_new_tokens {max_new_tokens}"
+            )
             return f"the prompt has {tokens} tokens: {left}"
         lengths[example.index] = tokens
         return outside(tokens, limits)
@@ -58,14 +65,17 @@ def fit_prompts(
 
 
 def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
-    """Say on stderr how many special tokens the prompts' own text spells, and what becomes of them; nothing where there
-    are none."""
-    found = [word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)]
+    """Say on stderr how many special tokens the prompts' own text spells, and what becomes of them;
+    nothing where there are none."""
+    found = [
+        word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)
+    ]
     if found:
         rule = model.tokenizer.special_tokens_in_content
         done = "encoded as text" if rule == "escape" else "taken for the tokens"
         print(
-            f"the prompts' own text spells {len(found):,} special tokens, such as {printable(found[0])}: {done} "
+            f"the prompts' own text spells {len(found):,} special tokens, such as "
+            f"{printable(found[0])}: {done} "
             f"(task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
@@ -82,8 +92,10 @@ def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
     if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
         return None
     return (
-        "warning: the model names no end-of-sequence token (eos_token_id in generation_config.json or config.json, "
-        f"eos_token in tokenizer_config.json), so every completion runs to {sampling.max_new_tokens} tokens; name one, "
+        "warning: the model names no end-of-sequence token (eos_token_id in "
+        "generation_config.json or config.json, "
+        "eos_token in tokenizer_config.json), so every completion runs to "
+        f"{sampling.max_new_tokens} tokens; name one, "
         "or give sampling.stop"
     )
 
@@ -97,29 +109,44 @@ def encode_prompt(example: Example, model: Model | Described) -> list[int]:
 
 
 def first_prompt(data: Dataset, model: Model | Described) -> str:
-    """The prompt that a run starts with, as the model reads it: rendered, with its special tokens."""
+    """The prompt that a run starts with, as the model reads it: rendered, with its special
+    tokens."""
     example = data.at(0)
     ids = encode_prompt(example, model)
-    text = f"first prompt ({example.place}, {len(ids)} tokens):\n{model.tokenizer.decode(ids, special=True)}"
+    text = (
+        f"first prompt ({example.place}, {len(ids)} tokens):\n"
+        f"{model.tokenizer.decode(ids, special=True)}"
+    )
     if isinstance(example.prompt, str) and model.tokenizer.chat_template is not None:
-        text += "\n\nThe model has a chat template that this prompt does not use; task.chat: true would."
+        text += (
+            "\n\nThe model has a chat template that this prompt does not use; task.chat: "
+            "true would."
+        )
     return text
 
 
 def outside(tokens: int, limits: TaskSettings) -> str | None:
     """Which limit of the config a prompt of so many tokens breaks, or None."""
     if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:
-        return f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
+        return (
+            f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
+        )
     if tokens < limits.min_prompt_tokens:
-        return f"the prompt has {tokens} tokens: task.min_prompt_tokens is {limits.min_prompt_tokens}"
+        return (
+            f"the prompt has {tokens} tokens: task.min_prompt_tokens is {limits.min_prompt_tokens}"
+        )
     return None
 
 
 def keep(
-    data: Dataset, problem: Callable[[Example], str | None], limits: TaskSettings, name: str, quiet: bool
+    data: Dataset,
+    problem: Callable[[Example], str | None],
+    limits: TaskSettings,
+    name: str,
+    quiet: bool,
 ) -> Dataset:
-    """The examples without a problem. Raises IsobitError for the first that has one, unless such are dropped, which is
-    said on stderr."""
+    """The examples without a problem. Raises IsobitError for the first that has one, unless such
+    are dropped, which is said on stderr."""
     first: str | None = None
     dropped: set[int] = set()
     for example in data.examples:
@@ -128,7 +155,9 @@ def keep(
             continue
         first = first or f"{example.place}: {wrong}"
         if limits.too_long == "stop":
-            raise IsobitError(f"{first}; change it or the limit, or leave such rows out with task.too_long: drop")
+            raise IsobitError(
+                f"{first}; change it or the limit, or leave such rows out with task.too_long: drop"
+            )
         dropped.add(example.index)
     if first is None:
         return data
@@ -138,4 +167,6 @@ def keep(
         count = f"{len(dropped):,} of {len(data):,}"
         text = f"{count} {name} examples dropped for their length; the first: {first}"
         print(printable(text), file=sys.stderr)
-    return replace(data, examples=[example for example in data.examples if example.index not in dropped])
+    return replace(
+        data, examples=[example for example in data.examples if example.index not in dropped]
+    )

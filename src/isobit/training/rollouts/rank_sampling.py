@@ -1,8 +1,9 @@
 """A step's groups, sampled and scored by whichever rank claims them, and gathered by all.
 
 Placement cannot move a bit: what a group's completions are depends on the seed and the prompt alone
-(`isobit.engine.engine`). So ranks claim the next group when they have room, and a slow one takes fewer. What travels
-are token ids and log-probabilities as tensors, the rest as JSON. Left out: what a step needs (`sources.py`).
+(`isobit.engine.engine`). So ranks claim the next group when they have room, and a slow one takes
+fewer. What travels are token ids and log-probabilities as tensors, the rest as JSON. Left out: what
+a step needs (`sources.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ _LONG: dict[str, torch.dtype] = {
 
 
 class ClaimedGroups:
-    """A `sources.Sampler`: the groups that this rank claims of each call's, sampled by its `engine`."""
+    """A `sources.Sampler`: the groups that this rank claims of each call's, sampled by its
+    `engine`."""
 
     def __init__(self, engine: Engine, sampling: Sampling, ranks: Ranks) -> None:
         self._engine, self._sampling, self._ranks = engine, sampling, ranks
@@ -41,8 +43,8 @@ class ClaimedGroups:
     def __call__(
         self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """A rank begins with three quarters of an equal share and claims one more whenever a group is done, so that
-        the last ones go to those that are ahead."""
+        """A rank begins with three quarters of an equal share and claims one more whenever a group
+        is done, so that the last ones go to those that are ahead."""
         engine, ranks, sampling = self._engine, self._ranks, self._sampling
         self._calls += 1
         if ranks.size == 1:  # who is alone has claimed them all
@@ -71,15 +73,24 @@ def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
     """The groups of all ranks, in order."""
     if ranks.size == 1:
         return [group for _, group in sorted(mine.items())]
-    said = ranks.all_gather_json([[index, [_short(sample) for sample in group]] for index, group in mine.items()])
+    said = ranks.all_gather_json(
+        [[index, [_short(sample) for sample in group]] for index, group in mine.items()]
+    )
     long = ranks.all_gather_tensors(
-        {f"{i}.{n}.{k}": t for i, g in mine.items() for n, s in enumerate(g) for k, t in _tensors(s)}
+        {
+            f"{i}.{n}.{k}": t
+            for i, g in mine.items()
+            for n, s in enumerate(g)
+            for k, t in _tensors(s)
+        }
     )
     found: dict[int, Group] = {}
     for groups, tensors in zip(said, long):
         for index, samples in groups:
             found[index] = [
-                Sample.from_json({**values, **{key: tensors[f"{index}.{n}.{key}"].tolist() for key in _LONG}})
+                Sample.from_json(
+                    {**values, **{key: tensors[f"{index}.{n}.{key}"].tolist() for key in _LONG}}
+                )
                 for n, values in enumerate(samples)
             ]
     return [group for _, group in sorted(found.items())]

@@ -1,8 +1,9 @@
-"""Where the groups of a step come from: sampled now, or recorded by another run; ahead of the learner; past ones again.
+"""Where the groups of a step come from: sampled now, or recorded by another run; ahead of the
+learner; past ones again.
 
-Each source has `next()`, which returns the batch of the next step, and sources wrap one another. What they keep between
-steps is in the run's `State`, which a checkpoint holds. Left out: how completions are sampled (`engine/`) and scored
-(`scoring.py`).
+Each source has `next()`, which returns the batch of the next step, and sources wrap one another.
+What they keep between steps is in the run's `State`, which a checkpoint holds. Left out: how
+completions are sampled (`engine/`) and scored (`scoring.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,8 @@ ReferenceKL = Callable[[Sequence[Sample]], Sequence[tuple[float, ...]]]
 
 
 class Sampler(Protocol):
-    """Who samples: this rank's engine (`rank_sampling.ClaimedGroups`), or a fleet's (`asynchronous.FleetGroups`)."""
+    """Who samples: this rank's engine (`rank_sampling.ClaimedGroups`), or a fleet's
+    (`asynchronous.FleetGroups`)."""
 
     @property
     def n(self) -> int:
@@ -39,16 +41,17 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """The groups that this rank samples, by the place of their prompt, and what its engines did; `on_group` is
-        called with each as soon as it is done."""
+        """The groups that this rank samples, by the place of their prompt, and what its engines
+        did; `on_group` is called with each as soon as it is done."""
 
 
 class LiveRollouts:
-    """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the weights of now. Groups
-    that one step has left over begin the next one's batch.
+    """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the
+    weights of now. Groups that one step has left over begin the next one's batch.
 
-    `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where the reward pays for
-    its distance to the reference. `before_scoring` is called before rewards are collected.
+    `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where
+    the reward pays for its distance to the reference. `before_scoring` is called before rewards are
+    collected.
     """
 
     def __init__(
@@ -84,8 +87,8 @@ class LiveRollouts:
         return Rollout(batch, took)
 
     def sample(self, count: int) -> Sampled:
-        """A group of completions for each of the next `count` prompts that this rank claims; reward functions begin on
-        those that are finished while others are still sampled."""
+        """A group of completions for each of the next `count` prompts that this rank claims; reward
+        functions begin on those that are finished while others are still sampled."""
         state, took = self._state, dict[str, float]()
         ids = list(range(state.cursor, state.cursor + count))
         examples = [self._train.at(cursor) for cursor in ids]
@@ -103,11 +106,14 @@ class LiveRollouts:
         took["rollout/cached_tokens"] = stats.cached_tokens
         took |= clamped_fraction(stats.kv_clamped, stats.kv_written)
         state.cursor += count
-        groups = {i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())}
+        groups = {
+            i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())
+        }
         return Sampled(groups, scoring, took)
 
     def score(self, sampled: Sampled) -> Scored:
-        """The groups with rewards, and where the reward pays for it their distance to the reference."""
+        """The groups with rewards, and where the reward pays for it their distance to the
+        reference."""
         took, ranks = dict(sampled.metrics), self._ranks
         self._before_scoring()
         with self._meter.timed(took, "score"):
@@ -151,8 +157,8 @@ class RecordedRollouts:
 class PrefetchedRollouts:
     """Batches of a source, each sampled `steps` steps before it is learned from.
 
-    At the end of a run too, where nothing will learn from the last ones yet: a run that is extended is then the run
-    that was planned longer.
+    At the end of a run too, where nothing will learn from the last ones yet: a run that is extended
+    is then the run that was planned longer.
     """
 
     source: Rollouts
@@ -187,7 +193,8 @@ class ReplayedRollouts:
 
 
 def sample_of(completion: Completion, step: int = 0) -> Sample:
-    """A completion that was sampled after `step` learned steps, as the learner takes it; not yet scored."""
+    """A completion that was sampled after `step` learned steps, as the learner takes it; not yet
+    scored."""
     return Sample(
         prompt_index=completion.prompt_id,
         sample_index=completion.sample_index,
@@ -199,5 +206,7 @@ def sample_of(completion: Completion, step: int = 0) -> Sample:
         weights_version=completion.weights_version,
         routes=completion.routes,
         rollout_step=step,
-        completion_mask=None if completion.completion_mask is None else tuple(completion.completion_mask),
+        completion_mask=None
+        if completion.completion_mask is None
+        else tuple(completion.completion_mask),
     )

@@ -1,10 +1,11 @@
 """What of a run goes into its certificate (`run/certificate.py`), a row for each step.
 
-The hash of the weights is that of one number for each master: the sum of its int64 words in blocks of 256 elements,
-each block times an odd number of its place, modulo 2^64. No range of a rank cuts a block, and integer sums have no
-order, so it is the same at any number of ranks, on every device; it reads each weight once, at the memory's speed. Any
-change of one word changes it (tests/training/test_certificate.py); two words of a block that are exchanged do not,
-which only the SHA-256 of a checkpoint's manifest sees.
+The hash of the weights is that of one number for each master: the sum of its int64 words in blocks
+of 256 elements, each block times an odd number of its place, modulo 2^64. No range of a rank cuts a
+block, and integer sums have no order, so it is the same at any number of ranks, on every device; it
+reads each weight once, at the memory's speed. Any change of one word changes it
+(tests/training/test_certificate.py); two words of a block that are exchanged do not, which only the
+SHA-256 of a checkpoint's manifest sees.
 """
 
 import hashlib
@@ -32,15 +33,20 @@ class Certificate:
     def __init__(self, config: Config, model: Model) -> None:
         self._config, self._model = of_config(plain(config)), model
 
-    def row(self, step: int, previous: str, rollouts: str | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The row of a step, whose weights are the model's now. All ranks call this, and get the same."""
+    def row(
+        self, step: int, previous: str, rollouts: str | None, metrics: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """The row of a step, whose weights are the model's now. All ranks call this, and get the
+        same."""
         weights = of_weights(self._model)
-        return row_of(step, previous, Facts(weights, rollouts, of_metrics(metrics), self._config, build()))
+        return row_of(
+            step, previous, Facts(weights, rollouts, of_metrics(metrics), self._config, build())
+        )
 
 
 def of_config(values: Mapping[str, Any]) -> str:
-    """The hash of a run's config, as plain values, without what may change when it goes on; the order of sums, which
-    `bitwise` may leave open, is not in it either."""
+    """The hash of a run's config, as plain values, without what may change when it goes on; the
+    order of sums, which `bitwise` may leave open, is not in it either."""
     kept = lasting(values)
     return digest({**kept, "consistency": level(str(kept.get("consistency")))})
 
@@ -49,7 +55,10 @@ def of_weights(model: Model) -> str:
     """The hash of a model's masters; of an adapter's factors where there is one."""
     shards = model.transformer.masters.shards
     named = {name: rows for name, rows in model.named_parameters().items() if rows.numel()}
-    sums = [_sum(rows, shards.own(name)[0] * shards.width(name) // _BLOCK) for name, rows in named.items()]
+    sums = [
+        _sum(rows, shards.own(name)[0] * shards.width(name) // _BLOCK)
+        for name, rows in named.items()
+    ]
     mine = dict(zip(named, torch.stack(sums).tolist())) if sums else {}
     totals = dict.fromkeys(shards.shapes, 0)
     for each in model.ranks.all_gather_json(mine):
@@ -61,7 +70,8 @@ def of_weights(model: Model) -> str:
 
 @torch.no_grad()
 def _sum(rows: Tensor, first: int) -> Tensor:
-    """int64: the sum over blocks, of which the first has the number `first` among those of the whole master."""
+    """int64: the sum over blocks, of which the first has the number `first` among those of the
+    whole master."""
     flat = rows.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # so that it can be viewed as words

@@ -1,8 +1,8 @@
 """What a checkpoint holds beside the counters of a run (`snapshot.py`): written, read, and checked.
 
-A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer, the state, a
-calibrated cache's scales and the hash of the certificate's newest row. Left out: when one is written (`saver.py`), and
-that it is whole (`run/checkpoints.py`).
+A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer,
+the state, a calibrated cache's scales and the hash of the certificate's newest row. Left out: when
+one is written (`saver.py`), and that it is whole (`run/checkpoints.py`).
 """
 
 import json
@@ -58,14 +58,15 @@ class Trained:
         return self.model.ranks
 
     def keep_checksums(self) -> None:
-        """From now on notice a bit that changes in the masters, the optimizer's moments and all working weights."""
+        """From now on notice a bit that changes in the masters, the optimizer's moments and all
+        working weights."""
         for kept in (self.model.transformer.checksums, *self._saved_with()):
             kept.begin()
 
     def check_saved(self) -> None:
-        """Raise Corruption, on every rank, if on one what a checkpoint holds has changed in memory, or a frozen model
-        that it was learned with. Not the policy's working weights, which the learner compares before it learns
-        (`Learner.check_memory`)."""
+        """Raise Corruption, on every rank, if on one what a checkpoint holds has changed in memory,
+        or a frozen model that it was learned with. Not the policy's working weights, which the
+        learner compares before it learns (`Learner.check_memory`)."""
 
         def compare() -> None:
             for kept in self._saved_with():
@@ -77,8 +78,8 @@ class Trained:
         return [self.optimizer.checksums, *(transformer.checksums for transformer in self.frozen)]
 
     def save_model(self, folder: Path) -> None:
-        """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in BF16, which loses
-        nothing. Of an adapter a PEFT folder."""
+        """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in
+        BF16, which loses nothing. Of an adapter a PEFT folder."""
         masters = self.model.named_parameters().values()
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
         all_narrow = all(self.ranks.all_gather_json(narrow))
@@ -93,13 +94,15 @@ class Trained:
         head: str,
         keep_last: int,
     ) -> Path:
-        """A checkpoint of now, whose counters are `state`, in plain values; `head`: the hash of the certificate's
-        newest row. Every rank writes what it keeps, the first one what all have."""
+        """A checkpoint of now, whose counters are `state`, in plain values; `head`: the hash of the
+        certificate's newest row. Every rank writes what it keeps, the first one what all have."""
 
         def write_rest(trainer: Path) -> None:
             trainer.mkdir()
             if self.calibrator.active:
-                write_file(trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()})
+                write_file(
+                    trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()}
+                )
             text = json.dumps(state) + "\n"
             (trainer / "state.json").write_text(text, encoding="utf-8")
             text = json.dumps({"step": state["step"], "hash": head}) + "\n"
@@ -114,8 +117,9 @@ class Trained:
         return checkpoints.save(directory, state["step"], write, keep_last, self.ranks)
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
-        """Bring back the optimizer, the version of the weights, which the model has read already, and what the others
-        keep; returns the counters. Each rank reads what it keeps. Raises IsobitError for a state that is none."""
+        """Bring back the optimizer, the version of the weights, which the model has read already,
+        and what the others keep; returns the counters. Each rank reads what it keeps. Raises
+        IsobitError for a state that is none."""
         return self.ranks.run_on_all(lambda: self._restore(checkpoint))
 
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
@@ -130,8 +134,10 @@ class Trained:
         saved, wanted = state["masters"], self.optimizer.settings.masters
         if saved != wanted:
             raise IsobitError(
-                f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a run goes on with its own "
-                f"masters. Set it back, or begin a new run from these weights with model.path={checkpoint}"
+                f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a "
+                "run goes on with its own "
+                "masters. Set it back, or begin a new run from these weights with "
+                f"model.path={checkpoint}"
             )
         self.learner.restore(state["bad_steps_in_a_row"])
         self.replay.restore(groups_from_json(state["replay"]))
@@ -141,14 +147,16 @@ class Trained:
 
 def not_finite(model: Model) -> str | None:
     """The first master that holds NaN or infinity, on any rank, or None."""
-    mine = [name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())]
+    mine = [
+        name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())
+    ]
     found = {name for names in model.ranks.all_gather_json(mine) for name in names}
     return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
 
 
 def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
-    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or its state is not one.
-    The ranks share the weights, and all return the same."""
+    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or
+    its state is not one. The ranks share the weights, and all return the same."""
     found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
     found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
     return next((problem for problem in found if problem is not None), None)

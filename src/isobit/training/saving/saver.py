@@ -1,8 +1,8 @@
 """When a run is saved: at its end, every n steps, and when an error ends it.
 
-After an error the newest whole step is saved, whose weights are still there as long as the next step has not begun to
-learn (`snapshot.py`). Weights that are not finite, or that changed in memory, are never saved. Left out: what a
-checkpoint holds (`checkpoint.py`).
+After an error the newest whole step is saved, whose weights are still there as long as the next
+step has not begun to learn (`snapshot.py`). Weights that are not finite, or that changed in memory,
+are never saved. Left out: what a checkpoint holds (`checkpoint.py`).
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from isobit.training.saving.snapshot import Snapshot, State
 
 
 class Saver:
-    """Saves a run, and its `best` model beside it. `saved_step` is the step of its newest checkpoint, None before the
-    first; `keep_last`: how many are kept."""
+    """Saves a run, and its `best` model beside it. `saved_step` is the step of its newest
+    checkpoint, None before the first; `keep_last`: how many are kept."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class Saver:
 
     @contextmanager
     def learning(self, unchanged: type[Exception]) -> Iterator[None]:
-        """While the weights change, what was kept does not belong to them; after an `unchanged` error it still does."""
+        """While the weights change, what was kept does not belong to them; after an `unchanged`
+        error it still does."""
         whole, self._whole = self._whole, None
         try:
             yield
@@ -75,19 +76,26 @@ class Saver:
         return Snapshot.take(self._state, self._trained, self._run.written(), self._best.to_json())
 
     def after(self, error: BaseException | None) -> None:
-        """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
-        says how to go on. After Corruption nothing in memory is worth saving, and after RankLost, or an error that
-        the other ranks do not have, nobody is there to save with."""
+        """What ends the run is known: where that is an error, save the newest whole step, and raise
+        RunFailed that says how to go on. After Corruption nothing in memory is worth saving, and
+        after RankLost, or an error that the other ranks do not have, nobody is there to save
+        with."""
         again = f"; go on with: isobit train --resume {self._run.directory}"
         if isinstance(error, IsobitError) and self._trained.ranks.size > 1 and not error.shared:
             kind = RankLost if isinstance(error, RankLost) else RunFailed
             raise kind(f"{error}{'' if '--resume' in str(error) else again}") from None
         if isinstance(error, Corruption):
             self.fail(error)
-        if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
+        if (
+            self._whole is None
+            or not isinstance(error, IsobitError)
+            or isinstance(error, NonFiniteError)
+        ):
             return
         if self._whole.state.step != self._saved_step:
-            with suppress(RunFailed):  # what ends the run is the first error, of a full disk also this one
+            with suppress(
+                RunFailed
+            ):  # what ends the run is the first error, of a full disk also this one
                 self.save(self._whole)
         if self._saved_step is None or "--resume" in str(error):
             return
@@ -95,14 +103,16 @@ class Saver:
 
     @contextmanager
     def broken_weights_end_the_run(self) -> Iterator[None]:
-        """The learner skips a step that is not finite; weights that a finite step broke are the end."""
+        """The learner skips a step that is not finite; weights that a finite step broke are the
+        end."""
         try:
             yield
         except NonFiniteError as error:
             self.fail(f"the run diverged: {error}")
 
     def fail(self, reason: str | Corruption) -> NoReturn:
-        """End the run without saving its weights. Where a bit changed in memory, that is the reason."""
+        """End the run without saving its weights. Where a bit changed in memory, that is the
+        reason."""
         self._whole = None
         saved = checkpoints.all_checkpoints(self._run.checkpoints)
         last, step, again = saved[-1] if saved else "missing", f"step {self._state.step}", ""
@@ -111,5 +121,6 @@ class Saver:
         except Corruption as found:
             reason = found
         if isinstance(reason, Corruption):
-            step, again = f"after {step}", f"; go on with: isobit train --resume {self._run.directory}"
+            step = f"after {step}"
+            again = f"; go on with: isobit train --resume {self._run.directory}"
         raise RunFailed(f"{step}: {reason}; the last good checkpoint is {last}{again}") from None

@@ -1,8 +1,9 @@
 """The state of a run between two steps: what a checkpoint holds beside weights and optimizer.
 
-A step changes counters, queues and scales first, and the weights only when it learns. So what is copied here when a
-step is whole goes with the weights until the next one learns: where that one fails before, in a reward function, say,
-the copy is saved, and the run goes on from there as if nothing had happened (tests/test_resume.py).
+A step changes counters, queues and scales first, and the weights only when it learns. So what is
+copied here when a step is whole goes with the weights until the next one learns: where that one
+fails before, in a reward function, say, the copy is saved, and the run goes on from there as if
+nothing had happened (tests/test_resume.py).
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from isobit.training.saving.checkpoint import Trained
 
 @dataclass
 class State:
-    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
-    `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
-    if its evaluation failed and they are not in their file; `synced_step`: the steps whose masters the working weights
-    are made of, which no checkpoint holds; `head`: the hash of the certificate's newest row."""
+    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in
+    no batch yet; `queue`: batches that wait to be learned from, where rollouts run ahead;
+    `unrecorded`: metrics of the newest step, if its evaluation failed and they are not in their
+    file; `synced_step`: the steps whose masters the working weights are made of, which no
+    checkpoint holds; `head`: the hash of the certificate's newest row."""
 
     step: int = 0
     cursor: int = 0
@@ -40,13 +42,15 @@ class State:
         return self.synced_step == self.step
 
     def progress(self, steps: int, prompts: int) -> dict[str, float]:
-        """What reward functions get as `trainer_state`, in a run of so many steps on so many prompts."""
+        """What reward functions get as `trainer_state`, in a run of so many steps on so many
+        prompts."""
         return {"global_step": self.step, "max_steps": steps, "epoch": self.cursor / prompts}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state that later steps do not change. `rest` are plain values, `scales` those of a calibrated KV cache."""
+    """A state that later steps do not change. `rest` are plain values, `scales` those of a
+    calibrated KV cache."""
 
     state: State
     replay: tuple[Group, ...]
@@ -55,7 +59,8 @@ class Snapshot:
 
     @staticmethod
     def take(state: State, trained: Trained, written: Mapping[str, Any], best: Any) -> "Snapshot":
-        """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
+        """Of now. Groups and batches are never changed once they are here, so lists are copied and
+        no more."""
         copied = replace(state, pending=list(state.pending), queue=list(state.queue))
         rest = {
             "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
@@ -68,10 +73,13 @@ class Snapshot:
         return Snapshot(copied, tuple(trained.replay.groups), trained.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, `scales` left out; the same on every machine and at any number of ranks, so without times."""
+        """Plain values, `scales` left out; the same on every machine and at any number of ranks, so
+        without times."""
         state, unrecorded = self.state, self.state.unrecorded
         if unrecorded is not None:
-            unrecorded = {name: value for name, value in unrecorded.items() if not of_the_machine(name)}
+            unrecorded = {
+                name: value for name, value in unrecorded.items() if not of_the_machine(name)
+            }
         return {
             "step": state.step,
             "cursor": state.cursor,

@@ -1,7 +1,7 @@
 """Open what a config names: models, task, rewards, engine, optimizer, learner.
 
-Everything here runs before a run directory is written, so that a user's mistake costs nothing. Left out: the directory
-(`opening.py`).
+Everything here runs before a run directory is written, so that a user's mistake costs nothing. Left
+out: the directory (`opening.py`).
 """
 
 import sys
@@ -72,7 +72,10 @@ def open_parts(
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
     if config.evaluation.every and not len(task.held_out):
-        raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
+        raise IsobitError(
+            "evaluation.every: the held-out split is empty; set task.held_out_size or "
+            "task.held_out_path"
+        )
     rewards = RewardPool(
         config.rewards.functions or task.rewards,
         deadline_s=config.rewards.deadline_s,
@@ -86,11 +89,16 @@ def open_parts(
         examples = (*task.train.examples, *task.held_out.examples)
         rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
         if not rewards.specs and not config.rewards.models:
-            raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
+            raise IsobitError(
+                "no reward: give rewards.functions or rewards.models, or use a task that has "
+                "its own"
+            )
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base)
-        elif checkpoint is None and not quiet and ranks.first and not is_adapter(base):  # which is refused
+        elif (
+            checkpoint is None and not quiet and ranks.first and not is_adapter(base)
+        ):  # which is refused
             _say_what_cannot_fit(config, base)
         return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks, recorded)
     except BaseException:
@@ -119,8 +127,16 @@ def _open_models(
     model = _trained(config, base, began, checkpoint, ranks)
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = RewardScorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
-    other = () if recorded is None else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
+    scorer = RewardScorer(
+        rewards,
+        reward_models(config, model.tokenizer.now, ranks),
+        config.rewards.on_error == "stop",
+    )
+    other = (
+        ()
+        if recorded is None
+        else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
+    )
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
     objective = resolved.objective
     _check_router(objective, model)
@@ -130,7 +146,9 @@ def _open_models(
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
     sequences = config.prompts_per_step * sampling.n
-    engine = sized_engine(config, model, [fitted.longest.prompt], sequences, coming, resolved.record_routes)
+    engine = sized_engine(
+        config, model, [fitted.longest.prompt], sequences, coming, resolved.record_routes
+    )
     held_out = _held_out(config, model, task, scorer, coming) if config.evaluation.every else None
 
     def parts_with(config: Config, resolved: Resolved) -> Parts:
@@ -157,8 +175,8 @@ def _open_models(
 
     if config.optimizer.micro_batch_tokens != "auto":
         return parts_with(config, resolved)
-    # as a number, in the config too: how a batch is split decides how gradients are rounded, so a run that goes on
-    # repeats the number, wherever it does
+    # as a number, in the config too: how a batch is split decides how gradients are rounded, so a
+    # run that goes on repeats the number, wherever it does
     machine = this_machine(model.ops, ranks.size)
     job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
     fitting = min(ranks.all_gather_json(fitting_tokens(job)))
@@ -167,14 +185,20 @@ def _open_models(
 
 
 def _check_router(objective: ResolvedObjective, model: Model) -> None:
-    if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
+    if model.config.routed is None and (
+        objective.router_replay or objective.router_aux_coefficient
+    ):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
-        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
+        raise IsobitError(
+            f"algorithm.{key}: the model is dense ({model.config.family}): it has no router"
+        )
 
 
 def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
     """That of a run, for the model's masters."""
-    return ShardedOptimizer.of(model, replace(config.optimizer, total_steps=config.steps, seed=config.seed))
+    return ShardedOptimizer.of(
+        model, replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    )
 
 
 def _learner(
@@ -199,7 +223,9 @@ def _learner(
     )
 
 
-def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
+def _trained(
+    config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
+) -> Model:
     """The model that is trained, whose tokenizer reads prompts as the run does."""
     now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
     model = load_trained(config, base, checkpoint, ranks, now)
@@ -220,8 +246,8 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
-    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters that none had whole; or
-    the policy's own, without its adapter."""
+    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters
+    that none had whole; or the policy's own, without its adapter."""
     if config.shares_reference:
         reference = model.without_adapter()
     else:
@@ -236,11 +262,15 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     return reference
 
 
-def _held_out(config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int) -> PeriodicEvaluation:
+def _held_out(
+    config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int
+) -> PeriodicEvaluation:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
-    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
+    engine = sized_engine(
+        config, model, prompts, len(examples) * max(1, plan.num_samples), reserved
+    )
     held_out = PeriodicEvaluation(engine, examples, held_out_scorer(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
@@ -275,8 +305,8 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
 
 
 def date_of(began: Mapping[str, Any]) -> datetime:
-    """What chat templates say the date is: of a run with these facts, that of its beginning, so that its prompts stay
-    what they are; else now."""
+    """What chat templates say the date is: of a run with these facts, that of its beginning, so
+    that its prompts stay what they are; else now."""
     try:
         return datetime.fromisoformat(began["date"])
     except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
@@ -291,7 +321,8 @@ def sized_engine(
     reserved: int = 0,
     record_routes: bool = False,
 ) -> Engine:
-    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds; `reserved`:
-    bytes that the first update will take; `record_routes`: of a mixture of experts, for its learner."""
+    """An engine for any of the prompts, whose cache holds so many sequences, within the config's
+    bounds; `reserved`: bytes that the first update will take; `record_routes`: of a mixture of
+    experts, for its learner."""
     most = config.sampling.max_new_tokens
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)

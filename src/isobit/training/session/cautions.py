@@ -1,4 +1,5 @@
-"""What a run does that its config probably does not mean: a line each, in a dry run and at the start.
+"""What a run does that its config probably does not mean: a line each, in a dry run and at the
+start.
 
 What cannot work is refused where it is read; this works, and otherwise nobody would be told.
 """
@@ -19,7 +20,11 @@ from isobit.tasks import Task
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
     """Warnings, one line each."""
-    found = [*_of_data(config, task), *_of_steps(config), *_of_precision(config, model.config.num_layers)]
+    found = [
+        *_of_data(config, task),
+        *_of_steps(config),
+        *_of_precision(config, model.config.num_layers),
+    ]
     return [f"warning: {line}" for line in (*found, *_of_ranks(config))]
 
 
@@ -29,15 +34,18 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
         yield "there is one training prompt: every group of every step is of it"
     elif prompts < wanted:
         yield (
-            f"{prompts} training prompts for prompts_per_step {wanted}: a step asks the same prompt up to "
+            f"{prompts} training prompts for prompts_per_step {wanted}: a step asks the same "
+            "prompt up to "
             f"{-(-wanted // prompts)} times; with prompts_per_step={prompts} it would ask each once"
         )
     asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
     known = {_said(example) for example in task.train.examples}
     if both := [example for example in asked if _said(example) in known]:
         yield (
-            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first {both[0].place}: "
-            "accuracy on these does not say what the model makes of prompts that it was not trained on"
+            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the "
+            f"first {both[0].place}: "
+            "accuracy on these does not say what the model makes of prompts that it was not "
+            "trained on"
         )
     samples = config.evaluation.samples
     if config.evaluation.every and len(asked) < samples != EvaluationConfig.samples:
@@ -51,10 +59,13 @@ def _said(example: Example) -> str:
 def _of_steps(config: Config) -> Iterator[str]:
     if config.optimizer.warmup_steps >= config.steps:
         yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the learning rate is "
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: "
+            "the learning rate is "
             "below its peak until the last step"
         )
-    reward_weights = [each.weight for each in config.rewards.functions] + [m.weight for m in config.rewards.models]
+    reward_weights = [each.weight for each in config.rewards.functions] + [
+        m.weight for m in config.rewards.models
+    ]
     if reward_weights and not any(reward_weights):
         yield "the weight of every reward is 0: all rewards are equal, and nothing is learned"
 
@@ -64,7 +75,8 @@ def _of_precision(config: Config, layers: int) -> Iterator[str]:
     first, last = precision.bf16_first_layers, precision.bf16_last_layers
     if (first or last) and first + last >= layers:
         yield (
-            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: every layer is in "
+            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} "
+            "layers: every layer is in "
             "BF16, and nothing is quantized"
         )
 

@@ -1,10 +1,11 @@
-"""The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when the run begins, and
-compared when it goes on.
+"""The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when
+the run begins, and compared when it goes on.
 
-Data, reward functions, losses, advantages and templates are hashed whole; of a model's directory what says how it is
-computed (config and tokenizer), and of its weights the size, the header and samples, which any training changes: a
-single flipped bit between them is not seen. What a reward file imports, and the directories of Python's packages, are
-not followed. Left out: a file that is gone, which whoever needs it says.
+Data, reward functions, losses, advantages and templates are hashed whole; of a model's directory
+what says how it is computed (config and tokenizer), and of its weights the size, the header and
+samples, which any training changes: a single flipped bit between them is not seen. What a reward
+file imports, and the directories of Python's packages, are not followed. Left out: a file that is
+gone, which whoever needs it says.
 """
 
 import hashlib
@@ -37,17 +38,22 @@ def inputs_of(config: Config) -> Inputs:
 
 
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
-    """A line where files have changed since the run began, or since it was told to go on with others. Raises
-    IsobitError instead, unless `on_change` is warn."""
+    """A line where files have changed since the run began, or since it was told to go on with
+    others. Raises IsobitError instead, unless `on_change` is warn."""
     before = _recorded(run)
     changed = {key: _changed(before.get(key), files) for key, files in now.items()}
     if not any(changed.values()):
         return []
-    what = listed(f"{key} ({', '.join(sorted(files)[:3])})" for key, files in changed.items() if files)
+    what = listed(
+        f"{key} ({', '.join(sorted(files)[:3])})" for key, files in changed.items() if files
+    )
     if on_change == "warn":
-        return [f"warning: {run}: changed since the run began: {what}: from here on the new files count"]
+        return [
+            f"warning: {run}: changed since the run began: {what}: from here on the new files count"
+        ]
     raise IsobitError(
-        f"{run}: changed since the run began: {what}; bring the files back, or go on with the new ones: "
+        f"{run}: changed since the run began: {what}; bring the files back, or go on with the "
+        "new ones: "
         f"isobit train --resume {run} run.on_change=warn"
     )
 
@@ -70,7 +76,11 @@ def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for key, files in (object_in(run / INPUTS) or {}).items():
         if isinstance(files, dict):
-            found[key] = {f: [str(digest) for digest in kept] for f, kept in files.items() if isinstance(kept, list)}
+            found[key] = {
+                f: [str(digest) for digest in kept]
+                for f, kept in files.items()
+                if isinstance(kept, list)
+            }
     return found
 
 
@@ -96,8 +106,15 @@ def _places(config: Config) -> Iterator[tuple[str, Path, bool]]:
         yield "adapter.init", Path(config.adapter.init), True
     for judge in config.rewards.models:
         yield f"rewards.models: {judge.name}", Path(judge.path), True
-    functions = [(f"rewards.functions: {s.label}", s.function) for s in config.rewards.functions if not s.by_name]
-    own = (("algorithm.loss", algorithm.loss, LOSSES), ("algorithm.advantage", algorithm.advantage, ADVANTAGES))
+    functions = [
+        (f"rewards.functions: {s.label}", s.function)
+        for s in config.rewards.functions
+        if not s.by_name
+    ]
+    own = (
+        ("algorithm.loss", algorithm.loss, LOSSES),
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
+    )
     functions += [(key, name) for key, name, named in own if name not in named]
     for key, reference in functions:
         if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
@@ -105,13 +122,17 @@ def _places(config: Config) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool]]:
-    for key, path in ((f"{section}.path", task.path), (f"{section}.held_out_path", task.held_out_path)):
+    for key, path in (
+        (f"{section}.path", task.path),
+        (f"{section}.held_out_path", task.held_out_path),
+    ):
         if path is not None and not path.startswith(OBJECT):
             yield key, Path(path), False
 
 
 def _file_of(reference: str) -> Path | None:
-    """The file of `file.py:function` or `package.module:function`, which is not imported; None if there is none."""
+    """The file of `file.py:function` or `package.module:function`, which is not imported; None if
+    there is none."""
     home, _ = split_reference(reference)
     if home.endswith(".py"):
         return Path(home)
@@ -130,13 +151,23 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
         folder = place.is_dir()
         files = sorted(place.rglob("*")) if folder and not model else [place]
         if folder and model:
-            files = sorted({file for pattern in (*_DESCRIPTIONS, "*.safetensors") for file in place.glob(pattern)})
+            files = sorted(
+                {
+                    file
+                    for pattern in (*_DESCRIPTIONS, "*.safetensors")
+                    for file in place.glob(pattern)
+                }
+            )
     except (OSError, ValueError):
         return
     for file in files:
         try:
             size = check_readable(file)
-            digest = _sampled(file, size) if file.suffix == ".safetensors" and model else file_digest(file)
+            digest = (
+                _sampled(file, size)
+                if file.suffix == ".safetensors" and model
+                else file_digest(file)
+            )
         except OSError:  # a directory, or nothing that can be read: the loader says so
             continue
         yield str(file.relative_to(place)) if folder else file.name, digest

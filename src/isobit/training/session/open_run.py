@@ -1,5 +1,5 @@
-"""An open run: what the loop of `loop.py` works with, put together, and what is due before its first step and after its
-last. Left out: how it is opened (`opening.py`)."""
+"""An open run: what the loop of `loop.py` works with, put together, and what is due before its
+first step and after its last. Left out: how it is opened (`opening.py`)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -49,8 +49,9 @@ from isobit.training.session.machine import machine_facts
 
 
 class Session:
-    """Use as a context manager. Its `policy`, `rollouts`, `learning` and `recorder` are the verbs of the loop. With
-    `recorded` groups it samples none. `saved_step`: of the checkpoint that it goes on from."""
+    """Use as a context manager. Its `policy`, `rollouts`, `learning` and `recorder` are the verbs
+    of the loop. With `recorded` groups it samples none. `saved_step`: of the checkpoint that it
+    goes on from."""
 
     def __init__(
         self,
@@ -80,7 +81,9 @@ class Session:
             exit_code=lambda: self.interruption.exit_code,
             say=self.display.note,
         )
-        self._heartbeat = Heartbeat(run.directory, self.ranks.rank, self.ranks.size, lambda: state.step)
+        self._heartbeat = Heartbeat(
+            run.directory, self.ranks.rank, self.ranks.size, lambda: state.step
+        )
         self.ranks.print_to(log_path(run.directory, self.ranks.rank))
         self._meter = Meter(self._phase, self.model.ops.device)
         evaluation, keep_last = self.config.evaluation, self.config.run.keep_last
@@ -91,13 +94,17 @@ class Session:
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
         batches = self._batches(recorded, ahead)
         self._beside = batches if isinstance(batches, AsyncRollouts) else None
-        self.policy = Policy(self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver)
+        self.policy = Policy(
+            self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver
+        )
         self.rollouts: Rollouts = ReplayedRollouts(batches, state, parts.trained.replay)
         self.learning = self._learning(batches, ahead, objects, recorded is not None)
         self.recorder = self._recorder(objects)
         self._stack = ExitStack()
 
-    def _batches(self, recorded: Iterator[list[Group]] | None, ahead: int) -> PrefetchedRollouts | AsyncRollouts:
+    def _batches(
+        self, recorded: Iterator[list[Group]] | None, ahead: int
+    ) -> PrefetchedRollouts | AsyncRollouts:
         """Where groups come from: another run, this process, or a fleet beside it."""
         parts, state = self.parts, self.state
         if recorded is not None:
@@ -107,7 +114,9 @@ class Session:
             return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
         learned, source = Event(), None
         if parts.fleet is not None:
-            computes = parts.scorer.models or self.objective.kl_in_reward  # which waits for the learner
+            computes = (
+                parts.scorer.models or self.objective.kl_in_reward
+            )  # which waits for the learner
             source = self._live(
                 FleetGroups(parts.fleet, parts.sampling, self.display.note),
                 ALONE,
@@ -128,7 +137,9 @@ class Session:
             needs_weights=self.objective.kl_in_reward and self.objective.recompute_old,
         )
 
-    def _live(self, sampler: Sampler, ranks: Ranks, meter: Meter, learned: Event | None = None) -> LiveRollouts:
+    def _live(
+        self, sampler: Sampler, ranks: Ranks, meter: Meter, learned: Event | None = None
+    ) -> LiveRollouts:
         """Groups that are sampled; scored once `learned` is set, if one is given."""
         parts = self.parts
         return LiveRollouts(
@@ -215,7 +226,13 @@ class Session:
 
     def __enter__(self) -> "Session":
         with ExitStack() as stack:
-            for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
+            for resource_ in (
+                self.run,
+                self.parts.rewards,
+                self.interruption,
+                self.display,
+                self.trackers,
+            ):
                 stack.enter_context(resource_)
             if self._beside is not None:
                 stack.enter_context(self._beside)
@@ -225,7 +242,8 @@ class Session:
         return self
 
     def _begin(self) -> None:
-        """Say what computes, know what was done before, and record what is due before the first step."""
+        """Say what computes, know what was done before, and record what is due before the first
+        step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         computes, rule = self.model.ops.why, self.objective.rule
         self.display.note(f"{computes}; consistency: {self.config.consistency}; correction: {rule}")
@@ -236,14 +254,19 @@ class Session:
         if self.config.run.check_memory:
             self.parts.trained.keep_checksums()
         if self.ranks.first:
-            for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
+            for row in runs.read_jsonl(
+                self.run.directory / runs.METRICS
+            ):  # of a resumed run: what it had done
                 self.display.history.add(row)
         if self.saver.saved_step is None:
             self.recorder.certify(None, {})
             self.display.history.add(self.recorder.evaluate_and_write())
             self.saver.save()
         elif self.state.unrecorded is not None:
-            measured = {**self.state.unrecorded, **self.parts.memory_metrics()}  # which no checkpoint holds
+            measured = {
+                **self.state.unrecorded,
+                **self.parts.memory_metrics(),
+            }  # which no checkpoint holds
             self.display.history.add(self.recorder.finish_step(measured))
             if not evaluated_only_as_the_last(self.config, self.state.step):
                 self.saver.save()
@@ -262,7 +285,11 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        signals = [found for found in self.ranks.all_gather_json(self.interruption.signal) if found is not None]
+        signals = [
+            found
+            for found in self.ranks.all_gather_json(self.interruption.signal)
+            if found is not None
+        ]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
         return self.state.step < self.config.steps and not signals

@@ -1,7 +1,8 @@
-"""Open a run: a new one, one resumed from its checkpoint, or one that trains on the rollouts of another.
+"""Open a run: a new one, one resumed from its checkpoint, or one that trains on the rollouts of
+another.
 
-Models, data and reward workers are opened before the run directory, so that a user's mistakes are found before anything
-is written.
+Models, data and reward workers are opened before the run directory, so that a user's mistakes are
+found before anything is written.
 """
 
 import platform
@@ -46,7 +47,9 @@ def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks 
     config = _of_ranks(config, ranks)
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     parts = _open_all(config, quiet, objects, ranks)
-    run = _directory(directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config)))
+    run = _directory(
+        directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config))
+    )
     ranks.on_first(lambda: record_inputs(run, inputs))
     return Session(parts, run, State(), quiet=quiet, objects=objects)
 
@@ -60,8 +63,8 @@ def _open_all(
     checkpoint: Path | None = None,
     recorded: Path | None = None,
 ) -> Parts:
-    """All parts, and the engines of a fleet where there is one and the run samples, as one does that learns from no
-    `recorded` rollouts."""
+    """All parts, and the engines of a fleet where there is one and the run samples, as one does
+    that learns from no `recorded` rollouts."""
     parts = open_parts(
         config,
         quiet=quiet,
@@ -74,7 +77,9 @@ def _open_all(
     if recorded is not None:
         return parts
     try:
-        opened = ranks.run_on_all(lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks))
+        opened = ranks.run_on_all(
+            lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
+        )
         return replace(parts, fleet=opened)
     except BaseException:
         parts.rewards.close()
@@ -84,8 +89,8 @@ def _open_all(
 def open_resumed(
     run_dir: Path, overrides: Sequence[str], given: Given, *, quiet: bool, ranks: Ranks = ALONE
 ) -> Session:
-    """A run that goes on, with the objects that it was `given`, on any number of ranks. One that was killed before its
-    first checkpoint begins again."""
+    """A run that goes on, with the objects that it was `given`, on any number of ranks. One that
+    was killed before its first checkpoint begins again."""
     runs.require_run(run_dir)
     check_resumed(overrides)
     lock = ranks.on_first(lambda: runs.Lock(run_dir))
@@ -98,7 +103,13 @@ def open_resumed(
 
 
 def _resumed(
-    run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock | None, ranks: Ranks, *, quiet: bool
+    run_dir: Path,
+    overrides: Sequence[str],
+    given: Given,
+    lock: runs.Lock | None,
+    ranks: Ranks,
+    *,
+    quiet: bool,
 ) -> Session:
     """The directory is this run's alone before anything in it is read or cleared away."""
     config = load_run_config(run_dir, [override("run.dir", run_dir), *overrides])
@@ -113,7 +124,11 @@ def _resumed(
         ranks.on_first(lambda: _refuse_lost(run_dir))
         parts = _open_all(config, quiet, objects, ranks, began, recorded=source)
         recorded = None if source is None else _recorded(source, 0)
-        run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
+        run = _directory(
+            run_dir,
+            ranks,
+            lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock),
+        )
         ranks.on_first(lambda: _go_on_with(run, inputs, changed))
         return Session(parts, run, State(), quiet=quiet, objects=objects, recorded=recorded)
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, ranks), ranks)
@@ -122,22 +137,29 @@ def _resumed(
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     head = ranks.broadcast_result(lambda: head_of(path))
-    state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"), head=head)
+    state = State(
+        counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"), head=head
+    )
     if state.step > config.steps:
-        raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
+        raise IsobitError(
+            f"{run_dir} has finished step {state.step} already; extend it with steps=N"
+        )
     ranks.on_first(lambda: checkpoints.go_on_from(path))
     ends, lost = ranks.broadcast_result(lambda: files.ends(run_dir, counted))
     if (done := ranks.broadcast_result(lambda: files.last_step(run_dir))) > state.step:
         lost = [
             *lost,
-            f"{run_dir} goes on after step {state.step}: steps up to {done}, which it had recorded, are done again",
+            f"{run_dir} goes on after step {state.step}: steps up to {done}, which it had "
+            "recorded, are done again",
         ]
     changed = [*changed, *lost]
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
     ranks.on_first(lambda: _go_on_with(run, inputs, changed))
     recorded = None if source is None else _recorded(source, state.step)
-    session = Session(parts, run, state, quiet=quiet, objects=objects, recorded=recorded, saved_step=state.step)
+    session = Session(
+        parts, run, state, quiet=quiet, objects=objects, recorded=recorded, saved_step=state.step
+    )
     if finished:
         session.best.stay()
     else:
@@ -146,25 +168,31 @@ def _resumed(
 
 
 def _go_on_with(run: RunDirectory, inputs: Inputs, lines: Sequence[str]) -> None:
-    """For the first rank: say what is not as it was, and keep the hashes of the files that count from here on."""
+    """For the first rank: say what is not as it was, and keep the hashes of the files that count
+    from here on."""
     for line in lines:
         warn(line)
     record_inputs(run, inputs)
 
 
 def _refuse_lost(run_dir: Path) -> None:
-    """Raise IsobitError where a run without a checkpoint has recorded a step: what it had learned is gone."""
+    """Raise IsobitError where a run without a checkpoint has recorded a step: what it had learned
+    is gone."""
     if step := files.last_step(run_dir):
         again = f"isobit train {run_dir / runs.CONFIG} --out DIR"
         raise IsobitError(
-            f"{run_dir}: its checkpoints are gone, after step {step}: bring {run_dir / runs.CHECKPOINTS} back, or "
+            f"{run_dir}: its checkpoints are gone, after step {step}: bring "
+            f"{run_dir / runs.CHECKPOINTS} back, or "
             f"begin anew in another directory: {again}"
         )
 
 
-def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[str, int], ranks: Ranks) -> bool:
-    """Whether the run has finished after its checkpoint, with an evaluation of its last step: the row is written after
-    everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
+def _take_the_last_row(
+    run_dir: Path, config: Config, state: State, ends: dict[str, int], ranks: Ranks
+) -> bool:
+    """Whether the run has finished after its checkpoint, with an evaluation of its last step: the
+    row is written after everything else, and stays. If it is to be recorded anew, its times, which
+    no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
     found = ranks.broadcast_result(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
@@ -180,9 +208,12 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
 
 
 def _of_ranks(config: Config, ranks: Ranks) -> Config:
-    """The config with the number of ranks that there are. Raises IsobitError unless they are alike."""
+    """The config with the number of ranks that there are. Raises IsobitError unless they are
+    alike."""
     if ranks.size > 1:
-        check_alike(ranks, {"isobit's source": source_digest()[:16], **versions(), **_flat(plain(config))})
+        check_alike(
+            ranks, {"isobit's source": source_digest()[:16], **versions(), **_flat(plain(config))}
+        )
     return replace(config, ranks=ranks.size)
 
 
@@ -190,7 +221,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """`section.key` to value."""
     found: dict[str, object] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -203,7 +238,8 @@ def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]
             return mine
         if not (directory / runs.CONFIG).is_file():
             raise IsobitError(
-                f"run directory {directory}: rank {ranks.rank} on host {platform.node()} does not see it; the "
+                f"run directory {directory}: rank {ranks.rank} on host {platform.node()} does "
+                "not see it; the "
                 "ranks need one file system: set run.dir to a path that all of them share"
             )
         return FollowedDirectory(directory)
@@ -211,7 +247,9 @@ def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]
     return ranks.run_on_all(followed)
 
 
-def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE) -> Session:
+def open_replay(
+    recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE
+) -> Session:
     """A new run that learns from the rollouts recorded in another."""
     runs.require_run(recorded)
     steps = _recorded_steps(recorded)
@@ -222,8 +260,12 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     _refuse_more_steps(config, recorded)
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
-    parts = open_parts(config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded), recorded=recorded)
-    run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded))
+    parts = open_parts(
+        config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded), recorded=recorded
+    )
+    run = _directory(
+        out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded)
+    )
     ranks.on_first(lambda: record_inputs(run, inputs_of(config)))
     session = Session(parts, run, State(), quiet=quiet, recorded=groups)
     if other := ", ".join(parts.unlike):
@@ -235,7 +277,8 @@ def _require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
     """Raise IsobitError where the other run is not there any more, or has too few steps."""
     if not (recorded / runs.CONFIG).is_file():
         raise IsobitError(
-            f"{run_dir} learns from the rollouts of {recorded}, which is no run directory any more; if it "
+            f"{run_dir} learns from the rollouts of {recorded}, which is no run directory any "
+            "more; if it "
             f"was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
         )
     _refuse_more_steps(config, recorded)
@@ -253,6 +296,7 @@ def _recorded_steps(run_dir: Path) -> int:
 def _refuse_more_steps(config: Config, recorded: Path) -> None:
     if config.steps > (steps := _recorded_steps(recorded)):
         raise IsobitError(
-            f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned from its rollouts; give at "
+            f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned "
+            "from its rollouts; give at "
             f"most steps={steps}"
         )

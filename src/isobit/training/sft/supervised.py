@@ -1,7 +1,8 @@
-"""Supervised training on prompt/completion data, before RL: `isobit sft`, and the cached base model of a run.
+"""Supervised training on prompt/completion data, before RL: `isobit sft`, and the cached base model
+of a run.
 
-Cross-entropy on completion tokens, under the same model, precision and optimizer as RL. Left out: resuming; a
-supervised run here is short, and its result is cached by a hash of its config.
+Cross-entropy on completion tokens, under the same model, precision and optimizer as RL. Left out:
+resuming; a supervised run here is short, and its result is cached by a hash of its config.
 """
 
 import fcntl
@@ -44,14 +45,18 @@ from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_s
 from isobit.training.sft.taught import SupervisedSample, Teacher
 
 
-def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Interruption | None = None) -> Path:
-    """Train and write a model directory to `config.out`; returns it. Interrupted, it finishes its step, writes the
-    model as it is then, and says so; before the first step it writes none. Raises IsobitError for bad data or models.
+def supervised_run(
+    config: SftConfig, *, quiet: bool = False, interruption: Interruption | None = None
+) -> Path:
+    """Train and write a model directory to `config.out`; returns it. Interrupted, it finishes its
+    step, writes the model as it is then, and says so; before the first step it writes none. Raises
+    IsobitError for bad data or models.
     """
     out = Path(config.out)
     if what := occupied(out):
         raise IsobitError(
-            f"{out} exists and {what}; sft begins anew and goes on with none: choose another (--out, or out=...)"
+            f"{out} exists and {what}; sft begins anew and goes on with none: choose another "
+            "(--out, or out=...)"
         )
     task = load_task(replace(config.task, seed=config.seed))
     model = _initial_model(config, task)
@@ -60,7 +65,9 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
         print(warning, file=sys.stderr)
     interruption = interruption or Interruption()  # which nothing sets
     with Evaluation(model, task, config) as evaluation:
-        done = _train(model, config, _batches(config, task.train, taught), evaluation, quiet, interruption)
+        done = _train(
+            model, config, _batches(config, task.train, taught), evaluation, quiet, interruption
+        )
         if done:
             _save(model, out)
         if interruption.signal is not None and done < config.steps:
@@ -72,7 +79,10 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
 
 def _say_unfinished(config: SftConfig, out: Path, done: int) -> None:
     if done:
-        text = f"interrupted after step {done} of {config.steps}: what is in {out} is unfinished, and sft cannot go on"
+        text = (
+            f"interrupted after step {done} of {config.steps}: what is in {out} is "
+            "unfinished, and sft cannot go on"
+        )
     else:
         text = f"interrupted before the first step was done: nothing is written to {out}"
     print(text, file=sys.stderr)
@@ -96,12 +106,18 @@ def _save(model: Model, out: Path) -> None:
         raise RunFailed(f"cannot save model {out}: {error.strerror or error}") from None
 
 
-def cached_model(path: str, began: Mapping[str, Any] = MappingProxyType({}), *, quiet: bool = False) -> Path:
-    """The model of a config of `isobit sft`: from the cache if it was made before, else made now; by one process at a
-    time. `began`: the facts of the run that goes on with it. Raises IsobitError where the cache cannot be written."""
+def cached_model(
+    path: str, began: Mapping[str, Any] = MappingProxyType({}), *, quiet: bool = False
+) -> Path:
+    """The model of a config of `isobit sft`: from the cache if it was made before, else made now;
+    by one process at a time. `began`: the facts of the run that goes on with it. Raises IsobitError
+    where the cache cannot be written."""
     config = load_sft_config(path, began=began)
     if config.adapter is not None:
-        raise IsobitError(f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as adapter.init")
+        raise IsobitError(
+            f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as "
+            "adapter.init"
+        )
     task = load_task(replace(config.task, seed=config.seed))
     place = cache_directory() / "sft" / _identity(config, task)
     made = place / "config.json"
@@ -111,7 +127,9 @@ def cached_model(path: str, began: Mapping[str, Any] = MappingProxyType({}), *, 
         durable.make_directory(place.parent)
         lock = (place.parent / f".{place.name}.lock").open("w")
     except OSError as error:
-        raise IsobitError(f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE") from None
+        raise IsobitError(
+            f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE"
+        ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
         if not made.is_file():
@@ -122,15 +140,19 @@ def cached_model(path: str, began: Mapping[str, Any] = MappingProxyType({}), *, 
 
 
 def _identity(config: SftConfig, task: Task) -> str:
-    """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
-    starts from, isobit's version."""
+    """A hash of all that the model is made from: the config, what its precision is, the examples,
+    the weights it starts from, isobit's version."""
     settings = dump_config(replace(config, out=""))
-    given, found = (f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency)))
+    given, found = (
+        f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency))
+    )
     settings = settings.replace(given, found)
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
     for example in task.train.examples:
-        digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
+        digest.update(
+            json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode()
+        )
         if example.answer is not None:
             digest.update(json.dumps(example.answer, sort_keys=True).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
@@ -152,16 +174,30 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
     assert config.model.init is not None
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
-        raise IsobitError(f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the characters")
+        raise IsobitError(
+            f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the "
+            "characters"
+        )
     tokenizer = Tokenizer.characters(alphabet, text_rules(config))
     architecture = _architecture(config.model.init, tokenizer)
-    given = architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency
+    given = (
+        architecture,
+        tokenizer,
+        config.precision,
+        config.seed,
+        config.backend,
+        config.consistency,
+    )
     return Model.init(*given, masters=config.optimizer.masters)
 
 
 def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
     family, head_dim = FAMILIES[init.family], init.head_dim or init.hidden_size // init.num_heads
-    linear = LinearAttention.like(init.num_heads, head_dim, init.num_layers) if family.linear_attention else None
+    linear = (
+        LinearAttention.like(init.num_heads, head_dim, init.num_layers)
+        if family.linear_attention
+        else None
+    )
     return ModelConfig(
         family=init.family,
         vocab_size=tokenizer.vocab_size,
@@ -176,7 +212,9 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         o_bias=family.biased and family.output_bias,
         qk_norm=family.qk_norm,
         linear=linear,
-        unrotated=() if family.unrotated is None else family.unrotated({}, "model.init", init.num_layers),
+        unrotated=()
+        if family.unrotated is None
+        else family.unrotated({}, "model.init", init.num_layers),
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
@@ -198,7 +236,8 @@ def _train(
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
     if every and not evaluation.possible:
         raise IsobitError(
-            f"evaluation.every: task {config.task.name!r} has nothing held out, or no reward, to evaluate with"
+            f"evaluation.every: task {config.task.name!r} has nothing held out, or no reward, "
+            "to evaluate with"
         )
     tokens = config.optimizer.micro_batch_tokens
     if tokens == "auto":
@@ -213,7 +252,9 @@ def _train(
             metrics = supervised_update(model, optimizer, next(batches), rate, tokens, recompute)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
-                raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
+                raise RunFailed(
+                    f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite"
+                )
             model.sync()
             display.step(metrics)
             done += 1
@@ -234,9 +275,11 @@ def _batches(
         cursor += config.batch_size
 
 
-def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task, dict[int, SupervisedSample]]:
-    """The task without examples that are too long, which stop the run unless they are dropped, and what is learned of
-    each training example, by its index."""
+def _fit(
+    task: Task, model: Model, config: SftConfig, quiet: bool
+) -> tuple[Task, dict[int, SupervisedSample]]:
+    """The task without examples that are too long, which stop the run unless they are dropped, and
+    what is learned of each training example, by its index."""
     context, teacher = model.config.max_positions, Teacher(task, model)
     taught: list[tuple[Example, SupervisedSample]] = []
 
@@ -266,8 +309,8 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task
 
 
 class Evaluation:
-    """Greedy accuracy on held-out prompts; the engine and the rewards' processes are opened once, where they are
-    needed."""
+    """Greedy accuracy on held-out prompts; the engine and the rewards' processes are opened once,
+    where they are needed."""
 
     def __init__(self, model: Model, task: Task, config: SftConfig) -> None:
         self._model, self._task, self._new_tokens = model, task, config.max_new_tokens
@@ -286,7 +329,9 @@ class Evaluation:
 
     def accuracy(self) -> Estimate:
         engine, pool = self._parts
-        answered = measure(engine, self._examples, pool, EvaluationPlan(Sampling(max_new_tokens=self._new_tokens)))
+        answered = measure(
+            engine, self._examples, pool, EvaluationPlan(Sampling(max_new_tokens=self._new_tokens))
+        )
         return proportion(sum(question.greedy.correct for question in answered), len(answered))
 
     @cached_property

@@ -1,14 +1,15 @@
-"""What supervised training learns of an example: the tokens of its prompt, and those of the answer after it.
+"""What supervised training learns of an example: the tokens of its prompt, and those of the answer
+after it.
 
-A text prompt and its answer are encoded as one text, a chat and its answer as the template writes the conversation.
-The prompt's tokens are those with which the whole begins as the prompt alone does, and what is learned is the rest, as
-TRL 1.16 cuts (tests/training/test_taught.py). It ends with the token that ends the answer: after a text the
-tokenizer's own end of sequence; in a chat the first token after the answer's text at which generation stops, else the
-last special token that the template writes there, else the end of sequence too. What a template writes after that is
-left out.
+A text prompt and its answer are encoded as one text, a chat and its answer as the template writes
+the conversation. The prompt's tokens are those with which the whole begins as the prompt alone
+does, and what is learned is the rest, as TRL 1.16 cuts (tests/training/test_taught.py). It ends
+with the token that ends the answer: after a text the tokenizer's own end of sequence; in a chat the
+first token after the answer's text at which generation stops, else the last special token that the
+template writes there, else the end of sequence too. What a template writes after that is left out.
 
-A template that begins the assistant's turn in one way and writes it in another is refused, which TRL is not: what would
-be learned does not follow what is sampled.
+A template that begins the assistant's turn in one way and writes it in another is refused, which
+TRL is not: what would be learned does not follow what is sampled.
 """
 
 import sys
@@ -31,8 +32,8 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class SupervisedSample:
-    """A prompt and the tokens to learn after it, the end of the sequence included. `joined`: the prompt's last tokens
-    are others where the answer follows, and are learned with it."""
+    """A prompt and the tokens to learn after it, the end of the sequence included. `joined`: the
+    prompt's last tokens are others where the answer follows, and are learned with it."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -41,12 +42,15 @@ class SupervisedSample:
 
 
 class Teacher:
-    """Makes samples of a task's examples for a model, and counts what is said about them before training starts."""
+    """Makes samples of a task's examples for a model, and counts what is said about them before
+    training starts."""
 
     def __init__(self, task: Task, model: Model) -> None:
         self._task, self._model, self._tokenizer = task, model, model.tokenizer
         added = self._tokenizer.fast.get_added_tokens_decoder()
-        self._special = {token for token, entry in added.items() if entry.special} | set(self._tokenizer.eos_ids)
+        self._special = {token for token, entry in added.items() if entry.special} | set(
+            self._tokenizer.eos_ids
+        )
 
     def sample(self, example: Example) -> SupervisedSample:
         """The tokens to learn of an example. Raises IsobitError with its place."""
@@ -54,7 +58,9 @@ class Teacher:
         answer = _answer(example, self._task)
         try:
             whole, chat = _whole(example.prompt, answer, self._tokenizer)
-            whole = checked_ids("the prompt with its answer", whole, self._tokenizer, self._model.config.vocab_size)
+            whole = checked_ids(
+                "the prompt with its answer", whole, self._tokenizer, self._model.config.vocab_size
+            )
             common = _common(prompt_ids, whole)
             joined = common < len(prompt_ids)
             if joined and chat is not None:
@@ -71,7 +77,10 @@ class Teacher:
         while start and (ids[start - 1] in self._special or not self._name(ids[start - 1]).strip()):
             start -= 1
         if by_template and not start:
-            raise IsobitError("the chat template writes nothing of the answer; expected one that writes text contents")
+            raise IsobitError(
+                "the chat template writes nothing of the answer; expected one that writes text "
+                "contents"
+            )
         stops = [i for i in range(start, len(ids)) if ids[i] in self._tokenizer.eos_ids]
         if stops:
             return ids[: stops[0] + 1]
@@ -85,26 +94,31 @@ class Teacher:
         return self._tokenizer.decode([token], special=True)
 
     def say(self, taught: Sequence[tuple[Example, SupervisedSample]]) -> None:
-        """On stderr: where generation will not stop, and where sampling does not begin as what is learned does."""
+        """On stderr: where generation will not stop, and where sampling does not begin as what is
+        learned does."""
         stops = self._tokenizer.eos_ids
         ends = [sample.completion_ids[-1] for _, sample in taught]
         missed = next((token for token in ends if token not in stops), None)
         if missed is not None and missed in self._special:
             known = " or ".join(map(self._named, stops)) or "no token"
             _warn(
-                f"the chat template ends an answer with {self._named(missed)}, but generation stops at {known}; add it "
+                f"the chat template ends an answer with {self._named(missed)}, but generation "
+                f"stops at {known}; add it "
                 "to eos_token_id in the model's generation_config.json"
             )
         elif missed is not None:
             _warn(
-                "the model names no end-of-sequence token, so answers are learned without an end; name one as "
+                "the model names no end-of-sequence token, so answers are learned without an "
+                "end; name one as "
                 "eos_token_id in generation_config.json"
             )
         joined = [example.place for example, sample in taught if sample.joined]
         if joined:
             _warn(
-                f"{len(joined):,} of {len(taught):,} prompts end inside a token of prompt and answer together, the "
-                f"first: {joined[0]}; that token is learned, but sampling begins after the prompt's own; let prompts "
+                f"{len(joined):,} of {len(taught):,} prompts end inside a token of prompt and "
+                "answer together, the "
+                f"first: {joined[0]}; that token is learned, but sampling begins after the "
+                "prompt's own; let prompts "
                 "end where tokens do, such as without a space"
             )
 
@@ -118,7 +132,9 @@ def _warn(text: str) -> None:
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
     """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
 
 
 def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
@@ -126,7 +142,8 @@ def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
     column = task.gold or "completion"
     if column not in example.columns:
         raise IsobitError(
-            f"{example.place}: no column {column!r} to learn from; name yours with task.columns: {{{column}: ...}}"
+            f"{example.place}: no column {column!r} to learn from; name yours with "
+            f"task.columns: {{{column}: ...}}"
         )
     value = example.columns[column]
     try:
@@ -136,7 +153,9 @@ def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
     except NoAnswer as error:
         raise IsobitError(f"{example.place}: column {brief(column)!r}: {error}") from None
     if not answer_text(messages).strip():
-        raise IsobitError(f"{example.place}: column {brief(column)!r} is empty: there is nothing to learn")
+        raise IsobitError(
+            f"{example.place}: column {brief(column)!r} is empty: there is nothing to learn"
+        )
     return messages
 
 
@@ -155,21 +174,28 @@ def _whole(
     return tokenizer.encode_chat(chat, add_generation_prompt=False), chat
 
 
-def _refuse_other_beginning(prompt: Any, chat: list[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
-    """Raise IsobitError unless the conversation begins with all that the template writes before an answer."""
-    alone, whole = tokenizer.render_chat(prompt), tokenizer.render_chat(chat, add_generation_prompt=False)
+def _refuse_other_beginning(
+    prompt: Any, chat: list[Mapping[str, Any]], tokenizer: Tokenizer
+) -> None:
+    """Raise IsobitError unless the conversation begins with all that the template writes before an
+    answer."""
+    alone = tokenizer.render_chat(prompt)
+    whole = tokenizer.render_chat(chat, add_generation_prompt=False)
     if whole.startswith(alone):
         return
     place = max(0, _common(alone, whole) - _SHOWN // 2)
     before, after = alone[place:][-_SHOWN:], whole[place:][:_SHOWN]
     raise IsobitError(
-        f"the chat template writes {before!r} before an answer that is sampled, but {after!r} in a conversation: what "
-        "is learned would not follow what is sampled; give answers the thoughts that it begins, or with "
+        f"the chat template writes {before!r} before an answer that is sampled, but {after!r} "
+        "in a conversation: what "
+        "is learned would not follow what is sampled; give answers the thoughts that it begins, "
+        "or with "
         "model.chat_template a template that writes both alike"
     )
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The token that ends a text: the tokenizer's own where generation stops at it, else the first at which it does."""
+    """The token that ends a text: the tokenizer's own where generation stops at it, else the first
+    at which it does."""
     own = tokenizer.fast.token_to_id(token_text(tokenizer.settings.get("eos_token")))
     return own if own in tokenizer.eos_ids else next(iter(tokenizer.eos_ids), None)

@@ -1,19 +1,21 @@
 """Backward of causal grouped-query attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691,
 section 3.1, algorithm 2), without atomics.
 
-With P = exp(scale · q·kᵀ - lse): dv = Pᵀ·dout, dP = dout·vᵀ, dS = P · (dP - Σ dout · out), dq = scale · dS·k, dk =
-scale · dSᵀ·q. Four kernels. Two prepare: one reads keys and values of every row from the store (code times scale,
-rounded to the type of the queries, as the forward reads them); one sums dout · out of every row and head, and stores
-the sum and lse · log2(e) as [H, T]. Two compute: dq for a block of queries and a head, over its keys in ascending
-order; dk and dv for a block of keys and a key head, over its query heads and their queries in ascending order. Every
-sum has one order, so the gradient repeats; a row's bits depend on its sequence alone. It goes straight through the
-quantization of keys and values.
+With P = exp(scale · q·kᵀ - lse): dv = Pᵀ·dout, dP = dout·vᵀ, dS = P · (dP - Σ dout · out), dq =
+scale · dS·k, dk = scale · dSᵀ·q. Four kernels. Two prepare: one reads keys and values of every row
+from the store (code times scale, rounded to the type of the queries, as the forward reads them);
+one sums dout · out of every row and head, and stores the sum and lse · log2(e) as [H, T]. Two
+compute: dq for a block of queries and a head, over its keys in ascending order; dk and dv for a
+block of keys and a key head, over its query heads and their queries in ascending order. Every sum
+has one order, so the gradient repeats; a row's bits depend on its sequence alone. It goes straight
+through the quantization of keys and values.
 
-Keys and values are read from the store once, 1 byte an element and 2 written, so that the products, which read them
-once for every block of queries, neither look up pages nor decode. There are seven products, the scores and dP being
-computed twice; they, not memory, bound it from some hundred tokens a sequence on. P and dS are rounded to the type of
-the queries for the tensor cores; float32 is multiplied in float32. Rows may follow keys that other rows stored, which
-several sequences see: each sequence has a copy then, with gradients of its own. Left out: the forward, and adding the
+Keys and values are read from the store once, 1 byte an element and 2 written, so that the products,
+which read them once for every block of queries, neither look up pages nor decode. There are seven
+products, the scores and dP being computed twice; they, not memory, bound it from some hundred
+tokens a sequence on. P and dS are rounded to the type of the queries for the tensor cores; float32
+is multiplied in float32. Rows may follow keys that other rows stored, which several sequences see:
+each sequence has a copy then, with gradients of its own. Left out: the forward, and adding the
 copies' gradients (`isobit.kernels.Copies`).
 """
 
@@ -42,15 +44,19 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [T, H, D], dk, dv [K, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H] float32, for a packed
-    layout, or the layout's `keys`; with a `window` rows see the last `window` keys."""
+    """(dq [T, H, D], dk, dv [K, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H]
+    float32, for a packed layout, or the layout's `keys`; with a `window` rows see the last `window`
+    keys."""
     dout, q, out, lse = (x.contiguous() for x in (dout, q, out, lse))
     rows, heads, dim = q.shape
     kv_heads, width = store.k.shape[1], max(16, triton.next_power_of_2(dim))
     k, v = _read(store, layout.key_slots, q.dtype)
-    exponent, inner = (torch.empty((heads, rows), dtype=torch.float32, device=q.device) for _ in range(2))
+    exponent, inner = (
+        torch.empty((heads, rows), dtype=torch.float32, device=q.device) for _ in range(2)
+    )
     launch(
-        _row_sums, (-(-rows * heads // _TILE_ROWS),), dout, out, lse, exponent, inner, rows, num_warps=4,
+        _row_sums, (-(-rows * heads // _TILE_ROWS),), dout, out, lse, exponent, inner, rows,
+        num_warps=4,
         HEADS=heads, DIM=dim, WIDTH=width, TILE=_TILE_ROWS,
     )  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -59,20 +65,23 @@ def attention_backward(
     m, n, warps, stages = _query_blocks(width, q.dtype)
     blocks = -(-layout.max_rows // m)
     launch(
-        _dq, (blocks * sequences, heads), dq, dout, q, k, v, exponent, inner, *where, rows, blocks, scale,
+        _dq, (blocks * sequences, heads), dq, dout, q, k, v, exponent, inner, *where, rows, blocks,
+        scale,
         num_warps=warps, num_stages=stages, M=m, N=n, **shape,
     )  # fmt: skip
     m, n, warps, stages = _key_blocks(width, q.dtype)
     blocks = -(-layout.max_keys // n)
     launch(
-        _dkv, (blocks * sequences, kv_heads), dk, dv, dout, q, k, v, exponent, inner, *where, rows, blocks,
+        _dkv, (blocks * sequences, kv_heads), dk, dv, dout, q, k, v, exponent, inner, *where, rows,
+        blocks,
         scale, num_warps=warps, num_stages=stages, M=m, N=n, **shape,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
-    """(queries, keys of a block, warps, stages) of the kernel for dq: what compiles without spilling a register."""
+    """(queries, keys of a block, warps, stages) of the kernel for dq: what compiles without
+    spilling a register."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
     if width > 128:
@@ -98,8 +107,10 @@ def _read(store: KVStore, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     # one scale for all is expanded over a single element
     strides = store.k_scale.stride() if store.k_scale is not None else (0, 0)
     launch(
-        _gather, (-(-rows * kv_heads // _TILE_ROWS), 2), store.k, store.v, store.k_scale, store.v_scale, slots, k, v,
-        rows, num_warps=4, HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), TILE=_TILE_ROWS,
+        _gather, (-(-rows * kv_heads // _TILE_ROWS), 2), store.k, store.v, store.k_scale,
+        store.v_scale, slots, k, v,
+        rows, num_warps=4, HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
+        TILE=_TILE_ROWS,
         SLOT_STRIDE=strides[0], HEAD_STRIDE=strides[1],
     )  # fmt: skip
     return k, v
@@ -107,7 +118,8 @@ def _read(store: KVStore, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 @triton.jit
 def _gather_rows(
-    data, scales, slot, head, there, out, row, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    data, scales, slot, head, there, out, row, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)[None, :]
@@ -118,7 +130,9 @@ def _gather_rows(
         values = numbers.from_codes(codes) * scale[:, None]
     else:
         values = codes.to(tl.float32)
-    tl.store(out + (row * DIM)[:, None] + column, numbers.cast(values, out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + (row * DIM)[:, None] + column, numbers.cast(values, out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,14 +145,19 @@ def _gather(
     there = token < rows
     slot = tl.load(slots + token, mask=there, other=0)
     if tl.program_id(1) == 0:
-        _gather_rows(k_data, k_scale, slot, head, there, k, row, HEADS, DIM, WIDTH, SLOT_STRIDE, HEAD_STRIDE)
+        _gather_rows(
+            k_data, k_scale, slot, head, there, k, row, HEADS, DIM, WIDTH, SLOT_STRIDE, HEAD_STRIDE
+        )
     else:
-        _gather_rows(v_data, v_scale, slot, head, there, v, row, HEADS, DIM, WIDTH, SLOT_STRIDE, HEAD_STRIDE)
+        _gather_rows(
+            v_data, v_scale, slot, head, there, v, row, HEADS, DIM, WIDTH, SLOT_STRIDE, HEAD_STRIDE
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _row_sums(
-    dout, out, lse, exponent, inner, rows, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    dout, out, lse, exponent, inner, rows, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """exponent [H, T] = lse · log2(e), inner [H, T] = Σ dout · out."""
@@ -155,7 +174,15 @@ def _row_sums(
 
 
 @triton.jit
-def _block(pointer, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _block(
+    pointer,
+    first,
+    count,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Rows `first` to `first` + ROWS of one head, [ROWS, WIDTH]; 0 beyond `count` rows."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = row < count
@@ -166,18 +193,23 @@ def _block(pointer, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM:
 
 @triton.jit
 def _keep(
-    pointer, value, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+    pointer, value, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr
 ):  # fmt: skip
     """Store what `_block` would load."""
     row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (row < count) & (column < DIM)
-    tl.store(pointer + row * STRIDE + column, numbers.cast(value, pointer.dtype.element_ty), mask=inside)
+    tl.store(
+        pointer + row * STRIDE + column, numbers.cast(value, pointer.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
 def _dq_step(
-    dq, queries, gradient, exponent, inner, k, v, first, step, count, scale, STRIDE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    dq, queries, gradient, exponent, inner, k, v, first, step, count, scale, STRIDE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [M, WIDTH], not yet scaled, plus what a block of keys gives."""
     keys = _block(k, step * N, count, STRIDE, N, DIM, WIDTH)
@@ -204,8 +236,10 @@ def _sequence(row_start, key_start, sequence):
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dq(
-    dq, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    dq, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale, M: tl.constexpr,
+    N: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // blocks, tl.program_id(1)
     start, key_at, count, keys = _sequence(row_start, key_start, sequence)
@@ -231,14 +265,20 @@ def _dq(
         whole = position // N
         for step in range(numbers.steps(whole)):
             total = _dq_step(
-                total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE, M, N, DIM, WIDTH,
+                total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE,
+                M, N, DIM, WIDTH,
                 WINDOW, False,
             )  # fmt: skip
     else:
-        whole = tl.maximum(position - WINDOW + 1, 0) // N  # the first block that a row sees, and all are masked
-    for step in range(numbers.steps(whole), numbers.steps((tl.minimum(position + M, keys) + N - 1) // N)):
+        whole = (
+            tl.maximum(position - WINDOW + 1, 0) // N
+        )  # the first block that a row sees, and all are masked
+    for step in range(
+        numbers.steps(whole), numbers.steps((tl.minimum(position + M, keys) + N - 1) // N)
+    ):
         total = _dq_step(
-            total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE, M, N, DIM, WIDTH,
+            total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE, M,
+            N, DIM, WIDTH,
             WINDOW, True,
         )  # fmt: skip
     _keep(dq + start * STRIDE + head * DIM, total * scale, first, count, STRIDE, M, DIM, WIDTH)
@@ -246,11 +286,12 @@ def _dq(
 
 @triton.jit
 def _dkv_step(
-    dk, dv, keys, values, q, dout, exponent, inner, first, step, count, before, scale, STRIDE: tl.constexpr,
+    dk, dv, keys, values, q, dout, exponent, inner, first, step, count, before, scale,
+    STRIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives; `before`: keys before the
-    first of its rows."""
+    """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives;
+    `before`: keys before the first of its rows."""
     queries = _block(q, step * M, count, STRIDE, M, DIM, WIDTH)
     gradient = _block(dout, step * M, count, STRIDE, M, DIM, WIDTH)
     row = step * M + tl.arange(0, M)
@@ -270,8 +311,10 @@ def _dkv_step(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dkv(
-    dk, dv, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale, M: tl.constexpr,
-    N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    dk, dv, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale,
+    M: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0) // blocks, tl.program_id(1)
@@ -300,7 +343,8 @@ def _dkv(
         member, step = index // blocks_of_head, lowest + index % blocks_of_head
         at, row = member * DIM, member * rows
         key_sum, value_sum = _dkv_step(
-            key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
+            key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first,
+            step, count,
             before, scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
         )  # fmt: skip
     _keep(dk + here, key_sum * scale, first, all_keys, KV_STRIDE, N, DIM, WIDTH)

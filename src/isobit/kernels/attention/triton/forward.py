@@ -1,22 +1,25 @@
-"""Causal grouped-query attention over stored keys and values: one kernel for decoding, prefill in chunks and the
-learner's packed rows.
+"""Causal grouped-query attention over stored keys and values: one kernel for decoding, prefill in
+chunks and the learner's packed rows.
 
-softmax(q·kᵀ·scale)·v (Vaswani et al. 2017, eq. 1), with the running maximum and sum of Milakov and Gimelshein (2018)
-over blocks of keys, as in FlashAttention (Dao et al. 2022). Exponentials are powers of two: scale · log2(e) is one
-factor of the scores. Codes, E4M3 or INT8, are operands as they are: the scale of a token's key multiplies its column
-of scores, that of its value multiplies its column of probabilities before these are rounded to the type of q. Sums are
-float32, and that of the probabilities is of the unrounded ones.
+softmax(q·kᵀ·scale)·v (Vaswani et al. 2017, eq. 1), with the running maximum and sum of Milakov and
+Gimelshein (2018) over blocks of keys, as in FlashAttention (Dao et al. 2022). Exponentials are
+powers of two: scale · log2(e) is one factor of the scores. Codes, E4M3 or INT8, are operands as
+they are: the scale of a token's key multiplies its column of scores, that of its value multiplies
+its column of probabilities before these are rounded to the type of q. Sums are float32, and that of
+the probabilities is of the unrounded ones.
 
-**What decides the bits of a row.** Keys are cut into *splits* at fixed positions of the sequence, multiples of
-`_KEYS_PER_SPLIT`; a split starts from nothing and takes its blocks in ascending order (`split.py`); splits
-are joined in ascending order by one expression, with the `factors` of both. Programs that see few rows leave their
-splits in memory, where `_join_splits` reads them; others join in registers. A tile has the query heads of one key head
-for some rows, padded where there are fewer: 16 or 32 on the short side of the matrix instruction, or 64 or 128 on the
-long one, with the same sums in the same order. What a row does not see has probability 0 and a factor of 1, and moves
-no bit as long as keys and values are finite; so splits and blocks below every row's window are left out. The bits
-depend on the row's query, on the keys and values that it sees, and on its position: not on the batch, chunks, pages,
-tiles, or where splits are joined (`tests/kernels/triton/test_attention.py`, `test_windows.py`). A head's sink is one
-more part of its rows, without a value, joined last.
+**What decides the bits of a row.** Keys are cut into *splits* at fixed positions of the sequence,
+multiples of `_KEYS_PER_SPLIT`; a split starts from nothing and takes its blocks in ascending order
+(`split.py`); splits are joined in ascending order by one expression, with the `factors` of both.
+Programs that see few rows leave their splits in memory, where `_join_splits` reads them; others
+join in registers. A tile has the query heads of one key head for some rows, padded where there are
+fewer: 16 or 32 on the short side of the matrix instruction, or 64 or 128 on the long one, with the
+same sums in the same order. What a row does not see has probability 0 and a factor of 1, and moves
+no bit as long as keys and values are finite; so splits and blocks below every row's window are left
+out. The bits depend on the row's query, on the keys and values that it sees, and on its position:
+not on the batch, chunks, pages, tiles, or where splits are joined
+(`tests/kernels/triton/test_attention.py`, `test_windows.py`). A head's sink is one more part of its
+rows, without a value, joined last.
 
 Left out: writing keys and values; the backward; formats other than E4M3, INT8 and those of q.
 """
@@ -37,9 +40,12 @@ from isobit.kernels.triton.launch import launch, target
 from isobit.precision import E4M3, INT8, Format
 
 _FEW_ROWS = 32
-"""Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where `put_rows_first`."""
+"""Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where
+`put_rows_first`."""
 _KEYS_PER_SPLIT = 512
-_MOST_PARTIALS = 1 << 26  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
+_MOST_PARTIALS = (
+    1 << 26
+)  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
 _LN2, _LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
@@ -53,8 +59,8 @@ class Tiling(NamedTuple):
 
 
 def put_rows_first() -> None:
-    """From here on rows are on the long side in every tile, as many of them have it: the same bits, where exchanging
-    the operands of an instruction does not keep them."""
+    """From here on rows are on the long side in every tile, as many of them have it: the same bits,
+    where exchanging the operands of an instruction does not keep them."""
     global _FEW_ROWS
     _FEW_ROWS = 0
 
@@ -65,8 +71,9 @@ def keys_first() -> bool:
 
 
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
-    """For sequences of so many rows, each counted for every query head of a key head; by head dimension, type of q and
-    architecture: what compiles without spills (`benchmarks/cross_compile.py`). Keys are the same for all rows."""
+    """For sequences of so many rows, each counted for every query head of a key head; by head
+    dimension, type of q and architecture: what compiles without spills
+    (`benchmarks/cross_compile.py`). Keys are the same for all rows."""
     few, by_warp = rows <= _FEW_ROWS, target().matrix == "warp"
     short = 16 if rows <= 16 else 32
     if dtype == torch.float32:
@@ -90,18 +97,21 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence,
-    with a `window` to the last `window` of them; `sinks` [H] float32 are one score more for each head.
+    """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
+    of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one score
+    more for each head.
 
-    q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All tensors are on one
-    device and nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are
-    bounds.
+    q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All
+    tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
+    `layout.max_rows` and `layout.max_keys` are bounds.
     """
     assert probabilities is None, "`check_precision` refuses it"
     rows, heads, dim = q.shape
     kv_heads, sequences = store.k.shape[1], layout.context.shape[0]
     assert store.k.dtype == (store.kv.format.stored if store.kv is not None else q.dtype)
-    assert store.kv is None or store.kv.format in (E4M3, INT8), "this kernel reads E4M3 and INT8 codes"
+    assert store.kv is None or store.kv.format in (E4M3, INT8), (
+        "this kernel reads E4M3 and INT8 codes"
+    )
     assert scale > 0
     assert all(x.is_contiguous() for x in (q, store.k, store.v))
     group = triton.next_power_of_2(heads // kv_heads)
@@ -121,11 +131,15 @@ def attention(
     assert _KEYS_PER_SPLIT % block.keys == 0
     launch(
         _attend, (sequences * kv_heads, tiles, splits if parallel else 1),
-        q, store.k, store.v, store.k_scale, store.v_scale, layout.page_table, layout.row_start, layout.context,
-        *results, None if parallel else sinks, scale * math.log2(math.e), rows, layout.page_table.stride(0),
-        PAGE_SIZE=layout.page_size, SCALED=store.kv is not None, SCALE_TOKEN=0 if store.calibrated else kv_heads,
+        q, store.k, store.v, store.k_scale, store.v_scale, layout.page_table, layout.row_start,
+        layout.context,
+        *results, None if parallel else sinks, scale * math.log2(math.e), rows,
+        layout.page_table.stride(0),
+        PAGE_SIZE=layout.page_size, SCALED=store.kv is not None,
+        SCALE_TOKEN=0 if store.calibrated else kv_heads,
         SCALE_HEAD=0 if store.calibrated else 1, ROWS=tile_rows, PARALLEL=parallel,
-        num_warps=block.warps, num_stages=block.stages, **shape, **_operands(store, dim, q.dtype, block),
+        num_warps=block.warps, num_stages=block.stages, **shape,
+        **_operands(store, dim, q.dtype, block),
     )  # fmt: skip
     if parallel:
         shape |= {"BLOCK_DIM": max(16, triton.next_power_of_2(dim)), "STAGES": 6}
@@ -141,16 +155,20 @@ def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> di
     width = max(16, triton.next_power_of_2(dim))
     values = width // 2 if paired else width
     if keys_first and dtype != torch.float32 and target().matrix != "warp":
-        values = max(64, values)  # the long side of a warpgroup's instruction, though half of it be zeros
+        values = max(
+            64, values
+        )  # the long side of a warpgroup's instruction, though half of it be zeros
     copies = 2 if 16 * block.warps >= 2 * block.keys else 1
-    return {"BLOCK_KEYS": block.keys, "BLOCK_DIM": width, "WIDTH": values, "COPIES": copies, "PAIRED": paired,
+    return {"BLOCK_KEYS": block.keys, "BLOCK_DIM": width, "WIDTH": values, "COPIES": copies,
+        "PAIRED": paired,
             "KEYS_FIRST": keys_first}  # fmt: skip
 
 
 @triton.jit
 def factors(peak, more_peak):
     """(factor of one part of a row's keys, of another, the peak of both): the parts become one as
-    sum · factor + more · more_factor. A part without visible keys, of peak -inf, leaves the other exactly as it is."""
+    sum · factor + more · more_factor. A part without visible keys, of peak -inf, leaves the other
+    exactly as it is."""
     highest = tl.maximum(peak, more_peak)
     base = tl.where(highest == NOTHING, 0.0, highest)
     return tl.exp2(peak - base), tl.exp2(more_peak - base), highest
@@ -158,8 +176,8 @@ def factors(peak, more_peak):
 
 @triton.jit
 def sink_of(sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """The peak of a row's sink, a part whose Σ 2^(s-peak) is 1: row `lane` is of member lane % GROUP of the key head's
-    group."""
+    """The peak of a row's sink, a part whose Σ 2^(s-peak) is 1: row `lane` is of member lane %
+    GROUP of the key head's group."""
     member = lane % GROUP
     heads: tl.constexpr = HEADS // KV_HEADS
     return tl.load(sink_ptr + head * heads + member, mask=member < heads, other=0.0) * _LOG2E
@@ -167,7 +185,8 @@ def sink_of(sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G
 
 @triton.jit
 def store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask):
-    """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows' joined parts, where `places` has them."""
+    """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows' joined parts, where `places`
+    has them."""
     # a zero's sign can depend on keys that a row does not see: adding +0 makes it +
     out = acc * tl.div_rn(1.0, total)[:, None] + 0.0
     tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
@@ -176,10 +195,13 @@ def store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask):
 
 @triton.jit
 def attend_splits(
-    even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, lowest, sink_ptr, head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKEN: tl.constexpr, DIM: tl.constexpr,
+    even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop,
+    lowest, sink_ptr, head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKEN: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr,
-    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, COPIES: tl.constexpr,
+    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    COPIES: tl.constexpr,
     DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`attend_split` of all keys up to `stop`, from the split of key `lowest` on, and of sinks."""
@@ -191,8 +213,10 @@ def attend_splits(
     start = lowest // KEYS_PER_SPLIT * KEYS_PER_SPLIT
     for first in range(numbers.steps(start), numbers.steps(stop), KEYS_PER_SPLIT):
         more_even, more_odd, more_total, more_peak = attend_split(
-            even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop, lowest,
-            TOKEN, DIM, WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, DTYPE,
+            even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            first, stop, lowest,
+            TOKEN, DIM, WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS,
+            COPIES, DTYPE,
             PAIRED, KEYS_FIRST,
         )  # fmt: skip
         old, new, peak = factors(peak, more_peak)
@@ -211,14 +235,15 @@ def attend_splits(
 @triton.jit
 def places(
     row_start_ptr, sequence, head, tile,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of every row in a tile: its number in the sequence, its place in [T, H], those of its channels in [T, H, D], and
-    which of both there are.
+    """Of every row in a tile: its number in the sequence, its place in [T, H], those of its
+    channels in [T, H, D], and which of both there are.
 
-    Asked before the keys and again after them: kept in between, the answer would take registers that there are not. So
-    the loads are volatile, or the compiler would keep it.
+    Asked before the keys and again after them: kept in between, the answer would take registers
+    that there are not. So the loads are volatile, or the compiler would keep it.
     """
     start = tl.load(row_start_ptr + sequence, volatile=True)
     rows = (tl.load(row_start_ptr + sequence + 1, volatile=True) - start).to(tl.int32)
@@ -234,16 +259,20 @@ def places(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, row_start_ptr, context_ptr, out_ptr, lse_ptr, total_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, row_start_ptr, context_ptr, out_ptr,
+    lse_ptr, total_ptr,
     sink_ptr, factor, num_rows, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr,
-    SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    PARALLEL: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PARALLEL: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, PAIRED: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS · GROUP rows. With
-    PARALLEL the program computes one split and leaves it in out [splits, T, H, D], total and lse [splits, T, H] (lse is
-    the peak); else it computes all of them and finishes."""
+    """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS ·
+    GROUP rows. With PARALLEL the program computes one split and leaves it in out [splits, T, H, D],
+    total and lse [splits, T, H] (lse is the peak); else it computes all of them and finishes."""
     sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the rows with the most keys first
     rows = (tl.load(row_start_ptr + sequence + 1) - tl.load(row_start_ptr + sequence)).to(tl.int32)
@@ -261,7 +290,9 @@ def _attend(
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
     )  # fmt: skip
-    even_q, odd_q, factor = queries(tl.load(q_ptr + at, mask=mask, other=0.0), factor, PAIRED, KEYS_FIRST)
+    even_q, odd_q, factor = queries(
+        tl.load(q_ptr + at, mask=mask, other=0.0), factor, PAIRED, KEYS_FIRST
+    )
     positions = context + tile * ROWS + tl.arange(0, ROWS * GROUP) // GROUP
     table_ptr += sequence.to(tl.int64) * table_stride
     k_ptr, v_ptr = k_ptr + head * DIM, v_ptr + head * DIM
@@ -273,17 +304,22 @@ def _attend(
     if PARALLEL:
         even, odd, total, peak = attend_split(
             even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-            split * KEYS_PER_SPLIT, stop, lowest, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN,
+            split * KEYS_PER_SPLIT, stop, lowest, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE,
+            SCALED, SCALE_TOKEN,
             KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
         )  # fmt: skip
     else:
         even, odd, total, peak = attend_splits(
-            even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, lowest,
-            sink_ptr, head, HEADS, KV_HEADS, GROUP, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE, SCALED,
-            SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
+            even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            stop, lowest,
+            sink_ptr, head, HEADS, KV_HEADS, GROUP, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE,
+            SCALED,
+            SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED,
+            KEYS_FIRST,
         )  # fmt: skip
     place, at, valid, mask = places(
-        row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, WIDTH * 2 if PAIRED else WIDTH, GROUP, ROWS
+        row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, WIDTH * 2 if PAIRED else WIDTH,
+        GROUP, ROWS
     )  # fmt: skip
     acc = together(even, odd, PAIRED, KEYS_FIRST)
     if PARALLEL:
@@ -298,10 +334,12 @@ def _attend(
 @triton.jit(do_not_specialize=["num_rows"])
 def _join_splits(
     part_ptr, part_peak_ptr, part_total_ptr, position_ptr, sink_ptr, out_ptr, lse_ptr, num_rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row and the query heads of one key head: its splits, which PARALLEL left, joined in ascending order."""
+    """One row and the query heads of one key head: its splits, which PARALLEL left, joined in
+    ascending order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr + row)
     splits = (position // KEYS_PER_SPLIT + 1).to(tl.int32)

@@ -1,21 +1,23 @@
-"""One split of a row's keys: scores, softmax and values, with the keys or the rows on the long side of the matrix
-instruction.
+"""One split of a row's keys: scores, softmax and values, with the keys or the rows on the long side
+of the matrix instruction.
 
-A matrix instruction takes 64 of one operand's rows and as few as 16 of the other's. A tile is scores [keys, rows] of
-KEYS_FIRST, else [rows, keys]; the sums over values are [channels, rows], else [rows, channels]. Few rows, as in
-decoding, are a tile of 16 beside 64 keys, where they would fill a fraction of 64 otherwise; many rows stand first,
-because then a row's largest score is found inside a thread or four, and P needs no way through shared memory.
+A matrix instruction takes 64 of one operand's rows and as few as 16 of the other's. A tile is
+scores [keys, rows] of KEYS_FIRST, else [rows, keys]; the sums over values are [channels, rows],
+else [rows, channels]. Few rows, as in decoding, are a tile of 16 beside 64 keys, where they would
+fill a fraction of 64 otherwise; many rows stand first, because then a row's largest score is found
+inside a thread or four, and P needs no way through shared memory.
 
-**Why both have the same bits.** An element of a product is the sum over the same 16 channels, or keys, an instruction,
-in the same chain of instructions from zero; which operand is on which side, and how many rows a tile has, is left to
-be the hardware's indifference: it multiplies exactly and adds a sum's terms together. The largest score has no order.
-The sum of probabilities has one that is written out: keys 8 apart are added, then neighbours, these over blocks in
-ascending order, and at the end of a split neighbours in pairs, then pairs of pairs (`tree`). All else is elementwise.
+**Why both have the same bits.** An element of a product is the sum over the same 16 channels, or
+keys, an instruction, in the same chain of instructions from zero; which operand is on which side,
+and how many rows a tile has, is left to be the hardware's indifference: it multiplies exactly and
+adds a sum's terms together. The largest score has no order. The sum of probabilities has one that
+is written out: keys 8 apart are added, then neighbours, these over blocks in ascending order, and
+at the end of a split neighbours in pairs, then pairs of pairs (`tree`). All else is elementwise.
 
-**Codes.** PAIRED codes are read as words of two, so that one instruction unpacks two codes, and products take the even
-channels first, then the odd ones. Keys become float16, which has every INT8 and E4M3 code, and queries float16 with a
-power of two for each row; values and probabilities are bfloat16, whose range is a scale's. Left out: launches, and
-joining splits (`forward.py`).
+**Codes.** PAIRED codes are read as words of two, so that one instruction unpacks two codes, and
+products take the even channels first, then the odd ones. Keys become float16, which has every INT8
+and E4M3 code, and queries float16 with a power of two for each row; values and probabilities are
+bfloat16, whose range is a scale's. Left out: launches, and joining splits (`forward.py`).
 """
 
 import triton
@@ -46,7 +48,8 @@ def by_row(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
-    """acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else [N, K]."""
+    """acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else [N,
+    K]."""
     if KEYS_FIRST:
         return numbers.dot(keys, rows, acc)
     else:
@@ -55,11 +58,11 @@ def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def queries(q, factor, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(even channels, odd channels, factor [N] of their scores) of rows q [N, D], as operands; where codes are not
-    PAIRED, all channels twice.
+    """(even channels, odd channels, factor [N] of their scores) of rows q [N, D], as operands;
+    where codes are not PAIRED, all channels twice.
 
-    Beside PAIRED codes they become float16, times the power of two that leaves a row's largest magnitude between 2^14
-    and 2^15: exact down to 2^-31 of it. The factor takes that back.
+    Beside PAIRED codes they become float16, times the power of two that leaves a row's largest
+    magnitude between 2^14 and 2^15: exact down to 2^-31 of it. The factor takes that back.
     """
     even, odd = q, q
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * factor
@@ -84,7 +87,8 @@ def together(even, odd, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def operands(x, like: tl.constexpr, PAIRED: tl.constexpr):
-    """(even channels, odd channels) of what was loaded, as operands of this type: codes by their exact values."""
+    """(even channels, odd channels) of what was loaded, as operands of this type: codes by their
+    exact values."""
     if PAIRED:
         return numbers.pairs(x, like)
     elif (x.dtype == tl.uint8) or (x.dtype == tl.int8):
@@ -95,10 +99,12 @@ def operands(x, like: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def load_block(pointer, place, there, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FINITE: tl.constexpr,
+def load_block(pointer, place, there, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    FINITE: tl.constexpr,
                CHANNELS_FIRST: tl.constexpr):  # fmt: skip
-    """Keys or values of the tokens at `place`, [keys, WIDTH], or with CHANNELS_FIRST [WIDTH, keys]; 0 beyond CHANNELS.
-    Those that are not `there` are 0 too, but for FINITE codes: page 0 is read for them, and their scales are 0."""
+    """Keys or values of the tokens at `place`, [keys, WIDTH], or with CHANNELS_FIRST [WIDTH, keys];
+    0 beyond CHANNELS. Those that are not `there` are 0 too, but for FINITE codes: page 0 is read
+    for them, and their scales are 0."""
     channel = tl.arange(0, WIDTH)
     at, mask = pointer + place[:, None] + channel[None, :], (channel < CHANNELS)[None, :]
     if not FINITE:
@@ -117,8 +123,8 @@ def load_block(pointer, place, there, WIDTH: tl.constexpr, CHANNELS: tl.constexp
 def load_scales(k_scale_ptr, v_scale_ptr, place, there, COPIES: tl.constexpr):
     """(scales of keys, scales of values) of the tokens at `place`; 0 of those that are not `there`.
 
-    One load for both, of as many numbers as there are threads, some of them in COPIES: a smaller one would be repeated
-    by all of them.
+    One load for both, of as many numbers as there are threads, some of them in COPIES: a smaller
+    one would be repeated by all of them.
     """
     keys: tl.constexpr = place.shape[0]
     pointers = tl.where(tl.arange(0, 2 * COPIES) % 2 == 0, k_scale_ptr, v_scale_ptr)
@@ -130,8 +136,8 @@ def load_scales(k_scale_ptr, v_scale_ptr, place, there, COPIES: tl.constexpr):
 
 @triton.jit
 def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
-    """A block's probabilities 2^(score · factor - peak), with the totals so far and the peak of both; and the factor of
-    what was summed under the peak before."""
+    """A block's probabilities 2^(score · factor - peak), with the totals so far and the peak of
+    both; and the factor of what was summed under the peak before."""
     shape: tl.constexpr = scores.shape
     keys: tl.constexpr = shape[0] if KEYS_FIRST else shape[1]
     rows: tl.constexpr = shape[1] if KEYS_FIRST else shape[0]
@@ -150,7 +156,8 @@ def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def tree(totals, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """The sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any layout."""
+    """The sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any
+    layout."""
     rows: tl.constexpr = totals.shape[2] if KEYS_FIRST else totals.shape[0]
     LEVELS: tl.constexpr = 2 if KEYS == 16 else 3 if KEYS == 32 else 4
     tl.static_assert(KEYS == 4 * 2**LEVELS)
@@ -164,20 +171,26 @@ def tree(totals, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def attend_split(
-    even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop, lowest,
-    TOKEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
-    SCALE_TOKEN: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first,
+    stop, lowest,
+    TOKEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
     COPIES: tl.constexpr, DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(sums over values of even channels, of odd channels, Σ 2^(s-peak) [N], peak = max s [N]) of the keys `first` to
-    `stop`, KEYS_PER_SPLIT of them at the most; with a window, from the block of key `lowest` on. Channels are WIDTH, of
-    which there are DIM; they are pairs where codes are PAIRED, and all are even where not."""
+    """(sums over values of even channels, of odd channels, Σ 2^(s-peak) [N], peak = max s [N]) of
+    the keys `first` to `stop`, KEYS_PER_SPLIT of them at the most; with a window, from the block of
+    key `lowest` on. Channels are WIDTH, of which there are DIM; they are pairs where codes are
+    PAIRED, and all are even where not."""
     rows: tl.constexpr = positions.shape[0]
     K_WIDTH: tl.constexpr = even_q.shape[0] if KEYS_FIRST else even_q.shape[1]
     FINITE: tl.constexpr = SCALED and k_ptr.dtype.element_ty.is_int_signed()
     even = tl.zeros([WIDTH, rows] if KEYS_FIRST else [rows, WIDTH], tl.float32)
     odd = even
-    totals = tl.zeros([BLOCK_KEYS // 16, 4, rows] if KEYS_FIRST else [rows, BLOCK_KEYS // 16, 4], tl.float32)
+    totals = tl.zeros(
+        [BLOCK_KEYS // 16, 4, rows] if KEYS_FIRST else [rows, BLOCK_KEYS // 16, 4], tl.float32
+    )
     peak = tl.full([rows], NOTHING, tl.float32)
     steps = (tl.minimum(stop - first, KEYS_PER_SPLIT) + BLOCK_KEYS - 1) // BLOCK_KEYS
     offsets = tl.arange(0, BLOCK_KEYS)
@@ -208,7 +221,9 @@ def attend_split(
             scores = scores * by_key(k_scale, KEYS_FIRST)
         scores = tl.where(by_key(key, KEYS_FIRST) <= by_row(positions, KEYS_FIRST), scores, NOTHING)
         if WINDOW is not None:
-            scores = tl.where(by_key(key, KEYS_FIRST) > by_row(positions - WINDOW, KEYS_FIRST), scores, NOTHING)
+            scores = tl.where(
+                by_key(key, KEYS_FIRST) > by_row(positions - WINDOW, KEYS_FIRST), scores, NOTHING
+            )
         weights, totals, peak, kept = softmax(scores, factor, totals, peak, KEYS_FIRST)
         if SCALED:
             weights = weights * by_key(v_scale, KEYS_FIRST)
@@ -218,6 +233,9 @@ def attend_split(
         even = product(v_even, weights, even * kept, KEYS_FIRST)
         if PAIRED:
             odd = product(v_odd, weights, odd * kept, KEYS_FIRST)
-        # the pages of the next block are known before it begins, so that its keys can be on their way by then
-        page = tl.load(table_ptr + (key + BLOCK_KEYS) // PAGE_SIZE, mask=key + BLOCK_KEYS < stop, other=0)
+        # the pages of the next block are known before it begins, so that its keys can be on their
+        # way by then
+        page = tl.load(
+            table_ptr + (key + BLOCK_KEYS) // PAGE_SIZE, mask=key + BLOCK_KEYS < stop, other=0
+        )
     return even, odd, tree(totals, BLOCK_KEYS, KEYS_FIRST), peak

@@ -1,14 +1,16 @@
-"""The backward of the gated delta rule on a GPU, for whole sequences: back through the tokens, over the states after
-each, as in `kernels/delta/definition.py`.
+"""The backward of the gated delta rule on a GPU, for whole sequences: back through the tokens, over
+the states after each, as in `kernels/delta/definition.py`.
 
-A program has a sequence, a value head and BLOCK columns. It goes forward once, keeping the state before every SEGMENT
-tokens; then, from the last segment to the first, once more over a segment, keeping the state before each token, and
-back. What a program keeps lies in a part of a scratch buffer that is its own while it runs; programs are launched in
-waves that share the buffer, so it takes no more than `_SCRATCH` bytes, or what one program needs.
+A program has a sequence, a value head and BLOCK columns. It goes forward once, keeping the state
+before every SEGMENT tokens; then, from the last segment to the first, once more over a segment,
+keeping the state before each token, and back. What a program keeps lies in a part of a scratch
+buffer that is its own while it runs; programs are launched in waves that share the buffer, so it
+takes no more than `_SCRATCH` bytes, or what one program needs.
 
-Queries and keys are needed by all columns and by the value heads that share them: each program writes its own part of
-their gradients, and parts are added in a fixed order. So gradients repeat; they agree with no rollout, and their sums
-over a tile are Triton's. Left out: the gradients of lengths and gates, which PyTorch makes (`through_parts`).
+Queries and keys are needed by all columns and by the value heads that share them: each program
+writes its own part of their gradients, and parts are added in a fixed order. So gradients repeat;
+they agree with no rollout, and their sums over a tile are Triton's. Left out: the gradients of
+lengths and gates, which PyTorch makes (`through_parts`).
 """
 
 import torch
@@ -24,14 +26,16 @@ from isobit.kernels.triton.numbers import steps
 
 _SEGMENT = 64
 _BLOCK, _WARPS = 32, 8
-"""Columns of a program and its warps: of 128 rows a thread holds 16 numbers of a state, and two states fit."""
+"""Columns of a program and its warps: of 128 rows a thread holds 16 numbers of a state, and two
+states fit."""
 _SCRATCH = 1 << 30
 
 
 @triton.jit
 def _load_token(
     k_ptr, v_ptr, kept_ptr, strength_ptr, t, head, row, column,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """(k [HIGH, 1], v [1, BLOCK], what is left of the state, the strength) of token `t`."""
     key = (t * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
@@ -43,11 +47,14 @@ def _load_token(
 
 @triton.jit
 def _step(state, k, v, kept, strength):
-    """(state after a token, the faded state before it, what the token wants to add), given the state before."""
+    """(state after a token, the faded state before it, what the token wants to add), given the
+    state before."""
     faded = state * kept
     wanted = v - tl.sum(k * faded, 0)[None, :]
     return (
-        tl.fma(tl.broadcast_to(k, state.shape), tl.broadcast_to(wanted * strength, state.shape), faded),
+        tl.fma(
+            tl.broadcast_to(k, state.shape), tl.broadcast_to(wanted * strength, state.shape), faded
+        ),
         faded,
         wanted,
     )
@@ -56,10 +63,12 @@ def _step(state, k, v, kept, strength):
 @triton.jit
 def _run(
     state, to, k_ptr, v_ptr, kept_ptr, strength_ptr, first, length, head, row, column, tile,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The state after `length` tokens from `first` on; with KEEP those before each of them are stored."""
+    """The state after `length` tokens from `first` on; with KEEP those before each of them are
+    stored."""
     for i in range(steps(length)):
         if KEEP:
             tl.store(to + i * TILE + tile, state)
@@ -75,12 +84,24 @@ def _run(
 def _back(
     dstate, before, dout_ptr, q_ptr, k_ptr, v_ptr, kept_ptr, strength_ptr,
     dq_ptr, dk_ptr, dv_ptr, dkept_ptr, dstrength_ptr, t, own, head, row, column,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state before token `t`, given that of the state after it; the others are stored. `own`: the place
-    of this block of columns, token and head."""
+    """Gradient of the state before token `t`, given that of the state after it; the others are
+    stored. `own`: the place of this block of columns, token and head."""
     k, v, kept, strength = _load_token(
-        k_ptr, v_ptr, kept_ptr, strength_ptr, t, head, row, column, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
+        k_ptr,
+        v_ptr,
+        kept_ptr,
+        strength_ptr,
+        t,
+        head,
+        row,
+        column,
+        KEY_HEADS,
+        VALUE_HEADS,
+        KEY_DIM,
+        VALUE_DIM,
     )
     key = (t * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     q = tl.load(q_ptr + key, mask=row < KEY_DIM, other=0.0)
@@ -102,12 +123,15 @@ def _back(
 
 @triton.jit(do_not_specialize=["first_item", "tokens", "segments"])
 def _delta_backward(
-    dout_ptr, q_ptr, k_ptr, v_ptr, kept_ptr, strength_ptr, dq_ptr, dk_ptr, dv_ptr, dkept_ptr, dstrength_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, kept_ptr, strength_ptr, dq_ptr, dk_ptr, dv_ptr, dkept_ptr,
+    dstrength_ptr,
     scratch_ptr, row_start_ptr, first_item, tokens, segments,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Item `first_item` + program: one of (sequence, value head, block of columns), the last running fastest."""
+    """Item `first_item` + program: one of (sequence, value head, block of columns), the last
+    running fastest."""
     item = first_item + tl.program_id(0)
     block, head = item % BLOCKS, item // BLOCKS % VALUE_HEADS
     start = tl.load(row_start_ptr + item // (BLOCKS * VALUE_HEADS)).to(tl.int64)
@@ -130,17 +154,20 @@ def _delta_backward(
     for ended in range(steps(count)):
         segment = count - 1 - ended
         first, length = start + segment * SEGMENT, tl.minimum(rows - segment * SEGMENT, SEGMENT)
-        tl.debug_barrier()  # other threads may have kept what this one reads, and read what it will overwrite
+        # other threads may have kept what this one reads, and read what it will overwrite
+        tl.debug_barrier()
         state = tl.load(before_segment + tl.cast(segment, tl.int64) * TILE + tile)
         _run(
-            state, before_token, k_ptr, v_ptr, kept_ptr, strength_ptr, first, length, head, row, column, tile,
+            state, before_token, k_ptr, v_ptr, kept_ptr, strength_ptr, first, length, head, row,
+            column, tile,
             KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, True,
         )  # fmt: skip
         tl.debug_barrier()
         for i in range(steps(length)):
             t = first + (length - 1 - i)
             dstate = _back(
-                dstate, tl.load(before_token + (length - 1 - i) * TILE + tile), dout_ptr, q_ptr, k_ptr, v_ptr, kept_ptr,
+                dstate, tl.load(before_token + (length - 1 - i) * TILE + tile), dout_ptr, q_ptr,
+                k_ptr, v_ptr, kept_ptr,
                 strength_ptr, dq_ptr, dk_ptr, dv_ptr, dkept_ptr, dstrength_ptr, t,
                 (tl.cast(block, tl.int64) * tokens + t) * VALUE_HEADS + head, head, row, column,
                 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
@@ -151,7 +178,9 @@ def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `Ops.delta_rule_backward`."""
-    return through_parts(dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout))
+    return through_parts(
+        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout)
+    )
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
@@ -167,9 +196,12 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
     dv, scratch = torch.empty_like(parts.v), dout.new_empty(wave, own)
     for first in range(0, items, wave):
         launch(
-            _delta_backward, (min(wave, items - first),), dout, *parts, dq, dk, dv, dkept, dstrength, scratch,
-            layout.row_start, first, tokens, segments, num_warps=_WARPS, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
-            KEY_DIM=key_dim, VALUE_DIM=value_dim, HIGH=high, BLOCK=block, BLOCKS=blocks, SEGMENT=_SEGMENT,
+            _delta_backward, (min(wave, items - first),), dout, *parts, dq, dk, dv, dkept,
+            dstrength, scratch,
+            layout.row_start, first, tokens, segments, num_warps=_WARPS, KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            KEY_DIM=key_dim, VALUE_DIM=value_dim, HIGH=high, BLOCK=block, BLOCKS=blocks,
+            SEGMENT=_SEGMENT,
         )  # fmt: skip
     dq, dk = (added(added(x).unflatten(1, (key_heads, -1)).movedim(2, 0)) for x in (dq, dk))
     return Parts(dq, dk, dv, added(dkept), added(dstrength))

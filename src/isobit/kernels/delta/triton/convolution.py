@@ -7,9 +7,10 @@ depend on the W inputs that it sees, whether they are rows of the batch or store
 Memory bounds it: an element of BF16 takes 2 bytes read and 2 written, as the W rows meet in a
 cache.
 
-Of a sequence's programs the one that has its first rows alone reads and writes the store: first all that it reads, then
-what each page keeps. The backward is whole sequences; the weight's gradient is summed over tiles of rows, which are
-added in a fixed order, so it repeats. Left out: the delta rule (`forward.py`).
+Of a sequence's programs the one that has its first rows alone reads and writes the store: first all
+that it reads, then what each page keeps. The backward is whole sequences; the weight's gradient is
+summed over tiles of rows, which are added in a fixed order, so it repeats. Left out: the delta rule
+(`forward.py`).
 """
 
 import torch
@@ -30,7 +31,8 @@ _PAGES = 8
 @triton.jit(do_not_specialize=["page_size", "pages"])
 def _convolve(
     x_ptr, weight_ptr, y_ptr, inputs_ptr, row_start_ptr, context_ptr, table_ptr, page_size, pages,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile [HIGH, WIDE] of a sequence's rows; the first one of a sequence also keeps inputs."""
@@ -46,28 +48,52 @@ def _convolve(
         table = table_ptr + tl.program_id(0).to(tl.int64) * pages
         before = inputs_ptr
         if inputs_ptr is not None:
-            page = tl.load(table + (context - 1) // page_size, mask=context > 0, other=0).to(tl.int64)
+            page = tl.load(table + (context - 1) // page_size, mask=context > 0, other=0).to(
+                tl.int64
+            )
             before = inputs_ptr + page * ((WIDTH - 1) * COLUMNS) + column[None, :]
         total = tl.zeros((HIGH, WIDE), tl.float32)
         for j in tl.static_range(WIDTH):
             given = _input(x, before, row - (WIDTH - 1) + j, there, context, COLUMNS, WIDTH)
             weight = tl.load(weight_ptr + column * WIDTH + j, mask=column < COLUMNS, other=0.0)
-            total = tl.fma(given.to(tl.float32), tl.broadcast_to(weight[None, :], (HIGH, WIDE)), total)
+            total = tl.fma(
+                given.to(tl.float32), tl.broadcast_to(weight[None, :], (HIGH, WIDE)), total
+            )
         y = cast(tl.div_rn(total, 1.0 + tl.exp(-total)), y_ptr.dtype.element_ty)
-        tl.store(y_ptr + (start + row)[:, None].to(tl.int64) * COLUMNS + column[None, :], y, mask=there)
+        tl.store(
+            y_ptr + (start + row)[:, None].to(tl.int64) * COLUMNS + column[None, :], y, mask=there
+        )
         if inputs_ptr is not None and first == 0:
-            _keep(x, before, inputs_ptr, table, column, rows, context, page_size, COLUMNS, WIDTH, KEPT, PAGES)
+            _keep(
+                x,
+                before,
+                inputs_ptr,
+                table,
+                column,
+                rows,
+                context,
+                page_size,
+                COLUMNS,
+                WIDTH,
+                KEPT,
+                PAGES,
+            )
 
 
 @triton.jit
 def _input(x, before, row, there, context, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Inputs of a sequence's new rows `row`, which may be negative: then they are stored `before`, or zeros."""
-    new = tl.load(x + row[:, None].to(tl.int64) * COLUMNS, mask=there & (row >= 0)[:, None], other=0.0)
+    """Inputs of a sequence's new rows `row`, which may be negative: then they are stored `before`,
+    or zeros."""
+    new = tl.load(
+        x + row[:, None].to(tl.int64) * COLUMNS, mask=there & (row >= 0)[:, None], other=0.0
+    )
     if before is None:
         return new
     else:
         stored = there & ((row < 0) & (context > 0))[:, None]
-        old = tl.load(before + (row + WIDTH - 1)[:, None].to(tl.int64) * COLUMNS, mask=stored, other=0.0)
+        old = tl.load(
+            before + (row + WIDTH - 1)[:, None].to(tl.int64) * COLUMNS, mask=stored, other=0.0
+        )
         return tl.where((row < 0)[:, None], old, new)
 
 
@@ -76,8 +102,8 @@ def _keep(
     x, before, inputs_ptr, table, column, rows, context, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs at the end of each page, and after the last row. Pages from the last to the first, and of some
-    all reads before all writes, as the first may be the page that is read."""
+    """The last inputs at the end of each page, and after the last row. Pages from the last to the
+    first, and of some all reads before all writes, as the first may be the page that is read."""
     first_page = context // page_size
     count = (context + rows - 1) // page_size - first_page + 1
     groups = (count + PAGES - 1) // PAGES
@@ -99,18 +125,32 @@ def _backward(
     dy_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, part_ptr, rows,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile [HIGH, WIDE] the gradient of x, and the sums over its rows of that of the weight."""
+    """Of a tile [HIGH, WIDE] the gradient of x, and the sums over its rows of that of the
+    weight."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     inside = column < COLUMNS
     dx = tl.zeros((HIGH, WIDE), tl.float32)
     for j in tl.static_range(WIDTH):
-        later = _before_silu(dy_ptr, x_ptr, weight_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS, WIDTH)
+        later = _before_silu(
+            dy_ptr,
+            x_ptr,
+            weight_ptr,
+            positions_ptr,
+            row,
+            WIDTH - 1 - j,
+            column,
+            rows,
+            COLUMNS,
+            WIDTH,
+        )
         dx += later * tl.load(weight_ptr + column * WIDTH + j, mask=inside, other=0.0)[None, :]
     there = (row < rows)[:, None] & inside[None, :]
     at = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
     tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=there)
-    dtotal = _before_silu(dy_ptr, x_ptr, weight_ptr, positions_ptr, row, 0, column, rows, COLUMNS, WIDTH)
+    dtotal = _before_silu(
+        dy_ptr, x_ptr, weight_ptr, positions_ptr, row, 0, column, rows, COLUMNS, WIDTH
+    )
     part = part_ptr + (tl.program_id(0).to(tl.int64) * COLUMNS + column) * WIDTH
     for j in tl.static_range(WIDTH):
         given = _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS)
@@ -119,16 +159,29 @@ def _backward(
 
 @triton.jit
 def _before_silu(
-    dy_ptr, x_ptr, weight_ptr, positions_ptr, row, later, column, rows, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    positions_ptr,
+    row,
+    later,
+    column,
+    rows,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """The gradient of the sums of the rows `later` after `row`, 0 where their sequence has ended."""
+    """The gradient of the sums of the rows `later` after `row`, 0 where their sequence has
+    ended."""
     row += later
     position = tl.load(positions_ptr + row, mask=row < rows, other=0)
     there = ((row < rows) & (position >= later))[:, None] & (column < COLUMNS)[None, :]
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for j in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + column * WIDTH + j, mask=column < COLUMNS, other=0.0)
-        total += _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS) * weight[None, :]
+        total += (
+            _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS)
+            * weight[None, :]
+        )
     sigma = tl.div_rn(1.0, 1.0 + tl.exp(-total))
     at = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
     dy = tl.load(dy_ptr + at, mask=there, other=0.0).to(tl.float32)
@@ -144,7 +197,9 @@ def _earlier(x_ptr, positions_ptr, row, by, column, rows, COLUMNS: tl.constexpr)
     return tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
 
 
-def short_convolution(x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
+def short_convolution(
+    x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+) -> Tensor:
     """As `Ops.short_convolution`."""
     x, weight = x.contiguous(), weight.contiguous()
     y, (columns, width) = torch.empty_like(x), weight.shape
@@ -152,29 +207,35 @@ def short_convolution(x: Tensor, weight: Tensor, store: StateStore | None, layou
     touched = (layout.max_rows + layout.page_size - 2) // layout.page_size + 1
     grid = (layout.row_start.shape[0] - 1, -(-layout.max_rows // high), -(-columns // _CHANNELS))
     launch(
-        _convolve, grid, x, weight, y, None if store is None else store.inputs, layout.row_start, layout.context,
+        _convolve, grid, x, weight, y, None if store is None else store.inputs, layout.row_start,
+        layout.context,
         layout.page_table, layout.page_size, layout.page_table.stride(0), num_warps=2,
-        COLUMNS=columns, WIDTH=width, KEPT=triton.next_power_of_2(max(1, width - 1)), HIGH=high, WIDE=_CHANNELS,
+        COLUMNS=columns, WIDTH=width, KEPT=triton.next_power_of_2(max(1, width - 1)), HIGH=high,
+        WIDE=_CHANNELS,
         PAGES=min(_PAGES, triton.next_power_of_2(touched)),
     )  # fmt: skip
     return y
 
 
-def short_convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def short_convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
     """As `Ops.short_convolution_backward`."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns), width = x.shape, weight.shape[1]
     tiles = -(-rows // _ROWS)
     dx, parts = torch.empty_like(x), torch.empty(tiles, columns, width, device=x.device)
     launch(
-        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, layout.positions, dx, parts, rows,
+        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, layout.positions, dx, parts,
+        rows,
         COLUMNS=columns, WIDTH=width, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
     )  # fmt: skip
     return dx, added(parts)
 
 
 def added(parts: Tensor) -> Tensor:
-    """The sum over the first dimension: the later half is added to the earlier one until one is left."""
+    """The sum over the first dimension: the later half is added to the earlier one until one is
+    left."""
     while parts.shape[0] > 1:
         half = (parts.shape[0] + 1) // 2
         last = parts[half:]

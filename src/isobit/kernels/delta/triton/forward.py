@@ -1,17 +1,19 @@
 """Linear attention by the gated delta rule on a GPU: what `kernels/delta/definition.py` defines,
 token by token, in float32.
 
-A program has a sequence, a value head and a block of its columns: that part of the state, [Dk, BLOCK], stays in its
-registers over all rows of the sequence, one after the other. Columns of the state do not meet, so a program needs no
-other. Which rows there are is data to the kernel, so a decoded token, a chunk of a prompt and a learner's whole
-sequences are the same instructions in the same order. Sums over Dk are neighbours in pairs, then pairs of pairs, each
-step a sum of two, so their order does not depend on how Triton spreads a state over threads either
-(`tests/kernels/triton/test_delta.py`). exp is the GPU's, softplus Kahan's log of 1 + exp in float32. So the bits are
-not the CPU's.
+A program has a sequence, a value head and a block of its columns: that part of the state, [Dk,
+BLOCK], stays in its registers over all rows of the sequence, one after the other. Columns of the
+state do not meet, so a program needs no other. Which rows there are is data to the kernel, so a
+decoded token, a chunk of a prompt and a learner's whole sequences are the same instructions in the
+same order. Sums over Dk are neighbours in pairs, then pairs of pairs, each step a sum of two, so
+their order does not depend on how Triton spreads a state over threads either
+(`tests/kernels/triton/test_delta.py`). exp is the GPU's, softplus Kahan's log of 1 + exp in
+float32. So the bits are not the CPU's.
 
-A decoded token is bounded by memory, which the state crosses twice, a chunk by the time that a token takes: what a
-token needs is read while the one before is computed. Left out: forms in chunks, which fill matrix units, and have other
-bits for every division of a sequence; the backward (`backward.py`), the convolution (`convolution.py`).
+A decoded token is bounded by memory, which the state crosses twice, a chunk by the time that a
+token takes: what a token needs is read while the one before is computed. Left out: forms in chunks,
+which fill matrix units, and have other bits for every division of a sequence; the backward
+(`backward.py`), the convolution (`convolution.py`).
 """
 
 import torch
@@ -26,15 +28,16 @@ from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast, steps
 
 _BLOCK = 8
-"""Columns of a program, which is one warp: a row of them is a sector of memory, and of 128 rows a thread has 4."""
+"""Columns of a program, which is one warp: a row of them is a sector of memory, and of 128 rows a
+thread has 4."""
 _EPS = tl.constexpr(EPS)
 _LINEAR = tl.constexpr(20.0)
 
 
 @triton.jit
 def column_sums(x, LEVELS: tl.constexpr):
-    """Sums of the columns of float32 `x` [2**LEVELS, B]: [1, B]. Neighbours in pairs, then pairs of pairs: a thread has
-    neighbours, so that few numbers cross threads."""
+    """Sums of the columns of float32 `x` [2**LEVELS, B]: [1, B]. Neighbours in pairs, then pairs of
+    pairs: a thread has neighbours, so that few numbers cross threads."""
     B: tl.constexpr = x.shape[1]
     for level in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (2 ** (LEVELS - level - 1), 2, B)), 1)
@@ -61,7 +64,8 @@ def _kept_and_strength(a, b, decay, step_bias):
 @triton.jit
 def _load_token(
     qkv_ptr, gates_ptr, t, there, head, column,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr,
 ):  # fmt: skip
     """(q, k [HIGH, 1], v [1, BLOCK], b, a [1, 1]) of token `t` as they are stored."""
@@ -70,7 +74,13 @@ def _load_token(
     token = qkv_ptr + t * (2 * WIDTH + VALUE_HEADS * VALUE_DIM)
     key = token + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + row
     value = token + 2 * WIDTH + head * VALUE_DIM + column
-    gate = gates_ptr + t * (2 * VALUE_HEADS) + head + tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]
+    gate = (
+        gates_ptr
+        + t * (2 * VALUE_HEADS)
+        + head
+        + tl.arange(0, 1)[:, None]
+        + tl.arange(0, 1)[None, :]
+    )
     q = tl.load(key, mask=there & (row < KEY_DIM), other=0.0)
     k = tl.load(key + WIDTH, mask=there & (row < KEY_DIM), other=0.0)
     v = tl.load(value, mask=there & (column < VALUE_DIM), other=0.0)
@@ -81,12 +91,15 @@ def _load_token(
 
 @triton.jit(do_not_specialize=["page_size", "pages"])
 def _delta_rule(
-    qkv_ptr, gates_ptr, decay_ptr, step_bias_ptr, out_ptr, states_ptr, row_start_ptr, context_ptr, table_ptr,
+    qkv_ptr, gates_ptr, decay_ptr, step_bias_ptr, out_ptr, states_ptr, row_start_ptr, context_ptr,
+    table_ptr,
     page_size, pages, scale,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a sequence, for one value head and BLOCK of its columns, a page after the other."""
+    """The rows of a sequence, for one value head and BLOCK of its columns, a page after the
+    other."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     start = tl.load(row_start_ptr + sequence).to(tl.int64)
@@ -101,9 +114,23 @@ def _delta_rule(
     if states_ptr is not None:
         before = (rows > 0) & (context > 0)
         page = tl.load(table + (context - 1) // page_size, mask=before, other=0).to(tl.int64)
-        state = tl.load(states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part, mask=inside & before, other=0.0)
+        state = tl.load(
+            states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part,
+            mask=inside & before,
+            other=0.0,
+        )
     q, k, v, b, a = _load_token(
-        qkv_ptr, gates_ptr, start, rows > 0, head, column, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH
+        qkv_ptr,
+        gates_ptr,
+        start,
+        rows > 0,
+        head,
+        column,
+        KEY_HEADS,
+        VALUE_HEADS,
+        KEY_DIM,
+        VALUE_DIM,
+        HIGH,
     )
     done = tl.minimum(rows, 0)
     first = context // page_size
@@ -111,36 +138,62 @@ def _delta_rule(
         end = tl.minimum((first + step + 1) * page_size - context, rows)
         for _ in range(steps(end - done)):
             t, done = start + done, done + 1
-            query, key, value, strength, step_size = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), b, a
+            query = q.to(tl.float32)
+            key = k.to(tl.float32)
+            value = v.to(tl.float32)
+            strength = b
+            step_size = a
             q, k, v, b, a = _load_token(
-                qkv_ptr, gates_ptr, t + 1, done < rows, head, column, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH
+                qkv_ptr,
+                gates_ptr,
+                t + 1,
+                done < rows,
+                head,
+                column,
+                KEY_HEADS,
+                VALUE_HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                HIGH,
             )
             query = query * _inverse_length(query, LEVELS) * scale
             key = key * _inverse_length(key, LEVELS)
             kept, strength = _kept_and_strength(step_size, strength, decay, step_bias)
             faded = state * kept
             error = (value - column_sums(key * faded, LEVELS)) * strength
-            state = tl.fma(tl.broadcast_to(key, (HIGH, BLOCK)), tl.broadcast_to(error, (HIGH, BLOCK)), faded)
+            state = tl.fma(
+                tl.broadcast_to(key, (HIGH, BLOCK)), tl.broadcast_to(error, (HIGH, BLOCK)), faded
+            )
             out = cast(column_sums(query * state, LEVELS), out_ptr.dtype.element_ty)
             to = out_ptr + t * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
             tl.store(to, out, mask=column < VALUE_DIM)
         if states_ptr is not None:
             page = tl.load(table + first + step).to(tl.int64)
-            tl.store(states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part, state, mask=inside)
+            tl.store(
+                states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part, state, mask=inside
+            )
 
 
-def delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout) -> Tensor:
+def delta_rule(
+    qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+) -> Tensor:
     """As `Ops.delta_rule`."""
     qkv, gates = qkv.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32, f"gates in {gates.dtype}"
-    out = torch.empty(qkv.shape[0], heads.value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty(
+        qkv.shape[0], heads.value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device
+    )
     high = triton.next_power_of_2(heads.key_dim)
     block = min(_BLOCK, triton.next_power_of_2(heads.value_dim))
     launch(
-        _delta_rule, (-(-heads.value_dim // block), heads.value_heads, layout.row_start.shape[0] - 1), qkv, gates,
-        heads.decay.contiguous(), heads.step_bias.contiguous(), out, None if store is None else store.states,
-        layout.row_start, layout.context, layout.page_table, layout.page_size, layout.page_table.stride(0),
+        _delta_rule, (-(-heads.value_dim // block), heads.value_heads,
+            layout.row_start.shape[0] - 1), qkv, gates,
+        heads.decay.contiguous(), heads.step_bias.contiguous(), out,
+        None if store is None else store.states,
+        layout.row_start, layout.context, layout.page_table, layout.page_size,
+        layout.page_table.stride(0),
         heads.key_dim**-0.5, num_warps=1, KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads,
-        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, HIGH=high, LEVELS=high.bit_length() - 1, BLOCK=block,
+        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, HIGH=high, LEVELS=high.bit_length() - 1,
+        BLOCK=block,
     )  # fmt: skip
     return out

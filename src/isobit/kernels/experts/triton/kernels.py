@@ -1,10 +1,11 @@
-"""The kernels of products grouped by expert: the schedule of tiles, FProp and DGrad, WGrad and its quantizer, and the
-sum over the experts of a token.
+"""The kernels of products grouped by expert: the schedule of tiles, FProp and DGrad, WGrad and its
+quantizer, and the sum over the experts of a token.
 
-Rows sorted by expert are cut into tiles of at most `BLOCK_T` rows that never cross an expert's border. How many tiles
-an expert has is known on the device only; so the grid is an upper bound from the host, `schedule` writes down which
-expert and first row each tile has, and a surplus tile ends at once. A short tile repeats its last row: loads need no
-mask, and stores leave the repetitions out. Left out: launches (`grouped.py`).
+Rows sorted by expert are cut into tiles of at most `BLOCK_T` rows that never cross an expert's
+border. How many tiles an expert has is known on the device only; so the grid is an upper bound from
+the host, `schedule` writes down which expert and first row each tile has, and a surplus tile ends
+at once. A short tile repeats its last row: loads need no mask, and stores leave the repetitions
+out. Left out: launches (`grouped.py`).
 """
 
 import triton
@@ -19,8 +20,8 @@ def schedule(
     offsets_ptr, tile_ptr, start_ptr, tiles,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tile [2, tiles] int32: the expert of every tile, -1 for a surplus one, and its first row; start [EXPERTS + 1]
-    int32: every expert's first tile, and their number."""
+    """tile [2, tiles] int32: the expert of every tile, -1 for a surplus one, and its first row;
+    start [EXPERTS + 1] int32: every expert's first tile, and their number."""
     e = tl.arange(0, PADDED)
     begin = tl.load(offsets_ptr + e, mask=e < EXPERTS, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + e + 1, mask=e < EXPERTS, other=0).to(tl.int32)
@@ -41,8 +42,8 @@ def schedule(
 
 @triton.jit
 def _store_rows(total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexpr):
-    """A tile [BLOCK_N, BLOCK_T], and the expert's bias if there is any, to the rows t below `stop` of y [R, COLUMNS],
-    transposed and rounded once."""
+    """A tile [BLOCK_N, BLOCK_T], and the expert's bias if there is any, to the rows t below `stop`
+    of y [R, COLUMNS], transposed and rounded once."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * COLUMNS + n, mask=n < COLUMNS, other=0.0)
         total += bias.to(tl.float32)[:, None]
@@ -67,9 +68,9 @@ def block_product(
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     ROW_SCALES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending, (codes · codes)
-    summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a row, or one for 128 rows. The rows
-    are a's at `pick` [R] int64, if that is there."""
+    """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending,
+    (codes · codes) summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a
+    row, or one for 128 rows. The rows are a's at `pick` [R] int64, if that is there."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -95,7 +96,9 @@ def block_product(
         if ROW_SCALES:
             scale = tl.load(a_scales)[None, :] * tl.load(w_scales)[:, None]
         else:
-            scale = tl.broadcast_to((tl.load(a_scales) * tl.load(w_scales))[None, :], (BLOCK_N, BLOCK_T))
+            scale = tl.broadcast_to(
+                (tl.load(a_scales) * tl.load(w_scales))[None, :], (BLOCK_N, BLOCK_T)
+            )
         acc = tl.fma(part, scale, acc)
         a_tile += 128
         w_tile += 128
@@ -107,10 +110,12 @@ def block_product(
 @triton.jit(do_not_specialize=["tiles"])
 def plain_product(
     a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr, tiles, w_row, w_column,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same of BF16 or FP32: one float32 sum over ascending K. w [E, N, K] may be the transpose of a storage."""
+    """The same of BF16 or FP32: one float32 sum over ascending K. w [E, N, K] may be the transpose
+    of a storage."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -135,11 +140,13 @@ def plain_product(
 
 @triton.jit(do_not_specialize=["tiles", "x_scale_row", "x_scale_block"])
 def quantize_tokens(
-    x_ptr, x_scale_ptr, y_ptr, scale_ptr, flag_ptr, tile_ptr, offsets_ptr, tiles, x_scale_row, x_scale_block,
+    x_ptr, x_scale_ptr, y_ptr, scale_ptr, flag_ptr, tile_ptr, offsets_ptr, tiles, x_scale_row,
+    x_scale_block,
     COLUMNS: tl.constexpr, CODES: tl.constexpr, UE8M0: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Codes (uint8) y [C, 128 tiles] and scales [tiles, C] of x [R, C], transposed: a scale for every column of a tile
-    of 128 tokens. x in BF16 or FP32, or CODES with scales for 128 columns of a row. Beyond an expert's rows: zeros."""
+    """Codes (uint8) y [C, 128 tiles] and scales [tiles, C] of x [R, C], transposed: a scale for
+    every column of a tile of 128 tokens. x in BF16 or FP32, or CODES with scales for 128 columns of
+    a row. Beyond an expert's rows: zeros."""
     tile = tl.program_id(0)
     expert = tl.load(tile_ptr + tile)
     if expert < 0:
@@ -151,7 +158,11 @@ def quantize_tokens(
     at = t.to(tl.int64)[:, None] * COLUMNS + c[None, :]
     if CODES:
         x = numbers.from_e4m3(tl.load(x_ptr + at, mask=inside, other=0))
-        own = x_scale_ptr + t.to(tl.int64) * x_scale_row + (tl.program_id(1) * BLOCK_C // 128) * x_scale_block
+        own = (
+            x_scale_ptr
+            + t.to(tl.int64) * x_scale_row
+            + (tl.program_id(1) * BLOCK_C // 128) * x_scale_block
+        )
         x *= tl.load(own, mask=t < stop, other=0.0)[:, None]
     else:
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -163,8 +174,11 @@ def quantize_tokens(
 
 
 @triton.jit
-def _store_gradient(total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of an expert's gradient to y [E, N, K], or added to what y has where `held` [E] int32, if given, is 1."""
+def _store_gradient(
+    total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """A tile of an expert's gradient to y [E, N, K], or added to what y has where `held` [E] int32,
+    if given, is 1."""
     at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
     inside = (n < ROWS)[:, None] & (k < COLUMNS)[None, :]
     if held_ptr is not None:
@@ -177,11 +191,12 @@ def _store_gradient(total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, CO
 @triton.jit(do_not_specialize=["tiles"])
 def block_weight_gradient(
     g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, held_ptr, start_ptr, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as `quantize_tokens` makes them: the
-    expert's blocks of 128 tokens ascending, as `block_product` does those of K; added to y where `held`. An expert
-    without rows is not written."""
+    """y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as `quantize_tokens`
+    makes them: the expert's blocks of 128 tokens ascending, as `block_product` does those of K;
+    added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(start_ptr + expert), tl.load(start_ptr + expert + 1)
@@ -200,7 +215,9 @@ def block_weight_gradient(
     x_scales = x_scale_ptr + begin.to(tl.int64) * COLUMNS + k_at
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for _ in tl.range(numbers.steps(begin), numbers.steps(end), num_stages=STAGES):
-        part = numbers.dot(tl.load(g_tile), tl.load(x_tile), tl.zeros((BLOCK_N, BLOCK_K), tl.float32))
+        part = numbers.dot(
+            tl.load(g_tile), tl.load(x_tile), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        )
         acc = tl.fma(part, tl.load(g_scales)[:, None] * tl.load(x_scales)[None, :], acc)
         g_tile += 128
         x_tile += 128
@@ -212,11 +229,12 @@ def block_weight_gradient(
 @triton.jit
 def plain_weight_gradient(
     g_ptr, x_ptr, y_ptr, held_ptr, offsets_ptr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the expert's rows, ascending;
-    added to y where `held`. An expert without rows is not written."""
+    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the
+    expert's rows, ascending; added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
@@ -240,10 +258,12 @@ def plain_weight_gradient(
 
 @triton.jit
 def sum_of_rows(
-    x_ptr, place_ptr, gate_ptr, y_ptr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, place_ptr, gate_ptr, y_ptr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [T, C]: the rows `place` [T, SLOTS] of x [R, C], times gates if GATED, added in the order of the slots."""
+    """y [T, C]: the rows `place` [T, SLOTS] of x [R, C], times gates if GATED, added in the order
+    of the slots."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -253,12 +273,15 @@ def sum_of_rows(
         if GATED:
             x *= tl.load(gate_ptr + row * SLOTS + slot)
         total = x if slot == 0 else total + x
-    tl.store(y_ptr + row * COLUMNS + c, numbers.cast(total, y_ptr.dtype.element_ty), mask=c < COLUMNS)
+    tl.store(
+        y_ptr + row * COLUMNS + c, numbers.cast(total, y_ptr.dtype.element_ty), mask=c < COLUMNS
+    )
 
 
 @triton.jit
 def sum_of_rows_backward(
-    dy_ptr, x_ptr, place_ptr, gate_ptr, dx_ptr, dgate_ptr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    dy_ptr, x_ptr, place_ptr, gate_ptr, dx_ptr, dgate_ptr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx [R, C] and dgate [T, SLOTS] of `sum_of_rows` with gates; BLOCK covers a row."""

@@ -1,4 +1,5 @@
-"""Routing in a mixture of experts: softmax over the experts, the most probable ones and their gates, in one kernel.
+"""Routing in a mixture of experts: softmax over the experts, the most probable ones and their
+gates, in one kernel.
 
 The definition is `kernels/experts/definition.py`'s, with float32 inside: the softmax's denominator
 is a sum of neighbours in pairs, then pairs of pairs (`norm.pair_sum`), gates are added in the order
@@ -6,8 +7,9 @@ of the slots, and the choice takes no sum at all. So a row's bits depend on the 
 number of experts (`tests/kernels/triton/test_routing.py`). The bound is the memory's speed, and for
 the few thousand logits of a decode step the launch.
 
-`by_expert` sorts the choices of a few thousand slots, as decoding has, in one launch and not in a dozen: the place of a
-choice is how many come before it, counted. More are sorted by PyTorch; integers are the same.
+`by_expert` sorts the choices of a few thousand slots, as decoding has, in one launch and not in a
+dozen: the place of a choice is how many come before it, counted. More are sorted by PyTorch;
+integers are the same.
 
 Left out: the router's logits, which are a product, and gradients (`model/forward/moe.py`).
 """
@@ -26,7 +28,8 @@ _HIGH = 8
 """Rows of a program."""
 
 MOST_COUNTED = 8192
-"""Choices that are sorted by counting, each against all: 11 microseconds (an estimate) where a sort takes 40."""
+"""Choices that are sorted by counting, each against all: 11 microseconds (an estimate) where a sort
+takes 40."""
 _COUNTED, _AT_ONCE = 64, 256
 """Choices that one program places, and how many it looks at in a step."""
 
@@ -34,10 +37,12 @@ _COUNTED, _AT_ONCE = 64, 256
 @triton.jit(do_not_specialize=["rows"])
 def _route(
     logits_ptr, given_ptr, probability_ptr, chosen_ptr, gate_ptr, rows,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
     NORMALIZE: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """HIGH rows of logits [rows, EXPERTS]; BLOCK and SLOTS are the powers of two from EXPERTS and COUNT on."""
+    """HIGH rows of logits [rows, EXPERTS]; BLOCK and SLOTS are the powers of two from EXPERTS and
+    COUNT on."""
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     present = row < rows
     expert = tl.arange(0, BLOCK)[None, :]
@@ -54,7 +59,8 @@ def _route(
     gate_total = tl.zeros((HIGH,), tl.float32)
     for i in tl.static_range(COUNT):
         best = tl.max(left, 1)
-        # ties go to the lower expert; where all is NaN, to the last: an index of an expert in any case
+        # ties go to the lower expert; where all is NaN, to the last: an index of an expert in any
+        # case
         place = tl.min(tl.where(left == best[:, None], expert, EXPERTS - 1), 1)
         left = tl.where(expert == place[:, None], -1.0, left)
         tl.store(chosen_ptr + row * COUNT + i, place.to(tl.int64), mask=present)
@@ -69,7 +75,9 @@ def _route(
     tl.store(gate_ptr + row[:, None] * COUNT + slot, gates, mask=present[:, None] & (slot < COUNT))
 
 
-def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.route`, with float32 sums."""
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
@@ -78,7 +86,8 @@ def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None = No
     chosen = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     block = triton.next_power_of_2(experts)
     launch(
-        _route, (triton.cdiv(rows, _HIGH),), logits, None if given is None else given.contiguous(), probabilities,
+        _route, (triton.cdiv(rows, _HIGH),), logits, None if given is None else given.contiguous(),
+        probabilities,
         chosen, gates, rows, num_warps=4 if block <= 128 else 8,
         EXPERTS=experts, BLOCK=block, LEVELS=block.bit_length() - 1, COUNT=count,
         SLOTS=triton.next_power_of_2(count), NORMALIZE=normalize, HIGH=_HIGH,
@@ -91,19 +100,24 @@ def _by_expert(
     chosen_ptr, token_ptr, place_ptr, offset_ptr, entries, blocks,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Places of BLOCK choices each in the first `blocks` programs; in those after them, offsets of BLOCK experts."""
+    """Places of BLOCK choices each in the first `blocks` programs; in those after them, offsets of
+    BLOCK experts."""
     program = tl.program_id(0)
     places = program < blocks
     first = tl.where(places, program, program - blocks) * BLOCK
     own = first + tl.arange(0, BLOCK)
     choice = tl.load(chosen_ptr + own, mask=places & (own < entries), other=0).to(tl.int32)
     mine = tl.where(places, choice, own)
-    until = tl.where(places, own, -1)  # of equal choices the earlier ones come before, and none before an expert's rows
+    until = tl.where(
+        places, own, -1
+    )  # of equal choices the earlier ones come before, and none before an expert's rows
     before = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, numbers.steps(entries), WIDE):
         at = start + tl.arange(0, WIDE)
         other = tl.load(chosen_ptr + at, mask=at < entries, other=EXPERTS).to(tl.int32)[None, :]
-        earlier = (other < mine[:, None]) | ((other == mine[:, None]) & (at[None, :] < until[:, None]))
+        earlier = (other < mine[:, None]) | (
+            (other == mine[:, None]) & (at[None, :] < until[:, None])
+        )
         before += tl.sum((earlier & (at < entries)[None, :]).to(tl.int32), 1)
     inside = places & (own < entries)
     tl.store(token_ptr + before, (own // SLOTS).to(tl.int64), mask=inside)
@@ -116,10 +130,12 @@ def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     entries = chosen.numel()
     if not 0 < entries <= MOST_COUNTED:
         return definition.by_expert(chosen, count)
-    token, place = chosen.new_empty(entries), torch.empty_like(chosen, memory_format=torch.contiguous_format)
+    token = chosen.new_empty(entries)
+    place = torch.empty_like(chosen, memory_format=torch.contiguous_format)
     offsets, blocks = chosen.new_empty(count + 1), triton.cdiv(entries, _COUNTED)
     launch(
-        _by_expert, (blocks + triton.cdiv(count + 1, _COUNTED),), chosen.contiguous(), token, place, offsets, entries,
+        _by_expert, (blocks + triton.cdiv(count + 1, _COUNTED),), chosen.contiguous(), token, place,
+        offsets, entries,
         blocks, num_warps=4, SLOTS=chosen.shape[1], EXPERTS=count, BLOCK=_COUNTED, WIDE=_AT_ONCE,
     )  # fmt: skip
     return token, place, offsets

@@ -1,9 +1,10 @@
 """Back through rotary embedding and norm of the heads, into the one gradient of qkv.
 
-A program takes a few heads of its share of the tokens, all of them queries, keys or values, one token after the other;
-so it can keep the sums of the norms' gradients in registers. A second kernel adds what the programs found, in order.
-The norm's statistic is computed again from qkv, as the forward does. Memory bounds it: qkv and the gradients are read
-once, and one gradient is written. Left out: the forward (`forward.py`).
+A program takes a few heads of its share of the tokens, all of them queries, keys or values, one
+token after the other; so it can keep the sums of the norms' gradients in registers. A second kernel
+adds what the programs found, in order. The norm's statistic is computed again from qkv, as the
+forward does. Memory bounds it: qkv and the gradients are read once, and one gradient is written.
+Left out: the forward (`forward.py`).
 """
 
 import torch
@@ -37,10 +38,11 @@ _SUM_ROWS = tl.constexpr(64)
 def attention_inputs_backward(
     gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H, D], dk, dv [T, KV, D].
+    """(gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H, D],
+    dk, dv [T, KV, D].
 
-    Straight through the store. The weights' gradients are partial sums over fixed shares of the tokens, added in order:
-    they repeat, but their bits depend on the batch.
+    Straight through the store. The weights' gradients are partial sums over fixed shares of the
+    tokens, added in order: they repeat, but their bits depend on the batch.
     """
     qkv = qkv.contiguous()
     rows, total, dim = qkv.shape
@@ -53,11 +55,18 @@ def attention_inputs_backward(
     q_norm, k_norm = heads.norms if heads.norms is not None else (None, None)
     chunks = min(rows, _CHUNKS)
     normed_groups = q_groups + kv_groups
-    partial = torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device) if heads.norms else None
+    partial = (
+        torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device)
+        if heads.norms
+        else None
+    )
     launch(
-        _attention_inputs_backward, (chunks, normed_groups + kv_groups), dq, dk, dv, qkv, dqkv, q_norm, k_norm,
-        *heads.tables, positions, partial, rows, -(-rows // max(chunks, 1)), heads.eps, num_warps=2, Q_STRIDE=q_stride,
-        K_STRIDE=k_stride, V_STRIDE=v_stride, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile,
+        _attention_inputs_backward, (chunks, normed_groups + kv_groups), dq, dk, dv, qkv, dqkv,
+        q_norm, k_norm,
+        *heads.tables, positions, partial, rows, -(-rows // max(chunks, 1)), heads.eps, num_warps=2,
+        Q_STRIDE=q_stride,
+        K_STRIDE=k_stride, V_STRIDE=v_stride, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
+        TILE=tile,
         WIDTH=half_width(dim),
     )  # fmt: skip
     if partial is None:
@@ -65,20 +74,24 @@ def attention_inputs_backward(
     dweights = torch.empty((2, dim), dtype=torch.float32, device=qkv.device)
     columns = min(32, triton.next_power_of_2(dim))
     launch(
-        _sum_partials, (2, -(-dim // columns)), partial, dweights, q_groups * chunks, kv_groups * chunks,
-        -(-max(q_groups, kv_groups) * chunks // _SUM_ROWS.value), num_warps=4, DIM=dim, COLUMNS=columns,
+        _sum_partials, (2, -(-dim // columns)), partial, dweights, q_groups * chunks,
+        kv_groups * chunks,
+        -(-max(q_groups, kv_groups) * chunks // _SUM_ROWS.value), num_warps=4, DIM=dim,
+        COLUMNS=columns,
     )  # fmt: skip
     return dqkv, dweights[0], dweights[1]
 
 
 @triton.jit
 def _heads_backward(
-    gradient, x, dx, norm, eps, cos, sin, positions, partial, rows, steps, head, X_HEAD: tl.constexpr,
-    STRIDE: tl.constexpr, TOKEN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    gradient, x, dx, norm, eps, cos, sin, positions, partial, rows, steps, head,
+    X_HEAD: tl.constexpr,
+    STRIDE: tl.constexpr, TOKEN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Back through rotation and norm, for heads from `head` on of the tokens that are this program's; these heads
-    stand in qkv from head `X_HEAD` on."""
+    """Back through rotation and norm, for heads from `head` on of the tokens that are this
+    program's; these heads stand in qkv from head `X_HEAD` on."""
     at, first, second = places(head, HEADS, DIM, TILE, WIDTH)
     DTYPE: tl.constexpr = gradient.dtype.element_ty
     if norm is not None:
@@ -92,7 +105,9 @@ def _heads_backward(
         low, high = turned(low, high, c, -s)
         if norm is not None:
             low, high = rounded_to(low, DTYPE), rounded_to(high, DTYPE)
-            n_low, n_high = load(x + token * TOKEN + X_HEAD * DIM, at, first & there, second & there, DIM)
+            n_low, n_high = load(
+                x + token * TOKEN + X_HEAD * DIM, at, first & there, second & there, DIM
+            )
             rstd = inverse_norm(n_low, n_high, eps, DIM)
             n_low, n_high = n_low * rstd, n_high * rstd
             dw_low, dw_high = dw_low + low * n_low, dw_high + high * n_high
@@ -109,7 +124,8 @@ def _heads_backward(
 
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _attention_inputs_backward(
-    dq, dk, dv, qkv, dqkv, q_norm, k_norm, cos, sin, positions, partial, rows, steps, eps, Q_STRIDE: tl.constexpr,
+    dq, dk, dv, qkv, dqkv, q_norm, k_norm, cos, sin, positions, partial, rows, steps, eps,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -121,16 +137,20 @@ def _attention_inputs_backward(
         partial += group * tl.num_programs(0) * DIM
     if group < Q_GROUPS:
         _heads_backward(
-            dq, qkv, dqkv, q_norm, eps, cos, sin, positions, partial, rows, steps, group * TILE, 0, Q_STRIDE, TOKEN,
+            dq, qkv, dqkv, q_norm, eps, cos, sin, positions, partial, rows, steps, group * TILE, 0,
+            Q_STRIDE, TOKEN,
             Q_HEADS, DIM, TILE, WIDTH,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         _heads_backward(
-            dk, qkv, dqkv, k_norm, eps, cos, sin, positions, partial, rows, steps, (group - Q_GROUPS) * TILE, Q_HEADS,
+            dk, qkv, dqkv, k_norm, eps, cos, sin, positions, partial, rows, steps,
+            (group - Q_GROUPS) * TILE, Q_HEADS,
             K_STRIDE, TOKEN, KV_HEADS, DIM, TILE, WIDTH,
         )  # fmt: skip
     else:
-        at, first, second = places((group - Q_GROUPS - KV_GROUPS) * TILE, KV_HEADS, DIM, TILE, WIDTH)
+        at, first, second = places(
+            (group - Q_GROUPS - KV_GROUPS) * TILE, KV_HEADS, DIM, TILE, WIDTH
+        )
         for step in range(numbers.steps(steps)):
             token = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
             there = token < rows
@@ -140,7 +160,9 @@ def _attention_inputs_backward(
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "steps"])
-def _sum_partials(partial, dweights, q_rows, k_rows, steps, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_partials(
+    partial, dweights, q_rows, k_rows, steps, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Add the partial sums of a norm, which stand one after the other, in a fixed order."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((_SUM_ROWS, COLUMNS), tl.float32)

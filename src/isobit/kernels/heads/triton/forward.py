@@ -1,12 +1,14 @@
-"""Heads between the linear layers and attention: norm, rotary embedding, and storing of keys and values, one kernel.
+"""Heads between the linear layers and attention: norm, rotary embedding, and storing of keys and
+values, one kernel.
 
-A program takes a few heads of one token, all of them queries, keys or values, so the bits of a head depend on that head
-and its position alone. Heads are read as their two halves, which the rotation combines element by element. Every value
-is rounded where the operators in turn would round it (`tests/kernels/triton/test_heads.py`): after the norm, after the
-rotation, and to codes. The norm's sum is float32.
+A program takes a few heads of one token, all of them queries, keys or values, so the bits of a head
+depend on that head and its position alone. Heads are read as their two halves, which the rotation
+combines element by element. Every value is rounded where the operators in turn would round it
+(`tests/kernels/triton/test_heads.py`): after the norm, after the rotation, and to codes. The norm's
+sum is float32.
 
-Memory bounds these kernels: qkv is read once; q, k and what is stored are written. Left out: the backward
-(`backward.py`), the norm of whole rows, and the products before and after.
+Memory bounds these kernels: qkv is read once; q, k and what is stored are written. Left out: the
+backward (`backward.py`), the norm of whole rows, and the products before and after.
 """
 
 from typing import Any
@@ -24,12 +26,13 @@ from isobit.kernels.triton.launch import launch
 from isobit.precision import E4M3, INT8
 
 _HEADS = 8
-"""Heads of a program, at most: with 2 warps a thread then reads 16 bytes of each half of a head of 128."""
+"""Heads of a program, at most: with 2 warps a thread then reads 16 bytes of each half of a head of
+128."""
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate x [T, heads, D] by the rows [P, D/2] (float32) of `cos` and `sin` at `positions` [T] int64; `inverse`
-    rotates back (Su et al. 2021). The bits of the reference."""
+    """Rotate x [T, heads, D] by the rows [P, D/2] (float32) of `cos` and `sin` at `positions` [T]
+    int64; `inverse` rotates back (Su et al. 2021). The bits of the reference."""
     rows, heads, dim = x.shape
     x, stride = strided(x)
     out = torch.empty((rows, heads, dim), dtype=x.dtype, device=x.device)
@@ -42,14 +45,17 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout, flag: Tensor) -> None:
-    """Store k, v [T, KV, D] at the layout's slots: codes with a scale per token and head, or under calibrated
-    scales, whose clamping is counted; or cast. `flag` [1] int32 becomes 1 where they are quantized and not finite."""
+    """Store k, v [T, KV, D] at the layout's slots: codes with a scale per token and head, or under
+    calibrated scales, whose clamping is counted; or cast. `flag` [1] int32 becomes 1 where they are
+    quantized and not finite."""
     rows, heads, dim = k.shape
     (k, k_stride), (v, v_stride) = strided(k), strided(v)
     tile = heads_at_once(heads)
     launch(
-        _kv_write, (rows, 2 * num_groups(heads, tile)), k, v, *_stored(store), layout.slots, flag, rows,
-        num_warps=2, K_STRIDE=k_stride, V_STRIDE=v_stride, HEADS=heads, DIM=dim, TILE=tile, WIDTH=half_width(dim),
+        _kv_write, (rows, 2 * num_groups(heads, tile)), k, v, *_stored(store), layout.slots, flag,
+        rows,
+        num_warps=2, K_STRIDE=k_stride, V_STRIDE=v_stride, HEADS=heads, DIM=dim, TILE=tile,
+        WIDTH=half_width(dim),
         **_how(store),
     )  # fmt: skip
 
@@ -57,20 +63,26 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout, flag: Tensor)
 def attention_inputs(
     qkv: Tensor, how: Heads, store: KVStore, layout: Layout, flag: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head and rotated, as `how` says,
-    to the layout's positions; k and v stored as by `kv_write`. v is a view of qkv, q and k are new and contiguous.
+    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head and rotated,
+    as `how` says, to the layout's positions; k and v stored as by `kv_write`. v is a view of qkv, q
+    and k are new and contiguous.
     """
     qkv = qkv.contiguous()
     rows, heads, dim = qkv.shape
     kv_heads = store.k.shape[1]
     q_heads = heads - 2 * kv_heads
-    q, k = (torch.empty((rows, count, dim), dtype=qkv.dtype, device=qkv.device) for count in (q_heads, kv_heads))
+    q, k = (
+        torch.empty((rows, count, dim), dtype=qkv.dtype, device=qkv.device)
+        for count in (q_heads, kv_heads)
+    )
     tile = heads_at_once(max(q_heads, kv_heads))
     grid = (rows, num_groups(q_heads, tile) + 2 * num_groups(kv_heads, tile))
     q_norm, k_norm = how.norms if how.norms is not None else (None, None)
     launch(
-        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *how.tables, layout.positions, *_stored(store),
-        layout.slots, flag, rows, how.eps, num_warps=2, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile,
+        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *how.tables, layout.positions,
+        *_stored(store),
+        layout.slots, flag, rows, how.eps, num_warps=2, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
+        TILE=tile,
         WIDTH=half_width(dim), **_how(store),
     )  # fmt: skip
     return q, k, qkv[:, q_heads + kv_heads :]
@@ -87,12 +99,14 @@ def num_groups(heads: int, tile: int) -> int:
 
 
 def half_width(dim: int) -> int:
-    """Columns that hold half a head; the first half is the longer one, where a head can only be stored."""
+    """Columns that hold half a head; the first half is the longer one, where a head can only be
+    stored."""
     return triton.next_power_of_2(-(-dim // 2))
 
 
 def strided(x: Tensor) -> tuple[Tensor, int]:
-    """(x, elements from a token to the next), its heads of a token being contiguous; a copy only if they are not."""
+    """(x, elements from a token to the next), its heads of a token being contiguous; a copy only if
+    they are not."""
     _, heads, dim = x.shape
     if x.shape[0] <= 1 or x.stride(2) != 1 or x.stride(1) != dim:
         return x.contiguous(), heads * dim
@@ -109,15 +123,16 @@ def _how(store: KVStore) -> dict[str, Any]:
         return {"QUANTIZED": False, "CALIBRATED": False, "UE8M0": False}
     if store.kv.format not in (E4M3, INT8) or store.kv.scale not in ("fp32", "ue8m0"):
         raise IsobitError(
-            f"the triton backend stores keys and values in e4m3 or int8 with fp32 or ue8m0 scales, not {store.kv}"
+            "the triton backend stores keys and values in e4m3 or int8 with fp32 or ue8m0 "
+            f"scales, not {store.kv}"
         )
     return {"QUANTIZED": True, "CALIBRATED": store.calibrated, "UE8M0": store.kv.scale == "ue8m0"}
 
 
 @triton.jit
 def places(head, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """(offsets of the first halves of `TILE` heads from `head` on, within a token; which are there; the same of the
-    second halves)."""
+    """(offsets of the first halves of `TILE` heads from `head` on, within a token; which are there;
+    the same of the second halves)."""
     HALF: tl.constexpr = (DIM + 1) // 2
     heads = head + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -142,15 +157,17 @@ def load(pointer, at, first, second, DIM: tl.constexpr):
 def save(pointer, at, first, second, low, high, DIM: tl.constexpr):
     """Store both halves of heads, each rounded once to the pointer's type."""
     tl.store(pointer + at, numbers.cast(low, pointer.dtype.element_ty), mask=first)
-    tl.store(pointer + at + (DIM + 1) // 2, numbers.cast(high, pointer.dtype.element_ty), mask=second)
+    tl.store(
+        pointer + at + (DIM + 1) // 2, numbers.cast(high, pointer.dtype.element_ty), mask=second
+    )
 
 
 @triton.jit
 def vector(pointer, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """The two halves of a vector [DIM], float32 [TILE, WIDTH].
 
-    Loaded for every head again: a single row would be spread over the threads in another way, and the heads moved
-    through shared memory to meet it.
+    Loaded for every head again: a single row would be spread over the threads in another way, and
+    the heads moved through shared memory to meet it.
     """
     column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (TILE, WIDTH))
     return load(pointer, column, column < DIM // 2, column < DIM // 2, DIM)
@@ -171,7 +188,8 @@ def rounded_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def turns(cos, sin, positions, token, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Cosines and sines [TILE, WIDTH] at a token's position, for every head again as in `vector`."""
+    """Cosines and sines [TILE, WIDTH] at a token's position, for every head again as in
+    `vector`."""
     column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (TILE, WIDTH))
     at = tl.load(positions + token) * (DIM // 2) + column
     inside = column < DIM // 2
@@ -186,10 +204,12 @@ def turned(low, high, c, s):
 
 @triton.jit
 def _normed_rotated(
-    x, norm, eps, cos, sin, positions, token, at, first, second, DIM: tl.constexpr, TILE: tl.constexpr,
+    x, norm, eps, cos, sin, positions, token, at, first, second, DIM: tl.constexpr,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a token, normed if there is a norm, and rotated: not yet rounded for the second time."""
+    """Heads of a token, normed if there is a norm, and rotated: not yet rounded for the second
+    time."""
     low, high = load(x, at, first, second, DIM)
     c, s = turns(cos, sin, positions, token, DIM, TILE, WIDTH)
     if norm is not None:
@@ -208,7 +228,8 @@ def _clamped(low, high, limit):
 
 @triton.jit
 def _put(
-    low, high, data, scales, counts, flag, slot, head, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    low, high, data, scales, counts, flag, slot, head, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr, QUANTIZED: tl.constexpr, CALIBRATED: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     """Store heads of a token, float32 values [TILE, WIDTH] of the rounded operand, in a slot."""
@@ -218,7 +239,8 @@ def _put(
     if QUANTIZED:
         # NaN counts as infinite: the hardware's maximum would drop it
         magnitude = tl.maximum(
-            tl.where(low == low, tl.abs(low), float("inf")), tl.where(high == high, tl.abs(high), float("inf"))
+            tl.where(low == low, tl.abs(low), float("inf")),
+            tl.where(high == high, tl.abs(high), float("inf")),
         )
         amax = tl.max(magnitude, axis=1, keep_dims=True)
         tl.store(flag, 1, mask=tl.max(tl.max(amax, axis=1), axis=0) == float("inf"))
@@ -247,7 +269,8 @@ def _count_all(counts, rows, HEADS: tl.constexpr, DIM: tl.constexpr, CALIBRATED:
 
 @triton.jit
 def _rotary(
-    x, out, cos, sin, positions, STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    x, out, cos, sin, positions, STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -263,7 +286,8 @@ def _rotary(
 @triton.jit(do_not_specialize=["rows"])
 def _kv_write(
     k, v, k_data, v_data, k_scale, v_scale, counts, slots, flag, rows, K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    V_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
     QUANTIZED: tl.constexpr, CALIBRATED: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = (HEADS + TILE - 1) // TILE
@@ -275,21 +299,25 @@ def _kv_write(
     if group < GROUPS:
         low, high = load(k + token * K_STRIDE, at, first, second, DIM)
         _put(
-            low, high, k_data, k_scale, counts, flag, slot, head, HEADS, DIM, TILE, WIDTH, QUANTIZED, CALIBRATED,
+            low, high, k_data, k_scale, counts, flag, slot, head, HEADS, DIM, TILE, WIDTH,
+            QUANTIZED, CALIBRATED,
             UE8M0,
         )  # fmt: skip
     else:
         low, high = load(v + token * V_STRIDE, at, first, second, DIM)
         _put(
-            low, high, v_data, v_scale, counts, flag, slot, head, HEADS, DIM, TILE, WIDTH, QUANTIZED, CALIBRATED,
+            low, high, v_data, v_scale, counts, flag, slot, head, HEADS, DIM, TILE, WIDTH,
+            QUANTIZED, CALIBRATED,
             UE8M0,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _attention_inputs(
-    qkv, q, k, q_norm, k_norm, cos, sin, positions, k_data, v_data, k_scale, v_scale, counts, slots, flag, rows, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    qkv, q, k, q_norm, k_norm, cos, sin, positions, k_data, v_data, k_scale, v_scale, counts, slots,
+    flag, rows, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
     QUANTIZED: tl.constexpr, CALIBRATED: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     Q_GROUPS: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
@@ -310,17 +338,20 @@ def _attention_inputs(
         at, first, second = places(head, KV_HEADS, DIM, TILE, WIDTH)
         if group < Q_GROUPS + KV_GROUPS:
             low, high = _normed_rotated(
-                x + Q_HEADS * DIM, k_norm, eps, cos, sin, positions, token, at, first, second, DIM, TILE, WIDTH
+                x + Q_HEADS * DIM, k_norm, eps, cos, sin, positions, token, at, first, second, DIM,
+                TILE, WIDTH
             )  # fmt: skip
             low, high = rounded_to(low, DTYPE), rounded_to(high, DTYPE)
             save(k + token * (KV_HEADS * DIM), at, first, second, low, high, DIM)
             _put(
-                low, high, k_data, k_scale, counts, flag, slot, head, KV_HEADS, DIM, TILE, WIDTH, QUANTIZED,
+                low, high, k_data, k_scale, counts, flag, slot, head, KV_HEADS, DIM, TILE, WIDTH,
+                QUANTIZED,
                 CALIBRATED, UE8M0,
             )  # fmt: skip
         else:
             low, high = load(x + (Q_HEADS + KV_HEADS) * DIM, at, first, second, DIM)
             _put(
-                low, high, v_data, v_scale, counts, flag, slot, head, KV_HEADS, DIM, TILE, WIDTH, QUANTIZED,
+                low, high, v_data, v_scale, counts, flag, slot, head, KV_HEADS, DIM, TILE, WIDTH,
+                QUANTIZED,
                 CALIBRATED, UE8M0,
             )  # fmt: skip

@@ -1,11 +1,12 @@
 """Gates on a GPU, alone or with its result quantized at once, and its backward.
 
-activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020), where k is
-the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and an up as `pointwise.bounded` gives them; for
-the sigmoid up / (1 + exp(-gate)).
-Elementwise but for the scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place,
-and a relative error of |k| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is the memory's speed:
-an element of the BF16 result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written.
+activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU:
+Shazeer 2020), where k is the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and
+an up as `pointwise.bounded` gives them; for the sigmoid up / (1 + exp(-gate)). Elementwise but for
+the scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place,
+and a relative error of |k| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is
+the memory's speed: an element of the BF16 result takes 4 bytes read, and 2 written or 1 for its
+code; in the backward 6 read and 4 written.
 """
 
 import torch
@@ -15,14 +16,23 @@ from torch import Tensor
 
 from isobit.kernels.norms.definition import CLAMPED, FAR, GELU
 from isobit.kernels.ops import Activation
-from isobit.kernels.quantize.triton import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
+from isobit.kernels.quantize.triton import (
+    codes,
+    empty,
+    largest,
+    lies_beside,
+    quantize,
+    scale_or_flag,
+    supported,
+)
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
 _WARPS = 4
-"""Rows of a program's tile, whose columns are a block of the quantizer, and its warps: 8 elements a thread."""
+"""Rows of a program's tile, whose columns are a block of the quantizer, and its warps: 8 elements a
+thread."""
 
 
 _FAR = tl.constexpr(FAR)
@@ -55,7 +65,8 @@ def _bounded(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _gate_mul(
     gate_up_ptr, h_ptr, scale_ptr, flag_ptr, rows,
-    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, QUANTIZED: tl.constexpr, UE8M0: tl.constexpr,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, QUANTIZED: tl.constexpr,
+    UE8M0: tl.constexpr,
     BESIDE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
@@ -103,7 +114,9 @@ def _backward(
     at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
-    dh = tl.load(dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0).to(tl.float32)
+    dh = tl.load(
+        dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0
+    ).to(tl.float32)
     bounded, multiplied = _bounded(gate, up, ACTIVATION)
     k, slope = _inner(bounded, ACTIVATION)
     sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
@@ -121,16 +134,22 @@ def _backward(
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
+    """activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded
+    once."""
     gate_up = gate_up.contiguous()
-    h = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    h = torch.empty(
+        gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device
+    )
     how = {"QUANTIZED": False, "UE8M0": False, "BESIDE": False}
     _launch(_gate_mul, activation, h.shape, gate_up, h, None, None, **how)
     return h
 
 
-def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """`gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never written.
+def gate_mul_quantized(
+    activation: Activation, gate_up: Tensor, spec: QuantSpec, flag: Tensor
+) -> QTensor:
+    """`gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never
+    written.
 
     `flag` [1] int32 becomes 1 where the result holds NaN or an infinity.
     """
@@ -140,15 +159,24 @@ def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec,
     gate_up = gate_up.contiguous()
     made = empty(gate_up.shape[0], gate_up.shape[1] // 2, spec, gate_up.device)
     how = {"QUANTIZED": True, "UE8M0": spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
-    _launch(_gate_mul, activation, made.shape, gate_up, made.data.view(torch.uint8), made.scale, flag, **how)
+    _launch(
+        _gate_mul,
+        activation,
+        made.shape,
+        gate_up,
+        made.data.view(torch.uint8),
+        made.scale,
+        flag,
+        **how,
+    )
     return made
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
 
-    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ; of the sigmoid dh·up·σ·(1 - σ)
-    and dh·σ.
+    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ; of the
+    sigmoid dh·up·σ·(1 - σ) and dh·σ.
     """
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     gradient = torch.empty_like(gate_up)
@@ -157,10 +185,16 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
 
 
 def _launch(
-    kernel: object, activation: Activation, shape: tuple[int, ...], *tensors: Tensor | None, **constants: bool
+    kernel: object,
+    activation: Activation,
+    shape: tuple[int, ...],
+    *tensors: Tensor | None,
+    **constants: bool,
 ) -> None:
     """A program for every tile of a result [rows, columns]."""
     rows, columns = shape
     grid = (-(-rows // _HIGH) * -(-columns // BLOCK),)
     sizes = {"COLUMNS": columns, "HIGH": _HIGH, "WIDE": BLOCK}
-    launch(kernel, grid, *tensors, rows, ACTIVATION=activation, num_warps=_WARPS, **sizes, **constants)
+    launch(
+        kernel, grid, *tensors, rows, ACTIVATION=activation, num_warps=_WARPS, **sizes, **constants
+    )

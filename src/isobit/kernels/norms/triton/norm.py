@@ -1,13 +1,15 @@
 """RMSNorm on a GPU, alone or with its result quantized at once, and its backward.
 
-One program normalizes one row. The sum of squares is taken in float32 over neighbours in pairs, then pairs of pairs,
-each step a sum of two: an addition that has no order. So a row's bits depend on the row alone: not on the batch, nor
-on how Triton spreads a row over threads, which may differ between writing y and writing its codes. Interpreter and GPU
-are held to the same sums in PyTorch, bit for bit (`tests/kernels/triton/test_norm.py`).
+One program normalizes one row. The sum of squares is taken in float32 over neighbours in pairs,
+then pairs of pairs, each step a sum of two: an addition that has no order. So a row's bits depend
+on the row alone: not on the batch, nor on how Triton spreads a row over threads, which may differ
+between writing y and writing its codes. Interpreter and GPU are held to the same sums in PyTorch,
+bit for bit (`tests/kernels/triton/test_norm.py`).
 
-With n = s · rstd of s = x + residual, everything is float32 inside and rounded where the reference rounds: s, rstd, y.
-The bound is the memory's speed: an element of BF16 with a residual takes 4 bytes read, 2 written for s, and 2 for y or
-1 for its code. Left out: the norms of query and key heads.
+With n = s · rstd of s = x + residual, everything is float32 inside and rounded where the reference
+rounds: s, rstd, y. The bound is the memory's speed: an element of BF16 with a residual takes 4
+bytes read, 2 written for s, and 2 for y or 1 for its code. Left out: the norms of query and key
+heads.
 """
 
 import torch
@@ -37,7 +39,8 @@ _HIGH, _WIDE = 128, 32
 
 @triton.jit
 def pair_sum(x, LEVELS: tl.constexpr):
-    """Sums of the rows of float32 `x` [A, 2**LEVELS]: [A]. Neighbours in pairs, then pairs of pairs."""
+    """Sums of the rows of float32 `x` [A, 2**LEVELS]: [A]. Neighbours in pairs, then pairs of
+    pairs."""
     A: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (A, 2**LEVELS, 1))
     for level in tl.static_range(LEVELS):
@@ -73,12 +76,17 @@ def _rms_norm(
         STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
         scale = scale_or_flag(largest(y, 1), flag_ptr, UE8M0)
         if BESIDE:
-            tl.store(scale_ptr + tl.num_programs(0).to(tl.int64) * block + row, scale, mask=block < STEPS)
+            tl.store(
+                scale_ptr + tl.num_programs(0).to(tl.int64) * block + row, scale, mask=block < STEPS
+            )
         else:
             tl.store(scale_ptr + row * STEPS + block, scale, mask=block < STEPS)
         y = codes(y, scale[:, None], UE8M0)
-        # as many codes a thread as it has loaded, in 16 bytes: loads are not spread to fit the store
-        out = tl.max_contiguous(y_ptr + row * COLUMNS + at, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
+        # as many codes a thread as it has loaded, in 16 bytes: loads are not spread to fit the
+        # store
+        out = tl.max_contiguous(
+            y_ptr + row * COLUMNS + at, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth]
+        )
         tl.store(out, y, mask=inside)
     else:
         tl.store(y_ptr + row * COLUMNS + at, y, mask=inside)
@@ -87,7 +95,8 @@ def _rms_norm(
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dy_ptr, summed_ptr, weight_ptr, rstd_ptr, ds_ptr, part_ptr, rows,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of ROWS rows, and the sum over them, in order, of that of the weight."""
     chunk = tl.program_id(0)
@@ -114,23 +123,30 @@ def _backward(
 @triton.jit(do_not_specialize=["chunks"])
 def _add_chunks(
     part_ptr, sum_ptr, chunks,
-    STEPS: tl.constexpr, COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
+    STEPS: tl.constexpr, COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of [chunks, COLUMNS]: every HIGH-th row in ascending order, then these in pairs."""
+    """Sums over the rows of [chunks, COLUMNS]: every HIGH-th row in ascending order, then these in
+    pairs."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for step in range(STEPS):
         chunk = step * HIGH + tl.arange(0, HIGH)
         inside = (chunk < chunks)[:, None] & (column < COLUMNS)[None, :]
-        total += tl.load(part_ptr + chunk[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+        total += tl.load(
+            part_ptr + chunk[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0
+        )
     tl.store(sum_ptr + column, pair_sum(tl.trans(total), LEVELS), mask=column < COLUMNS)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, summed, rstd) of x [R, C], BF16 or float32, and weight [C] (Zhang and Sennrich 2019, eq. 4).
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, summed, rstd) of x [R, C], BF16 or float32, and weight [C] (Zhang and Sennrich 2019, eq.
+    4).
 
-    summed = x + residual rounded to x's type, or x itself; rstd [R] = 1 / sqrt(mean(summed²) + eps) in float32; y =
-    summed · rstd · weight in float32, rounded to x's type.
+    summed = x + residual rounded to x's type, or x itself; rstd [R] = 1 / sqrt(mean(summed²) + eps)
+    in float32; y = summed · rstd · weight in float32, rounded to x's type.
     """
     x, residual, summed, rstd = _prepare(x, residual)
     y = torch.empty_like(x)
@@ -153,16 +169,30 @@ def rms_norm_quantized(
     made = empty(x.shape[0], x.shape[1], spec, x.device)
     codes_of = made.data.view(torch.uint8)
     ue8m0, beside = spec.scale == "ue8m0", lies_beside(made)
-    _launch_norm(x, residual, weight, summed, codes_of, made.scale, rstd, flag, eps, ue8m0=ue8m0, beside=beside)
+    _launch_norm(
+        x,
+        residual,
+        weight,
+        summed,
+        codes_of,
+        made.scale,
+        rstd,
+        flag,
+        eps,
+        ue8m0=ue8m0,
+        beside=beside,
+    )
     return made, summed, rstd
 
 
-def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """(gradient of summed [R, C] in its type, gradient of weight [C] float32).
 
-    With n = summed · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n. It repeats: rows are added in order
-    in chunks, whose number depends on R alone, and the chunks in a fixed order. It reads 4 bytes and writes 2 an
-    element of BF16, and a float32 row for each chunk.
+    With n = summed · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n. It repeats:
+    rows are added in order in chunks, whose number depends on R alone, and the chunks in a fixed
+    order. It reads 4 bytes and writes 2 an element of BF16, and a float32 row for each chunk.
     """
     dy, summed = dy.contiguous(), summed.contiguous()
     rows, columns = summed.shape
@@ -174,11 +204,13 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
     dweight = torch.empty(columns, device=summed.device)
     launch(
         _backward, (chunks,), dy, summed, weight, rstd, ds, parts, rows,
-        ROWS=per, COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2, num_warps=warps_for(2 * wide),
+        ROWS=per, COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2,
+        num_warps=warps_for(2 * wide),
     )  # fmt: skip
     launch(
         _add_chunks, (-(-columns // _WIDE),), parts, dweight, chunks,
-        STEPS=_MOST_CHUNKS // _HIGH, COLUMNS=columns, HIGH=_HIGH, WIDE=_WIDE, LEVELS=_HIGH.bit_length() - 1,
+        STEPS=_MOST_CHUNKS // _HIGH, COLUMNS=columns, HIGH=_HIGH, WIDE=_WIDE,
+        LEVELS=_HIGH.bit_length() - 1,
         num_warps=4,
     )  # fmt: skip
     return ds, dweight
@@ -195,7 +227,8 @@ def _prepare(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None,
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, summed: Tensor, y: Tensor, scale: Tensor | None, rstd: Tensor,
+    x: Tensor, residual: Tensor | None, weight: Tensor, summed: Tensor, y: Tensor,
+    scale: Tensor | None, rstd: Tensor,
     flag: Tensor | None, eps: float, *, ue8m0: bool, beside: bool = False,
 ) -> None:  # fmt: skip
     columns = x.shape[1]
@@ -203,5 +236,6 @@ def _launch_norm(
     launch(
         _rms_norm, (x.shape[0],), x, residual, weight, summed, y, scale, rstd, flag, eps,
         COLUMNS=columns, BLOCKS=blocks, WIDE=BLOCK, LEVELS=(blocks * BLOCK).bit_length() - 1,
-        QUANTIZED=scale is not None, UE8M0=ue8m0, BESIDE=beside, num_warps=warps_for(blocks * BLOCK),
+        QUANTIZED=scale is not None, UE8M0=ue8m0, BESIDE=beside,
+        num_warps=warps_for(blocks * BLOCK),
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """Products by cuBLAS: for backwards, which only have to repeat, and for `consistency: fast`.
 
-BF16 and FP32 go to PyTorch's own products; FP8 to `torch.nn.functional.scaled_mm` with the DeepSeek recipes, which
-cuBLAS has for Hopper alone. It wants scales of rows M-major and M a multiple of 4, scales of 128 x 128 blocks K-major
-and padded to a multiple of 4 along K, K and N multiples of 16 (PyTorch's ScaledBlas.cpp; cuBLAS manual, "Element-1D and
-128x128 2D block scaling"). `block_operands` brings operands into that form, with zero codes as padding along K and M.
+BF16 and FP32 go to PyTorch's own products; FP8 to `torch.nn.functional.scaled_mm` with the DeepSeek
+recipes, which cuBLAS has for Hopper alone. It wants scales of rows M-major and M a multiple of 4,
+scales of 128 x 128 blocks K-major and padded to a multiple of 4 along K, K and N multiples of 16
+(PyTorch's ScaledBlas.cpp; cuBLAS manual, "Element-1D and 128x128 2D block scaling").
+`block_operands` brings operands into that form, with zero codes as padding along K and M.
 
-The bits of a row may depend on the batch: cuBLAS chooses its kernel by shape. Left out: products that it does not
-take (`takes`).
+The bits of a row may depend on the batch: cuBLAS chooses its kernel by shape. Left out: products
+that it does not take (`takes`).
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from isobit.precision import BLOCK, E4M3, QTensor
 class BlockOperands:
     """Operands of a block-scaled product as cuBLAS wants them.
 
-    left [M4, K16] and right [N, K16] E4M3, contiguous; left_scale [M4, L], strides (1, M4), for blocks of 1 x 128;
-    right_scale alike, [N, L], or, for blocks of 128 x 128 (`right_blocks`), [L4, ceil(N / 128)], strides (1, L4).
+    left [M4, K16] and right [N, K16] E4M3, contiguous; left_scale [M4, L], strides (1, M4), for
+    blocks of 1 x 128; right_scale alike, [N, L], or, for blocks of 128 x 128 (`right_blocks`), [L4,
+    ceil(N / 128)], strides (1, L4).
     """
 
     left: Tensor
@@ -36,7 +38,8 @@ class BlockOperands:
 
 
 def takes(a: Operand, b: Operand, out: torch.dtype) -> bool:
-    """Whether `cublas_product` computes this: plain operands of one type, or blocks that fit, on a Hopper GPU."""
+    """Whether `cublas_product` computes this: plain operands of one type, or blocks that fit, on a
+    Hopper GPU."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and (a.dtype, out) != (torch.float32, torch.bfloat16)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -45,12 +48,23 @@ def takes(a: Operand, b: Operand, out: torch.dtype) -> bool:
 
 
 def blocks_fit(a: QTensor, b: QTensor) -> bool:
-    """Whether cuBLAS has a recipe for the blocks of a [M, K] and b [N, K], and b as many rows as it wants."""
+    """Whether cuBLAS has a recipe for the blocks of a [M, K] and b [N, K], and b as many rows as it
+    wants."""
     inner = a.shape[1]
     e4m3 = a.spec.format is E4M3 and b.spec.format is E4M3
-    along = all(operand.block[1] == BLOCK or operand.block[1] == inner <= BLOCK for operand in (a, b))
+    along = all(
+        operand.block[1] == BLOCK or operand.block[1] == inner <= BLOCK for operand in (a, b)
+    )
     weights = b.block[0] in (1, BLOCK) or b.block[0] == b.shape[0] < BLOCK
-    return e4m3 and along and a.block[0] == 1 and weights and b.shape[0] % 16 == 0 and inner > 0 and a.shape[0] > 0
+    return (
+        e4m3
+        and along
+        and a.block[0] == 1
+        and weights
+        and b.shape[0] % 16 == 0
+        and inner > 0
+        and a.shape[0] > 0
+    )
 
 
 def cublas_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
@@ -66,7 +80,8 @@ def cublas_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype
 
 
 def block_operands(a: QTensor, b: QTensor) -> BlockOperands:
-    """Codes padded with zeros to multiples of 4 rows (a) and 16 columns, scales laid out for cuBLAS."""
+    """Codes padded with zeros to multiples of 4 rows (a) and 16 columns, scales laid out for
+    cuBLAS."""
     rows, inner = a.shape
     rows_padded, inner_padded = _up(rows, 4), _up(inner, 16)
     left = padded(codes_along_inner(a), rows_padded, inner_padded)
@@ -74,7 +89,11 @@ def block_operands(a: QTensor, b: QTensor) -> BlockOperands:
     by_blocks = b.block[0] != 1
     right_scale = _block_scales(b.scale) if by_blocks else _row_scales(b.scale, b.shape[0])
     return BlockOperands(
-        left.view(E4M3.dtype), right.view(E4M3.dtype), _row_scales(a.scale, rows_padded), right_scale, by_blocks
+        left.view(E4M3.dtype),
+        right.view(E4M3.dtype),
+        _row_scales(a.scale, rows_padded),
+        right_scale,
+        by_blocks,
     )
 
 

@@ -1,10 +1,12 @@
-"""The kernels of matrix products: FP8 blocks, plain operands, nibbles, and the ordered sum of chunks.
+"""The kernels of matrix products: FP8 blocks, plain operands, nibbles, and the ordered sum of
+chunks.
 
-A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]: b on the 64-high side of the matrix
-instruction whatever M is, the sum transposed on its way out. K ascends. A chunk's sum starts from zero; chunk sums are
-added ascending in float32, in registers (CHUNKS of them) or, where each chunk has programs of its own (PARTIAL), by
-`ordered_sum`: the same additions, so the same bits. The bias is added in float32, before the one rounding. With ADD the
-result, float32, is added to what y holds: one addition an element, as `y += result` has it.
+A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]: b on the 64-high
+side of the matrix instruction whatever M is, the sum transposed on its way out. K ascends. A
+chunk's sum starts from zero; chunk sums are added ascending in float32, in registers (CHUNKS of
+them) or, where each chunk has programs of its own (PARTIAL), by `ordered_sum`: the same additions,
+so the same bits. The bias is added in float32, before the one rounding. With ADD the result,
+float32, is added to what y holds: one addition an element, as `y += result` has it.
 
 Left out: which tiles and chunks (`plan.py`), and the operators (`product.py`).
 """
@@ -19,7 +21,8 @@ GROUP = tl.constexpr(8)
 
 @triton.jit
 def _tile_of(program, rows, columns, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(tile along N, tile along M) of a program: groups of tiles along N go over all of M, to reuse caches."""
+    """(tile along N, tile along M) of a program: groups of tiles along N go over all of M, to reuse
+    caches."""
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     group = program // (GROUP * tiles_m)
@@ -34,8 +37,8 @@ def _store(
     total, bias_ptr, y_ptr, chunk, n, m, rows, columns,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile [BLOCK_N, BLOCK_M] to y [M, N], or add it with ADD, or write it to chunk's [M, N] of the partial
-    sums."""
+    """Write a tile [BLOCK_N, BLOCK_M] to y [M, N], or add it with ADD, or write it to chunk's [M,
+    N] of the partial sums."""
     y = tl.trans(total)
     at = m.to(tl.int64)[:, None] * columns + n[None, :]
     if PARTIAL:
@@ -51,12 +54,14 @@ def _store(
 @triton.jit(do_not_specialize=["rows", "a_scale_block"])
 def block_product(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, y_ptr,
-    rows, columns, inner, a_row, a_scale_row, a_scale_block, b_row, b_scale_row, b_scale_block, steps, chunk_steps,
+    rows, columns, inner, a_row, a_scale_row, a_scale_block, b_row, b_scale_row, b_scale_block,
+    steps, chunk_steps,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
     B_ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) · (scale_a · scale_b), the sum of
-    a block from zero, the blocks added by fma. Scales of b: one for every row, or for every 128 rows."""
+    """FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) · (scale_a ·
+    scale_b), the sum of a block from zero, the blocks added by fma. Scales of b: one for every row,
+    or for every 128 rows."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -68,7 +73,8 @@ def block_product(
     stop = tl.minimum(start + chunk_steps, steps) if PARTIAL else steps
     b_tile = numbers.e4m3_pointer(b_ptr) + b_at[:, None] * b_row + (start * 128 + k)[None, :]
     a_tile = numbers.e4m3_pointer(a_ptr) + a_at[None, :] * a_row + (start * 128 + k)[:, None]
-    # as offsets from one pointer: where the scales of neighbouring rows are neighbours, they need no registers
+    # as offsets from one pointer: where the scales of neighbouring rows are neighbours, they need
+    # no registers
     a_scales = a_scale_ptr + tile_m * BLOCK_M * a_scale_row + start * a_scale_block
     a_local = tl.arange(0, BLOCK_M)
     if B_ROW_SCALES:
@@ -85,7 +91,9 @@ def block_product(
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         b, a = numbers.load_step(b_tile, a_tile, k, inner - step * 128, EVEN_K)
         part = numbers.dot(b, a, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-        a_scale = tl.load(a_scales + a_local * a_scale_row, mask=a_local < rows - tile_m * BLOCK_M, other=0.0)
+        a_scale = tl.load(
+            a_scales + a_local * a_scale_row, mask=a_local < rows - tile_m * BLOCK_M, other=0.0
+        )
         if B_ROW_SCALES:
             scale = a_scale[None, :] * tl.load(b_scales)[:, None]
         else:
@@ -101,11 +109,14 @@ def block_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def plain_product(
-    a_ptr, b_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, b_row, b_column, steps, chunk_steps,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
+    a_ptr, b_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, b_row, b_column, steps,
+    chunk_steps,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """BF16 or FP32 operands with any strides: one float32 sum for each chunk of K, carried through all its steps."""
+    """BF16 or FP32 operands with any strides: one float32 sum for each chunk of K, carried through
+    all its steps."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,8 +124,12 @@ def plain_product(
     start = tl.program_id(1) * chunk_steps
     stop = tl.minimum(start + chunk_steps, steps) if PARTIAL else steps
     first = (start * BLOCK_K + k).to(tl.int64)
-    b_tile = b_ptr + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * b_row + first[None, :] * b_column
-    a_tile = a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
+    b_tile = (
+        b_ptr + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * b_row + first[None, :] * b_column
+    )
+    a_tile = (
+        a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
+    )
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(numbers.steps(start), numbers.steps(stop)):
@@ -133,12 +148,14 @@ def plain_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def nibble_product(
-    a_ptr, b_ptr, b_scale_ptr, common_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, steps, chunk_steps,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
+    a_ptr, b_ptr, b_scale_ptr, common_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column,
+    steps, chunk_steps,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`plain_product` in float32 of b's values: codes two to a byte [N, K / 2] with scales [N, K / 16], decoded as they
-    are loaded; a in any type."""
+    """`plain_product` in float32 of b's values: codes two to a byte [N, K / 2] with scales [N, K /
+    16], decoded as they are loaded; a in any type."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -149,7 +166,9 @@ def nibble_product(
     b_row = tl.minimum(n, columns - 1).to(tl.int64)[:, None]
     b_tile = b_ptr + b_row * (inner // 2) + (first // 2)[None, :]
     b_scales = b_scale_ptr + b_row * (inner // 16) + (first // 16)[None, :]
-    a_tile = a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
+    a_tile = (
+        a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
+    )
     common = tl.load(common_ptr)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -164,7 +183,9 @@ def nibble_product(
             scales = tl.load(b_scales)
         else:
             scales = tl.load(b_scales, mask=(k < inner - step * BLOCK_K)[None, :], other=0)
-        acc = numbers.dot(numbers.from_nibbles(b, k[None, :], scales, common), a.to(tl.float32), acc)
+        acc = numbers.dot(
+            numbers.from_nibbles(b, k[None, :], scales, common), a.to(tl.float32), acc
+        )
         b_tile += BLOCK_K // 2
         b_scales += BLOCK_K // 16
         a_tile += BLOCK_K * a_column
@@ -177,8 +198,8 @@ def ordered_sum(
     parts_ptr, bias_ptr, y_ptr, rows, columns,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias, rounded once; or that is
-    added to y with ADD."""
+    """y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias, rounded
+    once; or that is added to y with ADD."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * columns + n
     size = tl.cast(rows, tl.int64) * columns

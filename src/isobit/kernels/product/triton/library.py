@@ -1,19 +1,23 @@
-"""Products of many rows by cuBLAS or DeepGEMM, at the sizes at which every byte is the kernels' own.
+"""Products of many rows by cuBLAS or DeepGEMM, at the sizes at which every byte is the kernels'
+own.
 
-With many rows such a library is up to 2.5 times as fast as Triton on an H100 (16,640 x 5,120 x 8,192 in blocks: cuBLAS
-1,009 TFLOP/s, a Triton kernel 399; pytorch/ao issue 2784). It may compute the same bits: DeepGEMM's kernel for Hopper
-is written as `product` defines a sum (`sm90_fp8_gemm_1d2d.cuh`: a block of 128 along K from zero, times its scales,
-added in ascending order), and a chain of BF16 instructions over ascending K is the obvious one. But no library promises
-it, and cuBLAS chooses its kernel by size. So each size is tried when it first comes: on the operands themselves, and on
-random ones whose largest terms cancel, so that another order of sums shows also in a result that is rounded to BF16,
-the library must return every byte of Triton's product. Of those that do, and Triton, the fastest is taken from then on.
-That moves no bit, so it may depend on a clock, and ranks need not agree on it. A library that fails is not asked again.
+With many rows such a library is up to 2.5 times as fast as Triton on an H100 (16,640 x 5,120 x
+8,192 in blocks: cuBLAS 1,009 TFLOP/s, a Triton kernel 399; pytorch/ao issue 2784). It may compute
+the same bits: DeepGEMM's kernel for Hopper is written as `product` defines a sum
+(`sm90_fp8_gemm_1d2d.cuh`: a block of 128 along K from zero, times its scales, added in ascending
+order), and a chain of BF16 instructions over ascending K is the obvious one. But no library
+promises it, and cuBLAS chooses its kernel by size. So each size is tried when it first comes: on
+the operands themselves, and on random ones whose largest terms cancel, so that another order of
+sums shows also in a result that is rounded to BF16, the library must return every byte of Triton's
+product. Of those that do, and Triton, the fastest is taken from then on. That moves no bit, so it
+may depend on a clock, and ranks need not agree on it. A library that fails is not asked again.
 
-A learner's packs have any number of rows, and as a row's bits do not depend on the others, a library gets a multiple of
-`STEP` of them, and Triton the rest: a weight has a size for each multiple, and no more. A trial is a dozen products,
-and waits for the GPU. Not tried, and left to Triton: fewer than `STEP` rows, long K that is summed in chunks
-(`product_plan`), operands that are not aligned or not contiguous, and all that is captured in a graph. Left out:
-experts' products. Not run on a GPU yet.
+A learner's packs have any number of rows, and as a row's bits do not depend on the others, a
+library gets a multiple of `STEP` of them, and Triton the rest: a weight has a size for each
+multiple, and no more. A trial is a dozen products, and waits for the GPU. Not tried, and left to
+Triton: fewer than `STEP` rows, long K that is summed in chunks (`product_plan`), operands that are
+not aligned or not contiguous, and all that is captured in a graph. Left out: experts' products. Not
+run on a GPU yet.
 """
 
 import importlib
@@ -31,12 +35,14 @@ from isobit.kernels.product.triton.product import product
 from isobit.precision import BLOCK, PackedFP4, QTensor
 
 STEP = 512
-"""Rows, of which a library gets a multiple. An estimate: with fewer, weights are read for most of the time, and there
-Triton is the faster one."""
+"""Rows, of which a library gets a multiple. An estimate: with fewer, weights are read for most of
+the time, and there Triton is the faster one."""
 _ALIGNED = 256
-"""Bytes, on a GPU: cuBLAS's choice of a kernel may depend on alignments up to this one (`cublasLtMatmulPreference`)."""
+"""Bytes, on a GPU: cuBLAS's choice of a kernel may depend on alignments up to this one
+(`cublasLtMatmulPreference`)."""
 _LARGE = 2.0**16
-"""Of a block that is cancelled, beside others: float32 has 24 bits, and BF16 shows 8 of what it leaves."""
+"""Of a block that is cancelled, beside others: float32 has 24 bits, and BF16 shows 8 of what it
+leaves."""
 _TIMED = 3
 
 Call = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor | None]
@@ -47,8 +53,8 @@ Trial = tuple[Operand, Operand, Tensor | None, torch.dtype, Tensor]
 
 
 class LibraryProducts:
-    """`product`, by whatever returns its bytes the soonest. `chosen`: a library's name by size, or "triton"; `refused`:
-    by library, why it is not asked."""
+    """`product`, by whatever returns its bytes the soonest. `chosen`: a library's name by size, or
+    "triton"; `refused`: by library, why it is not asked."""
 
     def __init__(
         self,
@@ -66,7 +72,15 @@ class LibraryProducts:
         weight = weight_of(b)
         if isinstance(weight, PackedFP4) or not self._may_be_tried(a, weight):
             return product(a, b, bias, out)
-        size = (self._most(a), a.shape[1], weight.shape[0], _kind(a), _kind(weight), _kind(bias), out)
+        size = (
+            self._most(a),
+            a.shape[1],
+            weight.shape[0],
+            _kind(a),
+            _kind(weight),
+            _kind(bias),
+            out,
+        )
         if size not in self.chosen:
             self.chosen[size] = self._fastest(a, weight, bias, out)
         return self._by(self._libraries.get(self.chosen[size], product), a, weight, bias, out)
@@ -75,7 +89,9 @@ class LibraryProducts:
         """Of its rows those that a library may take."""
         return a.shape[0] // self._step * self._step
 
-    def _by(self, call: Call, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    def _by(
+        self, call: Call, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype
+    ) -> Tensor:
         """By a library, the last rows by Triton; or all by Triton."""
         rows, most = a.shape[0], self._most(a)
         found = call(a if rows == most or call is product else rows_of(a, 0, most), b, bias, out)
@@ -94,27 +110,48 @@ class LibraryProducts:
             return False
         if isinstance(a, QTensor) and a.scale.shape != (rows, -(-inner // BLOCK)):
             return False
-        plain = all(m.is_contiguous() and not (m.is_cuda and m.data_ptr() % _ALIGNED) for m in matrices)
-        return plain and splits_of(b.shape[0], inner, torch.uint8 if isinstance(a, QTensor) else kind)[0] == 1
+        plain = all(
+            m.is_contiguous() and not (m.is_cuda and m.data_ptr() % _ALIGNED) for m in matrices
+        )
+        return (
+            plain
+            and splits_of(b.shape[0], inner, torch.uint8 if isinstance(a, QTensor) else kind)[0]
+            == 1
+        )
 
     def _fastest(self, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> str:
-        """The name of what returns Triton's bytes the soonest, Triton among them, for operands of these sizes."""
+        """The name of what returns Triton's bytes the soonest, Triton among them, for operands of
+        these sizes."""
         calls: dict[str, Call] = {"triton": product}
         try:
             most = rows_of(a, 0, self._most(a))
-            trials = [(*given, bias, out, product(*given, bias, out)) for given in ((most, b), revealing(most, b))]
-            calls |= {name: call for name, call in self._libraries.items() if self._agrees(name, trials)}
+            trials = [
+                (*given, bias, out, product(*given, bias, out))
+                for given in ((most, b), revealing(most, b))
+            ]
+            calls |= {
+                name: call for name, call in self._libraries.items() if self._agrees(name, trials)
+            }
             given = (a, b, bias, out)
-            times = {n: self._seconds(partial(self._by, call, *given)) for n, call in calls.items() if len(calls) > 1}
+            times = {
+                n: self._seconds(partial(self._by, call, *given))
+                for n, call in calls.items()
+                if len(calls) > 1
+            }
         except torch.OutOfMemoryError:  # a run goes on where there is no room for a trial
             return "triton"
-        self._libraries = {name: call for name, call in self._libraries.items() if name not in self.refused}
+        self._libraries = {
+            name: call for name, call in self._libraries.items() if name not in self.refused
+        }
         return min(times, key=times.__getitem__, default="triton")
 
     def _agrees(self, name: str, trials: Sequence[Trial]) -> bool:
         try:
             found = (self._libraries[name](a, b, bias, out) for a, b, bias, out, _ in trials)
-            return all(y is not None and torch.equal(_bytes(y), _bytes(ours)) for y, (*_, ours) in zip(found, trials))
+            return all(
+                y is not None and torch.equal(_bytes(y), _bytes(ours))
+                for y, (*_, ours) in zip(found, trials)
+            )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a library, anything; Triton remains
@@ -133,13 +170,15 @@ def _by_cublas(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) ->
 
 
 def _by_deep_gemm(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor | None:
-    """`deep_gemm.fp8_gemm_nt` (DeepGEMM's README), whose kernel for Hopper has BF16 results, weights in blocks of 128 x
-    128, and N in multiples of 8."""
+    """`deep_gemm.fp8_gemm_nt` (DeepGEMM's README), whose kernel for Hopper has BF16 results,
+    weights in blocks of 128 x 128, and N in multiples of 8."""
     if isinstance(a, Tensor) or isinstance(b, Tensor) or bias is not None or out != torch.bfloat16:
         return None
     if (a.block, b.block) != ((1, BLOCK), (BLOCK, BLOCK)) or b.shape[0] % 8:
         return None
-    deep_gemm = importlib.import_module("deep_gemm")  # not a package that could be required: it is built from source
+    deep_gemm = importlib.import_module(
+        "deep_gemm"
+    )  # not a package that could be required: it is built from source
     y = torch.empty((a.shape[0], b.shape[0]), dtype=out, device=a.data.device)
     deep_gemm.fp8_gemm_nt((a.data, a.scale), (b.data, b.scale), y)
     return y
@@ -154,11 +193,13 @@ def _capturing(a: Operand) -> bool:
 
 
 def revealing(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Random operands in the form of a [M, K] and b [N, K], whose product shows the order of its sums.
+    """Random operands in the form of a [M, K] and b [N, K], whose product shows the order of its
+    sums.
 
-    All blocks of 128 columns of b are the same. In each row of a two blocks, at places of its own, are large and cancel
-    each other: what remains in an element is what rounding left of the other blocks, and that depends on which of them
-    came before, between and after those two. The user's generators stay as they are.
+    All blocks of 128 columns of b are the same. In each row of a two blocks, at places of its own,
+    are large and cancel each other: what remains in an element is what rounding left of the other
+    blocks, and that depends on which of them came before, between and after those two. The user's
+    generators stay as they are.
     """
     device, (rows, inner) = tensors_of(a)[0].device, a.shape
     generator = torch.Generator(device).manual_seed(0)
@@ -167,7 +208,9 @@ def revealing(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     if blocks < 3:  # of two there is one order
         return left, right
     row = torch.arange(rows, device=device)
-    one, other = torch.rand(rows, blocks, device=device, generator=generator).topk(2).indices.unbind(1)
+    one, other = (
+        torch.rand(rows, blocks, device=device, generator=generator).topk(2).indices.unbind(1)
+    )
     _matrix(right).copy_(_matrix(right)[:, :BLOCK].repeat(1, blocks + 1)[:, :inner])
     parts = _matrix(left)[:, : blocks * BLOCK].view(rows, blocks, BLOCK)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
@@ -186,17 +229,25 @@ def _matrix(x: Operand) -> Tensor:
 
 
 def _random(x: Operand, generator: torch.Generator) -> Operand:
-    """Of widely varying magnitudes: BF16, or any finite code with scales of 2^-4 to 2^4, times a fraction where scales
-    need no powers of two."""
+    """Of widely varying magnitudes: BF16, or any finite code with scales of 2^-4 to 2^4, times a
+    fraction where scales need no powers of two."""
     if isinstance(x, Tensor):
         y, exponents = (torch.empty_like(x).normal_(generator=generator) for _ in range(2))
         return y.mul_(exponents.mul_(2).exp_())
-    codes = torch.randint(0, 254, x.shape, dtype=torch.uint8, device=x.data.device, generator=generator)
+    codes = torch.randint(
+        0, 254, x.shape, dtype=torch.uint8, device=x.data.device, generator=generator
+    )
     codes += codes >= 127  # 0x7f and, beyond the last one, 0xff are NaN
-    scale = torch.randint(-4, 5, x.scale.shape, device=x.data.device, generator=generator).float().exp2_()
+    scale = (
+        torch.randint(-4, 5, x.scale.shape, device=x.data.device, generator=generator)
+        .float()
+        .exp2_()
+    )
     if x.spec.scale != "ue8m0":
         scale *= 1 + torch.rand(scale.shape, device=scale.device, generator=generator)
-    laid_out = torch.empty_strided(x.scale.shape, x.scale.stride(), device=scale.device).copy_(scale)
+    laid_out = torch.empty_strided(x.scale.shape, x.scale.stride(), device=scale.device).copy_(
+        scale
+    )
     return QTensor(codes.view(x.data.dtype), laid_out, x.spec)
 
 

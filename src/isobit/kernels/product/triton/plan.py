@@ -1,15 +1,15 @@
 """The tiles and splits of K of a matrix product: a pure function of its sizes.
 
-A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The rows of b stand on the
-64-high side of the matrix instruction for every M, so that one row of a runs on the same instructions as a thousand,
-and the tile along M may follow M and the architecture. Everything that could change a bit depends on N and K alone: the
-number of `splits` of K (chunks of whole blocks, each summed from zero, their sums added in ascending order), and the
-step along K.
+A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The
+rows of b stand on the 64-high side of the matrix instruction for every M, so that one row of a runs
+on the same instructions as a thousand, and the tile along M may follow M and the architecture.
+Everything that could change a bit depends on N and K alone: the number of `splits` of K (chunks of
+whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
 
-With few rows the time is that of reading b, so there must be enough programs to use the whole memory bandwidth. The
-numbers below are estimates for an H200, not measurements: a processor reads some 80 GB/s, so 50 to 60 of them saturate
-4.3 TB/s if each keeps 100 KiB in flight; a second kernel costs about as long as one takes to read 32 tiles of 64 x 128.
-Left out: the kernels (`kernels.py`).
+With few rows the time is that of reading b, so there must be enough programs to use the whole
+memory bandwidth. The numbers below are estimates for an H200, not measurements: a processor reads
+some 80 GB/s, so 50 to 60 of them saturate 4.3 TB/s if each keeps 100 KiB in flight; a second kernel
+costs about as long as one takes to read 32 tiles of 64 x 128. Left out: the kernels (`kernels.py`).
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ from isobit.kernels.triton.launch import target
 from isobit.precision import BLOCK
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100 or H200. A constant rather than a property of the device, because it decides
-bits."""
+"""Streaming multiprocessors of an H100 or H200. A constant rather than a property of the device,
+because it decides bits."""
 
 LEAST_CHUNK = {torch.uint8: 32, torch.bfloat16: 16, torch.float32: 2}
-"""The fewest blocks of K in a chunk, by element type: with fewer, the second kernel costs more than splitting saves."""
+"""The fewest blocks of K in a chunk, by element type: with fewer, the second kernel costs more than
+splitting saves."""
 
 STEP = {torch.uint8: BLOCK, torch.bfloat16: 64, torch.float32: 32}
 """Elements of K that one step of a kernel takes, by element type."""
@@ -35,9 +36,11 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """Tiles of tile_n rows of b by tile_m rows of a, and K in `splits` chunks of `chunk` steps of `step` elements.
+    """Tiles of tile_n rows of b by tile_m rows of a, and K in `splits` chunks of `chunk` steps of
+    `step` elements.
 
-    `apart`: every chunk has its own programs, and a second kernel adds their sums in order; else one program does both.
+    `apart`: every chunk has its own programs, and a second kernel adds their sums in order; else
+    one program does both.
     """
 
     tile_n: int
@@ -66,7 +69,14 @@ def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan
     # for a B200 Triton 3.6 does not compile BF16 chunks in one program
     apart = splits > 1 and (rows <= FEW_ROWS or target().matrix == "tensor")
     return ProductPlan(
-        tile_n, tile_m, STEP[dtype], splits, blocks * (BLOCK // STEP[dtype]), apart, num_warps, num_stages
+        tile_n,
+        tile_m,
+        STEP[dtype],
+        splits,
+        blocks * (BLOCK // STEP[dtype]),
+        apart,
+        num_warps,
+        num_stages,
     )
 
 
@@ -75,7 +85,8 @@ def _lowest(dtype: torch.dtype) -> int:
 
 
 def _tile(rows: int, columns: int, splits: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(tile_n, tile_m, warps, stages): warps grow with tile_n, so that each holds whole rows of the instruction."""
+    """(tile_n, tile_m, warps, stages): warps grow with tile_n, so that each holds whole rows of the
+    instruction."""
     if dtype == torch.float32:
         return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 32, 4, 3)
     if rows <= FEW_ROWS:
