@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "isobit"
 MODULES = sorted(SOURCE.rglob("*.py"))
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 480, 72
 
 FLOORS = [
     {"cli"},
@@ -275,7 +275,7 @@ def test_native_sources_are_small() -> None:
 def test_the_loop_fits_on_a_page() -> None:
     lines = {node.name: length(node) for node in functions(SOURCE / "training" / "loop.py")}
     algorithm = lines["training_loop"] + lines["training_step"] + lines["roll_out"]
-    assert algorithm <= MOST_FUNCTION_LINES // 2
+    assert algorithm <= 30
 
 
 FORBIDDEN = re.compile(

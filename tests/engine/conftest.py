@@ -8,6 +8,8 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.model import Model
 
+from .helpers import EagerGraph
+
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
@@ -21,6 +23,23 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.integrity()
         assert engine.pages.num_free == engine.pages.num_pages
+
+
+@pytest.fixture
+def make_captured(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Engine]:
+    """Engines whose decode steps go through the buffers and the padding of graphs."""
+
+    def make(model: Model, **settings: int) -> Engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("isobit.engine.engine.graph_kind", lambda model, wanted: EagerGraph)
+            engine = make_engine(model, **settings)
+        assert engine.captures
+        return engine
+
+    monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)  # so that there are several
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Small random models, and what is compared of their completions."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -97,3 +98,17 @@ def differing(
     assert learner.dtype == torch.float32
     assert learner.shape == rolled.shape
     return int((learner.view(torch.int32) != rolled.view(torch.int32)).sum()), rolled.numel()
+
+
+class EagerGraph:
+    """A `Graph` that calls the function."""
+
+    def __init__(self, peer: object) -> None:
+        self._function: Callable[[], None] | None = None
+
+    def capture(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def replay(self) -> None:
+        assert self._function is not None
+        self._function()

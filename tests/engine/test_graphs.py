@@ -19,42 +19,12 @@ from isobit.engine.graphs import DecodeGraphs, graph_kind, ladder
 from isobit.engine.types import EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS
-from isobit.model import Model
 from tests.models import tiny_model
 
-from .helpers import fresh, rollout, tiny
+from .helpers import EagerGraph, fresh, rollout, tiny
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS, SAMPLING, check
 
 MakeEngine = Callable[..., Engine]
-
-
-class EagerGraph:
-    """A `Graph` that calls the function."""
-
-    def __init__(self, peer: object) -> None:
-        self._function: Callable[[], None] | None = None
-
-    def capture(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def replay(self) -> None:
-        assert self._function is not None
-        self._function()
-
-
-@pytest.fixture
-def make_captured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    """Engines whose decode steps go through the buffers and the padding of graphs."""
-
-    def make(model: Model, **settings: int) -> Engine:
-        with monkeypatch.context() as patch:
-            patch.setattr("isobit.engine.engine.graph_kind", lambda model, wanted: EagerGraph)
-            engine = make_engine(model, **settings)
-        assert engine.captures
-        return engine
-
-    monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)  # so that there are several
-    return make
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)

@@ -20,7 +20,6 @@ from isobit.errors import IsobitError
 from tests.models import tiny_model
 
 from .helpers import rollout, tiny
-from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, check
 from .test_requests import REQUESTS, TIGHT, alone, arrive, finish
 
@@ -79,7 +78,7 @@ def test_mixed_steps_give_the_bits_of_simple_ones(
     preset: str,
     backend: str,
     sizes: dict[str, int],
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     seen: Counter,
 ) -> None:
     engine = make_captured(tiny(preset, backend), **sizes)
@@ -96,7 +95,7 @@ def test_mixed_steps_give_the_bits_of_simple_ones(
 def test_of_experts_and_of_linear_attention_too(
     family: str,
     make_engine: MakeEngine,
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     seen: Counter,
 ) -> None:
     """A state is read, changed and written in place, so no step may be computed twice."""
@@ -130,7 +129,7 @@ def cancelled_beside_one_that_came(engine: Engine) -> bool:
 
 
 def test_a_row_that_came_meanwhile_and_one_that_was_cancelled(
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     seen: Counter,
 ) -> None:
     """A row that leaves is replaced by the last one, which is not in the step that is under way."""
@@ -139,7 +138,7 @@ def test_a_row_that_came_meanwhile_and_one_that_was_cancelled(
 
 
 def test_requests_that_arrive_and_are_cancelled_between(
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     seen: Counter,
 ) -> None:
     model = tiny("fp8", "native")
@@ -154,7 +153,7 @@ def test_requests_that_arrive_and_are_cancelled_between(
 
 def test_as_many_tokens_are_computed_as_by_simple_steps(
     make_engine: MakeEngine,
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     seen: Counter,
 ) -> None:
     """Where none ends early and no page is taken back, nothing is computed for nothing. A sample
@@ -184,7 +183,7 @@ def test_a_prompt_that_fails_beside_decoding_rows_can_be_taken_again(
     family: str,
     captured: bool,
     make_engine: MakeEngine,
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where states, which are changed in place, were changed by the step that failed."""
@@ -217,7 +216,7 @@ def test_a_prompt_that_fails_beside_decoding_rows_can_be_taken_again(
 
 
 def test_negative_control_rows_that_stay_where_they_are(
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DecodeRows, "put_first", lambda self, chosen: None)
@@ -229,7 +228,7 @@ def test_negative_control_rows_that_stay_where_they_are(
 
 
 def test_negative_control_first_tokens_before_those_of_decoding_rows(
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Runner.run

@@ -15,7 +15,6 @@ from isobit.model.forward.kv_scales import KVScales
 from tests.models import tiny_model
 
 from .helpers import Outcome, fresh, outcome, rollout, tiny
-from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, SAMPLING, baseline
 
 MakeEngine = Callable[..., Engine]
@@ -55,7 +54,7 @@ def test_hits_have_the_bits_of_misses(
     assert found == wanted(engine.model, CHATS, SHORT)
 
 
-def test_captured_steps_leave_pages_that_others_may_share(make_captured: MakeEngine) -> None:  # noqa: F811
+def test_captured_steps_leave_pages_that_others_may_share(make_captured: MakeEngine) -> None:
     engine = make_captured(tiny("fp8", "native"), kv_pages=60, page_size=4)
     for _ in range(3):
         assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline("fp8", "native")

@@ -18,7 +18,6 @@ from isobit.rl.learner.packing import pack
 from isobit.training.rollouts.sources import sample_of
 
 from .helpers import fresh, tiny
-from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
@@ -104,7 +103,7 @@ def test_requests_in_any_order_give_the_bits_of_each_alone(
 def test_captured_steps_and_steps_ahead_too(
     sizes: dict[str, int],
     make_engine: MakeEngine,
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
 ) -> None:
     model = tiny("fp8", "native")
     wanted = {index: alone(model, request) for index, request in enumerate(REQUESTS)}
@@ -394,7 +393,7 @@ def test_lengths_differ() -> None:
 
 def test_each_token_is_reported_as_it_is_sampled(
     make_engine: MakeEngine,
-    make_captured: MakeEngine,  # noqa: F811
+    make_captured: MakeEngine,
 ) -> None:
     """With the completion's log-probabilities, in its order; cancelled requests report no more. The
     control reports the tokens of the sequence after."""

@@ -200,7 +200,7 @@ def test_logprobs_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("fp8", "auto")
     sequences = [tokens(n, n) for n in (30, 50, 7, 90, 33)]
     whole = model.logprobs(sequences)
-    monkeypatch.setattr("isobit.model.model._PASS_TOKENS", 60)
+    monkeypatch.setattr("isobit.model.forward.sequences._PASS_TOKENS", 60)
     assert all(torch.equal(a, b) for a, b in zip(model.logprobs(sequences), whole, strict=True))
 
 

@@ -168,7 +168,9 @@ def test_the_mean_of_many_roundings_is_the_moment(signed: bool) -> None:
     for step in range(rounds):
         moment = Moment.zeros(optimizer.parameters["w"], signed)
         moment.write(
-            part, x.clone(), lambda chances: optimizer._masters.draw("it", "w", part, step, chances)
+            part,
+            x.clone(),
+            lambda chances, step=step: optimizer._masters.draw("it", "w", part, step, chances),
         )
         total += moment.read(part)
     nearest = Moment.zeros(optimizer.parameters["w"], signed)

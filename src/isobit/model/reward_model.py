@@ -17,10 +17,10 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
+from isobit.model.forward.sequences import passes
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig, architectures
-from isobit.model.model import passes
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from

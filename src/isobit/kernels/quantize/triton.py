@@ -227,9 +227,9 @@ def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
     then restored in registers. `spec` is that of `x` or of a gradient; `flag` as of `quantize`.
     """
     along = along_rows(spec)
-    assert along.granularity == "128x1" and supported(along), (
-        f"no kernel quantizes {spec} along the tokens"
-    )
+    refusal = f"no kernel quantizes {spec} along the tokens"
+    assert along.granularity == "128x1", refusal
+    assert supported(along), refusal
     rows, columns = x.shape
     values = x.data.view(torch.uint8) if isinstance(x, QTensor) else x
     made = empty(

@@ -120,18 +120,9 @@ def _delta_rule(
             other=0.0,
         )
     q, k, v, b, a = _load_token(
-        qkv_ptr,
-        gates_ptr,
-        start,
-        rows > 0,
-        head,
-        column,
-        KEY_HEADS,
-        VALUE_HEADS,
-        KEY_DIM,
-        VALUE_DIM,
-        HIGH,
-    )
+        qkv_ptr, gates_ptr, start, rows > 0, head, column,
+        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH,
+    )  # fmt: skip
     done = tl.minimum(rows, 0)
     first = context // page_size
     for step in range(steps(tl.where(rows > 0, (context + rows - 1) // page_size - first + 1, 0))):
@@ -144,18 +135,9 @@ def _delta_rule(
             strength = b
             step_size = a
             q, k, v, b, a = _load_token(
-                qkv_ptr,
-                gates_ptr,
-                t + 1,
-                done < rows,
-                head,
-                column,
-                KEY_HEADS,
-                VALUE_HEADS,
-                KEY_DIM,
-                VALUE_DIM,
-                HIGH,
-            )
+                qkv_ptr, gates_ptr, t + 1, done < rows, head, column,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH,
+            )  # fmt: skip
             query = query * _inverse_length(query, LEVELS) * scale
             key = key * _inverse_length(key, LEVELS)
             kept, strength = _kept_and_strength(step_size, strength, decay, step_bias)
