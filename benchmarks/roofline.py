@@ -77,9 +77,8 @@ def decode_table() -> str:
     """Milliseconds of a decode step, ratios of floors, and the largest batch, as a Markdown
     table."""
     lines = [
-        "| model | context | batch | bf16, ms | fp8-rollout, ms | fp8, ms | bf16 / fp8-rollout "
-        "| bf16 / fp8 | "
-        "most sequences: bf16, fp8-rollout, fp8 |",
+        "| model | context | batch | bf16, ms | fp8-rollout, ms | fp8, ms | bf16 / fp8-rollout | "
+        "bf16 / fp8 | most sequences: bf16, fp8-rollout, fp8 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, config in SHAPES.items():

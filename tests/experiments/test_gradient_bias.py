@@ -166,6 +166,5 @@ def test_the_prose_of_the_page_has_the_numbers_of_its_table() -> None:
     )
     assert (
         f"it is {tis[0]['bias_squared']:.3f} and {tis[2]['bias_squared']:.3f}, the cosine "
-        f"{tis[0]['cosine']:.3f} and "
-        f"{tis[2]['cosine']:.3f}" in page
+        f"{tis[0]['cosine']:.3f} and {tis[2]['cosine']:.3f}" in page
     )

@@ -63,9 +63,8 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         return (
-            f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads "
-            f"of {c.head_dim}, "
-            f"rope {c.rope.kind}, {self.weights} weights, {self.flow.name}"
+            f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads of "
+            f"{c.head_dim}, rope {c.rope.kind}, {self.weights} weights, {self.flow.name}"
         )
 
 

@@ -21,10 +21,9 @@ from isobit.kernels.native.recipe import WARNINGS, compiler
 ROOT = Path(__file__).parents[2]
 _SELECTED = (
     "not compiler and not cache and not old_address and not every_finite and not definition and "
-    "not control "
-    "and not shape6 and not 50000 and not broken and not error_of "
-    "and not fused and not controls and not every_instruction_set and not transformers "
-    "and (not (random_shapes or any_chunk) or [7] or [12] or [23] or [34])"
+    "not control and not shape6 and not 50000 and not broken and not error_of and not fused and "
+    "not controls and not every_instruction_set and not transformers and (not (random_shapes or "
+    "any_chunk) or [7] or [12] or [23] or [34])"
 )
 """Not what starts processes, is about memory that comes back to its place, or takes long and calls
 the same code."""
@@ -45,11 +44,10 @@ _BUILD = (
     "build.cache_directory())"
 )
 _FAULT = (
-    "import sys, torch; from isobit.kernels.native.build import library;"
-    "data = torch.zeros(int(sys.argv[2]), dtype=torch.uint8);"
-    "count = {'read': (data.data_ptr(), len(data)), 'overflow': (2**31 - 1,), 'race': "
-    "(1000,)}[sys.argv[1]];"
-    "getattr(library(), 'isobit_fault_' + sys.argv[1])(*map(__import__('ctypes').c_int64, count))"
+    "import sys, torch; from isobit.kernels.native.build import library;data = "
+    "torch.zeros(int(sys.argv[2]), dtype=torch.uint8);count = {'read': (data.data_ptr(), "
+    "len(data)), 'overflow': (2**31 - 1,), 'race': (1000,)}[sys.argv[1]];getattr(library(), "
+    "'isobit_fault_' + sys.argv[1])(*map(__import__('ctypes').c_int64, count))"
 )
 
 

@@ -243,8 +243,7 @@ def test_no_compiler_is_a_reason_and_not_a_crash(
 ) -> None:
     script = (
         "from isobit.kernels import get_ops; from isobit.kernels.native import available; "
-        "print(available());"
-        "print(get_ops('auto').why); get_ops('native')"
+        "print(available());print(get_ops('auto').why); get_ops('native')"
     )
     broken = tmp_path / "broken"
     broken.write_text(
@@ -293,18 +292,15 @@ def test_processes_may_build_at_once_and_portable_code_agrees(
     """Three builds into one empty cache, one of them without intrinsics: all load, and agree."""
     script = (
         "import sys, torch; from isobit.kernels import get_ops, KVStore, Layout; from "
-        "isobit.precision import *;"
-        "torch.manual_seed(3); ops = get_ops('native'); x = torch.randn(33, 512);"
-        "a, w = ops.quantize(x, QuantSpec()), ops.quantize(torch.randn(64, 512), "
-        "QuantSpec(E4M3, '128x128'));"
-        "layout = Layout.packed([20, 13]); store = KVStore.allocate(48, 2, 64, QuantSpec(E4M3, "
-        "'row'), BF16);"
-        "q = x.view(33, 8, 64).bfloat16(); ops.kv_write(store, q[:, :2], q[:, 2:4], layout);"
-        "out = [ops.product(a, w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], "
-        "ops.gate_mul('silu', x),"
-        " ops.rms_norm(x, x[0], 1e-5)[0], ops.token_logprobs(x, torch.arange(33), 1.0)[0],"
-        " ops.sample(x, torch.arange(132).view(33, 4), 1.0), a.data.view(torch.uint8)];"
-        "torch.save(out, sys.argv[1])"
+        "isobit.precision import *;torch.manual_seed(3); ops = get_ops('native'); x = "
+        "torch.randn(33, 512);a, w = ops.quantize(x, QuantSpec()), ops.quantize(torch.randn(64, "
+        "512), QuantSpec(E4M3, '128x128'));layout = Layout.packed([20, 13]); store = "
+        "KVStore.allocate(48, 2, 64, QuantSpec(E4M3, 'row'), BF16);q = x.view(33, 8, "
+        "64).bfloat16(); ops.kv_write(store, q[:, :2], q[:, 2:4], layout);out = [ops.product(a, "
+        "w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], ops.gate_mul('silu', x), "
+        "ops.rms_norm(x, x[0], 1e-5)[0], ops.token_logprobs(x, torch.arange(33), 1.0)[0], "
+        "ops.sample(x, torch.arange(132).view(33, 4), 1.0), "
+        "a.data.view(torch.uint8)];torch.save(out, sys.argv[1])"
     )
     source = str(Path(__file__).parents[2] / "src")
     running = []

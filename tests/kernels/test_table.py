@@ -21,8 +21,7 @@ from isobit.precision import PRESETS, precision_from
 
 KNOWN = (
     "sm_80 (A100), sm_86 (RTX 30, A40), sm_89 (RTX 40, L4, L40S), sm_90 (H100, H200), sm_100 "
-    "(B200), "
-    "sm_120 (RTX 50, RTX PRO 6000)"
+    "(B200), sm_120 (RTX 50, RTX PRO 6000)"
 )
 
 

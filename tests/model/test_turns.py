@@ -16,20 +16,17 @@ LOOP = "{% for m in messages %}"
 TEMPLATES = {
     "deepseek": LOOP
     + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.role == 'assistant' "
-    "%}<｜Assistant｜>{{ m.content }}"
-    "<｜end▁of▁sentence｜>{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content "
-    "}}<｜tool▁output▁end｜>"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt "
-    "%}<｜Assistant｜><think>\n{% endif %}",
+    "%}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>{% elif m.role == 'tool' "
+    "%}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% else %}{{ m.content }}{% endif "
+    "%}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
     "zephyr": LOOP
     + (
         "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt "
         "%}<|assistant|>\n{% endif %}"
     ),
     "mistral": LOOP
-    + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} "
-    "{{ m.content }}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+    + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ "
+    "m.content }}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
     "qwen": LOOP
     + "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{% if m.role == 'tool' "
     "%}<tool_response>\n"

@@ -118,8 +118,7 @@ def test_what_it_refuses(
 def test_without_the_extra_it_says_what_to_install(folder: Path, missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['isobit', 'serve', "
-        f"{str(folder / 'base')!r}]; "
-        "from isobit.cli import main; main()"
+        f"{str(folder / 'base')!r}]; from isobit.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -37,15 +37,13 @@ TEMPLATES = {
     ),
     "mistral": (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
-        "[/INST]"
-        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+        "[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
     ),
     "thoughts": (
         "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else "
-        "%}<|assistant|><think>"
-        "{{ m.reasoning_content or '' }}</think>{{ m.content.split('</think>')[-1] | trim "
-        "}}<|end|>{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "%}<|assistant|><think>{{ m.reasoning_content or '' }}</think>{{ "
+        "m.content.split('</think>')[-1] | trim }}<|end|>{% endif %}{% endfor %}{% if "
+        "add_generation_prompt %}<|assistant|>{% endif %}"
     ),
 }
 ENDS = {

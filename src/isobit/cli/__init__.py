@@ -40,9 +40,8 @@ _OF_A_PLACE = (
 )
 """What is wrong with a place of the user's, wherever it was met."""
 _LESS_MEMORY = (
-    "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, "
-    "and with "
-    "optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last "
+    "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and "
+    "with optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last "
     "checkpoint with --resume"
 )
 

@@ -24,15 +24,13 @@ _NAMES = {
     "processor env_name",
     "rewards.functions.weight": "reward_weights",
     "rewards.models.path": "reward_model.model_path reward_model",
-    "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype "
-    "vllm_cfg.precision kv_cache_dtype "
-    "num_first_layers_in_bf16 num_last_layers_in_bf16 pow2_weight_scaling_factors policy.precision "
-    "model_init_kwargs model_dtype",
+    "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype vllm_cfg.precision "
+    "kv_cache_dtype num_first_layers_in_bf16 num_last_layers_in_bf16 pow2_weight_scaling_factors "
+    "policy.precision model_init_kwargs model_dtype",
     "consistency": "full_determinism",
     "backend": "trainer.device",
     "prompts_per_step": "generation_batch_size per_device_train_batch_size train_batch_size "
-    "batch_size "
-    "num_prompts_per_step gen_batch_size",
+    "batch_size num_prompts_per_step gen_batch_size",
     "steps": "max_steps total_training_steps max_num_steps num_steps train_steps",
     "seed": "data.seed grpo.seed random_seed data_seed data_loader_seed",
     "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
@@ -54,8 +52,7 @@ _NAMES = {
     "algorithm.loss_aggregation": "loss_type loss_agg_mode token_level_loss",
     "algorithm.decoupled_rewards": "multi_objective_aggregation",
     "algorithm.updates_per_batch": "steps_per_generation gradient_accumulation_steps "
-    "ppo_mini_batch_size "
-    "train_global_batch_size",
+    "ppo_mini_batch_size train_global_batch_size",
     "algorithm.discount": "gamma",
     "algorithm.loss": "surrogate disable_ppo_ratio use_cispo loss_mode",
     "algorithm.epochs": "num_iterations ppo_epochs",
@@ -66,8 +63,7 @@ _NAMES = {
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss "
     "reference_policy_kl_penalty init_kl_coef",
     "algorithm.kl_estimator": "kl_loss_type kl_penalty reference_policy_kl_type "
-    "use_bias_correction_kl "
-    "use_on_policy_kl_approximation",
+    "use_bias_correction_kl use_on_policy_kl_approximation",
     "algorithm.kl_in_reward": "use_kl_in_reward",
     "algorithm.dynamic_sampling": "filter_groups.enable use_dynamic_sampling",
     "algorithm.max_resamples": "max_num_gen_batches dynamic_sampling_max_gen_batches",
@@ -79,8 +75,7 @@ _NAMES = {
     "algorithm.router_aux_coefficient": "router_aux_loss_coef",
     "algorithm.recompute_old_logprobs": "bypass_mode",
     "algorithm.correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode "
-    "rollout_is rollout_rs "
-    "rollout_is_threshold rollout_is_batch_normalize rollout_correction "
+    "rollout_is rollout_rs rollout_is_threshold rollout_is_batch_normalize rollout_correction "
     "use_importance_sampling_correction truncated_importance_sampling_ratio "
     "truncated_importance_sampling_type seq_logprob_error_threshold",
     "algorithm.correction.rejection.high": "rollout_rs_threshold",
@@ -100,8 +95,7 @@ _NAMES = {
     "optimizer.state": "optim",
     "optimizer.share_prompts": "use_prefix_grouper shared_prefix_training",
     "optimizer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
-    "train_micro_batch_size "
-    "train_mb_tokens micro_batch_size ppo_micro_batch_size use_dynamic_bsz",
+    "train_micro_batch_size train_mb_tokens micro_batch_size ppo_micro_batch_size use_dynamic_bsz",
     "optimizer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "replay.max_staleness": "max_off_policy_threshold",
     "evaluation.every": "eval_steps test_freq val_period eval_every eval_strategy eval_on_start "
@@ -128,47 +122,33 @@ _NAMES = {
 
 _NONE = (
     "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
-    "max_rollout_turns "
-    "mask_truncated_completions top_entropy_quantile off_policy_mask_threshold use_vllm "
-    "vllm_mode entropy_coeff "
-    "tensor_model_parallel_size overlong_filtering reward_scaling force_on_policy_ratio "
-    "max_total_sequence_length "
-    "dtensor_cfg megatron_cfg rollout.name vllm_model_impl vllm_max_model_length "
-    "vllm_tensor_parallel_size "
-    "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
+    "max_rollout_turns mask_truncated_completions top_entropy_quantile off_policy_mask_threshold "
+    "use_vllm vllm_mode entropy_coeff tensor_model_parallel_size overlong_filtering reward_scaling "
+    "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
+    "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "
+    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
-    "use_transformers_paged "
-    "cache_implementation vllm_structured_outputs_regex chat_template_kwargs "
-    "max_tool_calling_iterations "
-    "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg "
-    "vespo_lambda_neg entropy_coef "
-    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
-    "ref_model_mixup_alpha "
+    "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
+    "chat_template_kwargs max_tool_calling_iterations sapo_temperature_neg sapo_temperature_pos "
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef use_adaptive_entropy "
+    "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "
-    "torch_compile "
-    "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache tf32 "
-    "torch_empty_cache_steps skip_memory_metrics auto_find_batch_size "
-    "average_tokens_across_devices use_cpu fsdp "
-    "fsdp_config deepspeed ds3_gather_for_generation parallelism_config accelerator_config "
-    "ddp_find_unused_parameters "
-    "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank "
-    "remove_unused_columns "
+    "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
+    "use_cache tf32 torch_empty_cache_steps skip_memory_metrics auto_find_batch_size "
+    "average_tokens_across_devices use_cpu fsdp fsdp_config deepspeed ds3_gather_for_generation "
+    "parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank remove_unused_columns "
     "label_names length_column_name dataloader_drop_last dataloader_num_workers "
-    "dataloader_pin_memory "
-    "dataloader_persistent_workers dataloader_prefetch_factor "
-    "dataloader_multiprocessing_context dataloader_in_order "
-    "pad_to_multiple_of ignore_data_skip per_device_eval_batch_size eval_accumulation_steps "
-    "eval_delay bf16_full_eval "
-    "fp16_full_eval prediction_loss_only include_for_metrics batch_eval_metrics "
-    "eval_do_concat_batches "
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+    "dataloader_multiprocessing_context dataloader_in_order pad_to_multiple_of ignore_data_skip "
+    "per_device_eval_batch_size eval_accumulation_steps eval_delay bf16_full_eval fp16_full_eval "
+    "prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches "
     "eval_use_gather_object greater_is_better save_only_model save_on_each_node "
     "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter "
-    "log_multimodal debug "
-    "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
-    "log_completions_hub_repo trackio_bucket_id trackio_static_space_id rollout.nnodes "
-    "rollout.n_gpus_per_node "
-    "rollout_correction.loss_type"
+    "log_multimodal debug push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
+    "hub_always_push hub_revision log_completions_hub_repo trackio_bucket_id "
+    "trackio_static_space_id rollout.nnodes rollout.n_gpus_per_node rollout_correction.loss_type"
 )
 """Names to which nothing here corresponds."""
 

@@ -186,11 +186,10 @@ def _check_filtering(config: Config, unified: bool, where: str) -> None:
         return
     reason = f"consistency: {config.consistency}" if unified else "a precision with two engines"
     raise IsobitError(
-        f"{where}: sampling.top_k, top_p, min_p and repetition_penalty cannot be used in "
-        f"training with {reason}, "
-        "whose learner may keep other tokens than the rollout drew from; use a unified "
-        "precision such as fp8 "
-        "and consistency: bitwise, or set top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
+        f"{where}: sampling.top_k, top_p, min_p and repetition_penalty cannot be used in training "
+        f"with {reason}, whose learner may keep other tokens than the rollout drew from; use a "
+        "unified precision such as fp8 and consistency: bitwise, or set top_k: 0, top_p: 1, "
+        "min_p: 0, repetition_penalty: 1"
     )
 
 

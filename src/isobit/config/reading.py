@@ -75,8 +75,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except strict_yaml.DuplicateKey as error:
         raise IsobitError(
             f"{path}, line {error.line}: key {brief(error.key)!r} was given before, in line "
-            f"{error.first_line}; "
-            "leave one"
+            f"{error.first_line}; leave one"
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -111,9 +110,8 @@ def _override(values: dict[str, Any], given: str) -> None:
         and not value.endswith("]")
     ):
         raise IsobitError(
-            f"override {brief(given)!r}: its [ is not closed; expected "
-            f"{key}=PRESET[option=value, option=value], in "
-            "quotes where a shell would cut it at a space"
+            f"override {brief(given)!r}: its [ is not closed; expected {key}=PRESET[option=value, "
+            "option=value], in quotes where a shell would cut it at a space"
         )
     section = key.partition(".")[0]
     if section != key:

@@ -113,9 +113,8 @@ class Config:
         if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own "
-                "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, "
-                "repetition_penalty: 1"
+                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+                "top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.group_size < 2:
             raise IsobitError(
@@ -129,9 +128,8 @@ class Config:
             )
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
-                "algorithm.correction: an empty correction: give a weight, a rejection or a "
-                "veto, or write "
-                "correction: none"
+                "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
+                "or write correction: none"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
@@ -166,9 +164,8 @@ def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) 
     """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
     if adapter is not None and optimizer.name == "muon":
         raise IsobitError(
-            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors "
-            "of each; set "
-            "optimizer.name: adamw, or leave the adapter out"
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
+            "each; set optimizer.name: adamw, or leave the adapter out"
         )
 
 
@@ -184,8 +181,7 @@ def _check_kl(algorithm: Objective) -> None:
     if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
         raise IsobitError(
             "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
-            "reward has not: "
-            "take k1, k2 or k3, or leave kl_in_reward out"
+            "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
         )
 
 

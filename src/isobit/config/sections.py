@@ -40,9 +40,8 @@ CHAT_TEMPLATE = (
 )
 BACKEND = (
     "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
-    "wheel or compiled on "
-    "first use. reference: PyTorch, slow. auto: triton where it passes a check on this GPU, else "
-    "native"
+    "wheel or compiled on first use. reference: PyTorch, slow. auto: triton where it passes a "
+    "check on this GPU, else native"
 )
 
 
@@ -145,8 +144,7 @@ class EngineConfig(EngineSize):
     sleep: Annotated[
         Literal["auto", "always", "never"],
         "whether the KV cache gives its memory back while the learner works; auto: on a GPU, "
-        "unless "
-        "cuda_graphs are on, which would have to be captured again",
+        "unless cuda_graphs are on, which would have to be captured again",
     ] = "auto"
 
 
@@ -168,9 +166,8 @@ class MismatchConfig:
     samples_of_idle_groups: Annotated[
         int,
         at_least(0),
-        "samples without an advantage teach nothing, and the learner skips them. So many of "
-        "them it "
-        "compares with the rollout in each step all the same",
+        "samples without an advantage teach nothing, and the learner skips them. So many of them "
+        "it compares with the rollout in each step all the same",
     ] = 4
     share_ahead: Annotated[
         float,
@@ -267,22 +264,19 @@ class RunConfig:
     completions: Annotated[
         Literal["all", "sample", "none"],
         "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning "
-        "can be "
-        "repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of the "
-        "others",
+        "can be repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of "
+        "the others",
     ] = "all"
     check_memory: Annotated[
         bool,
         "checksums of the masters, the optimizer's moments and the working weights. If a bit "
-        "changes in "
-        "memory, the run ends before anything is learned with it or saved",
+        "changes in memory, the run ends before anything is learned with it or saved",
     ] = True
     check_gradients_every: Annotated[
         int,
         at_least(0),
-        "steps between checks of the backward: the first micro-batch is differentiated twice, "
-        "and the "
-        "run ends if the bits of a gradient differ; 0: none",
+        "steps between checks of the backward: the first micro-batch is differentiated twice, and "
+        "the run ends if the bits of a gradient differ; 0: none",
     ] = 0
     rank_timeout_s: Annotated[
         float,

@@ -115,8 +115,7 @@ def split(
     if len(chosen) < size or not train:
         raise IsobitError(
             f"{label}: cannot hold out {size} prompts and keep some to train on: there are "
-            f"{len(examples)} rows; "
-            "lower task.held_out_size or give task.held_out_path"
+            f"{len(examples)} rows; lower task.held_out_size or give task.held_out_path"
         )
     return train, sorted(chosen.values(), key=lambda example: example.index)
 

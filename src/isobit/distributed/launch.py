@@ -93,13 +93,11 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         if "EADDRINUSE" in str(error):
             raise IsobitError(
                 f"the ranks cannot meet at {where}: another program uses that port; set "
-                "MASTER_PORT to a free one, the "
-                "same for all ranks"
+                "MASTER_PORT to a free one, the same for all ranks"
             ) from None
         raise RankLost(
             f"the ranks do not come together at {where} (MASTER_ADDR, MASTER_PORT) in "
-            f"{timeout_s:g} s: is it the "
-            "machine of rank 0, and does that rank run?"
+            f"{timeout_s:g} s: is it the machine of rank 0, and does that rank run?"
         ) from None
 
 
@@ -139,9 +137,8 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
             mine, theirs = said[0][1].get(key, "missing"), other.get(key, "missing")
             if mine != theirs:
                 raise IsobitError(
-                    f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and "
-                    f"{theirs} on rank {rank} "
-                    f"(host {host}); they must be alike to compute the same bits"
+                    f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and {theirs} "
+                    f"on rank {rank} (host {host}); they must be alike to compute the same bits"
                 )
 
 

@@ -234,10 +234,9 @@ class Engine:
         version = self.model.weights_version
         if completion.weights_version != version:
             raise IsobitError(
-                "Engine.continue_from: the completion is of version "
-                f"{completion.weights_version} of the weights, "
-                f"which are at version {version}: a completion has one version; submit its "
-                "tokens as a prompt"
+                f"Engine.continue_from: the completion is of version {completion.weights_version} "
+                f"of the weights, which are at version {version}: a completion has one version; "
+                "submit its tokens as a prompt"
             )
         if isinstance(tokens, str):
             raise IsobitError(
@@ -274,9 +273,8 @@ class Engine:
             return []
         if self._root() != self.scheduler.root:
             raise IsobitError(
-                f"Engine.step: the weights changed while {self.num_open} requests are open; "
-                "finish or cancel them "
-                "before Model.sync and Engine.calibrate"
+                f"Engine.step: the weights changed while {self.num_open} requests are open; finish "
+                "or cancel them before Model.sync and Engine.calibrate"
             )
         plan, tokens = self._runner.run()
         self._endings.report(plan, tokens, on_token)

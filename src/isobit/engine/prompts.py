@@ -99,6 +99,5 @@ def check_context(where: str, length: int, max_positions: int) -> None:
     if length >= max_positions:
         raise IsobitError(
             f"{where} has {length} tokens, but the model's context of {max_positions} takes at "
-            "most "
-            f"{max_positions - 1}, to leave room for an answer"
+            f"most {max_positions - 1}, to leave room for an answer"
         )

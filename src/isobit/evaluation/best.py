@@ -121,8 +121,7 @@ class Best:
             why = f" ({said})"
         return (
             f"best {found['metric']} {found['value']:.4f}{why} at step {self.step}, in "
-            f"{self.directory}; "
-            f"the newest checkpoint is of step {newest_step}"
+            f"{self.directory}; the newest checkpoint is of step {newest_step}"
         )
 
 

@@ -89,10 +89,8 @@ def comparison_table(first: Result, second: Result) -> str:
         f"A: {first.model}\nB: {second.model}",
         text_table(rows, rule=True),
         f"of {count} prompts A alone answers {accuracy.only_first} correctly, B alone "
-        f"{accuracy.only_second}, both "
-        f"{both}\np: exact McNemar test for accuracy, sign-flip test of the paired differences "
-        "for the rest; not "
-        f"corrected for being {len(differences)} tests",
+        f"{accuracy.only_second}, both {both}\np: exact McNemar test for accuracy, sign-flip test "
+        f"of the paired differences for the rest; not corrected for being {len(differences)} tests",
         conclusion(differences),
     ]
     return "\n\n".join(lines)
@@ -117,8 +115,7 @@ def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
         results_table("adapter", {ALONE: base, **adapters}),
         text_table(rows, rule=True),
         "p: exact McNemar test for accuracy, sign-flip test of the paired differences for the "
-        "rest; not corrected for "
-        f"being {len(rows) - 1} tests",
+        f"rest; not corrected for being {len(rows) - 1} tests",
         "\n".join(f"{name}: {sentence}" for name, sentence in zip(differences, sentences)),
     ]
     notes = [
@@ -157,9 +154,8 @@ def conclusion(
     )
     if found.p > LEVEL:
         return (
-            f"No difference is shown in {name}: {first} - {second} is {size}; a difference "
-            "inside the interval is not "
-            "ruled out."
+            f"No difference is shown in {name}: {first} - {second} is {size}; a difference inside "
+            "the interval is not ruled out."
         )
     better, worse = (first, second) if found.difference.value > 0 else (second, first)
     return f"{better} is better than {worse} in {name}: {first} - {second} is {size}."
@@ -190,8 +186,7 @@ def check_same_prompts(
         if a != b:
             raise IsobitError(
                 f"{names}: prompt {i} is {_excerpt(a)} in one and {_excerpt(b)} in the other; "
-                "evaluate both on the "
-                "same prompts"
+                "evaluate both on the same prompts"
             )
 
 

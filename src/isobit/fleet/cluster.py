@@ -86,10 +86,8 @@ class Cluster:
         )
         raise IsobitError(
             f"fleet.engines: {settings.engines} engines need {self._wanted(settings.engines)}, "
-            "each its own on one "
-            f"machine, and the cluster has {have} on {len(nodes)} machines: room for {room}; "
-            "lower fleet.engines, "
-            "fleet.cpus_per_engine or fleet.gpus_per_engine"
+            f"each its own on one machine, and the cluster has {have} on {len(nodes)} machines: "
+            f"room for {room}; lower fleet.engines, fleet.cpus_per_engine or fleet.gpus_per_engine"
         )
 
     def _fit(self, node: Mapping[str, float]) -> int:
@@ -174,10 +172,9 @@ def _closed_to_others() -> Iterator[None]:
 
 def _absent(cluster: str, why: str) -> IsobitError:
     return IsobitError(
-        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start "
-        "--head`, set "
-        "RAY_AUTH_MODE=token where it asks for Ray's token, or leave fleet.cluster out to start "
-        "Ray here"
+        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start --head`, "
+        "set RAY_AUTH_MODE=token where it asks for Ray's token, or leave fleet.cluster out to "
+        "start Ray here"
     )
 
 

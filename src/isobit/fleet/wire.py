@@ -61,8 +61,7 @@ def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
     if (found := digest(buffer)) != expected:
         raise RunFailed(
             f"{name} of version {version} of the weights arrived with other bytes: SHA-256 "
-            f"{found[:12]}..., sent was "
-            f"{expected[:12]}..."
+            f"{found[:12]}..., sent was {expected[:12]}..."
         )
 
 

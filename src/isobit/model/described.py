@@ -38,9 +38,8 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise IsobitError where the tokenizer has ids that the model has not."""
     if tokenizer.vocab_size > config.vocab_size:
         raise IsobitError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            "vocabulary ends at "
-            f"{config.vocab_size - 1}"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
+            f"ends at {config.vocab_size - 1}"
         )
     if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
         raise IsobitError(

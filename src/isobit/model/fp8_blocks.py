@@ -64,9 +64,8 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     if spec is None or spec.format is not E4M3 or spec.granularity != f"{BLOCK}x{BLOCK}":
         found = "not quantized" if spec is None else str(spec)
         raise IsobitError(
-            f"FP8 blocks need weights in e4m3 {BLOCK}x{BLOCK}, and those of "
-            f"{model.precision.name} are {found}; "
-            "give --precision fp8 or fp8-unified"
+            f"FP8 blocks need weights in e4m3 {BLOCK}x{BLOCK}, and those of {model.precision.name} "
+            f"are {found}; give --precision fp8 or fp8-unified"
         )
     tensors: dict[str, Tensor] = {}
     kept: dict[str, str] = {}

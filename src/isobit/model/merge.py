@@ -38,8 +38,7 @@ class Gap:
             return "merged: the adapter changes nothing"
         return (
             f"merged: the update has {self.update:.2e} of the weights' norm; in the weights as "
-            f"{precision} multiplies "
-            f"them it has an error of {self.error:.2g} times its own norm"
+            f"{precision} multiplies them it has an error of {self.error:.2g} times its own norm"
         )
 
 

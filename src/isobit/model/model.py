@@ -57,9 +57,8 @@ class Model:
     def __init__(self, transformer: Transformer, tokenizer: Tokenizer) -> None:
         if not isinstance(transformer, Transformer) or not isinstance(tokenizer, Tokenizer):
             raise IsobitError(
-                f"Model: expected a Transformer and a Tokenizer, got {transformer!r:.80}; a "
-                "model directory is opened "
-                "with Model.load(path)"
+                f"Model: expected a Transformer and a Tokenizer, got {transformer!r:.80}; a model "
+                "directory is opened with Model.load(path)"
             )
         config = transformer.config
         check_vocabulary(config, tokenizer)
@@ -164,8 +163,7 @@ class Model:
         if self.transformer.adapter is not None:
             raise IsobitError(
                 "a model with an adapter has no masters to make weights of under another "
-                "precision; write the merged "
-                "model with isobit export --merge"
+                "precision; write the merged model with isobit export --merge"
             )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
         dtype = self.transformer.masters.dtype

@@ -130,13 +130,11 @@ def _check(shapes: Shapes, config: ModelConfig, values: Mapping[str, Any], direc
     if score is None:
         raise IsobitError(
             f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence "
-            "classification with a "
-            "linear score"
+            "classification with a linear score"
         )
     if score != (1, config.hidden_size):
         raise IsobitError(
-            f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): "
-            "the reward is the logit "
-            "of a single label"
+            f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): the "
+            "reward is the logit of a single label"
         )
     names.check_shapes(body, config, str(directory))

@@ -208,15 +208,13 @@ class Transformer:
         calibrated, or in which rows of one batch share scales."""
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
-                f"precision {self.precision.name}: {reason}, so also by those of several "
-                "adapters; serve them one at a "
-                "time, or take activation_granularity: 1x128 or row"
+                f"precision {self.precision.name}: {reason}, so also by those of several adapters; "
+                "serve them one at a time, or take activation_granularity: 1x128 or row"
             )
         if self.precision.calibrated:
             raise IsobitError(
                 f"precision {self.precision.name} calibrates its KV cache, and each of several "
-                "adapters would need "
-                "scales of its own; serve them one at a time, or take fp8"
+                "adapters would need scales of its own; serve them one at a time, or take fp8"
             )
         found, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
         adaptable = {one.weight for one in projections(self.config)}
@@ -442,8 +440,7 @@ class Transformer:
             )
             raise IsobitError(
                 f"the scales of the KV cache are {found}, and the weights are at version "
-                f"{self.weights_version}: "
-                "call Engine.calibrate(prompts) after every sync"
+                f"{self.weights_version}: call Engine.calibrate(prompts) after every sync"
             )
 
     def _rope_tables(self, layout: Layout) -> Tables:

@@ -31,23 +31,20 @@ class FlowChanges:
     kv_cache: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated", "int8"] | None,
         "format of keys and values in the cache. e4m3 and int8 have a scale for each token and "
-        "head; "
-        "e4m3-calibrated has two scales for each layer, one for K and one for V",
+        "head; e4m3-calibrated has two scales for each layer, one for K and one for V",
     ] = None
     kv_scale: Annotated[
         Scale | None, "scales of the cache: any float32, or powers of two (ue8m0)"
     ] = None
     query: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated"] | None,
-        "format of queries when they are multiplied with keys. e4m3 has a scale for each token "
-        "and head, "
-        "e4m3-calibrated one for each layer",
+        "format of queries when they are multiplied with keys. e4m3 has a scale for each token and "
+        "head, e4m3-calibrated one for each layer",
     ] = None
     probabilities: Annotated[
         Literal["bf16", "e4m3"] | None,
         "format of attention's probabilities when they are multiplied with values; bf16 leaves "
-        "them "
-        "as they are computed",
+        "them as they are computed",
     ] = None
     weight_scale: Annotated[Scale | None, "scales of the weights of linear layers"] = None
     weight_granularity: Annotated[
@@ -99,8 +96,7 @@ class PrecisionChanges(FlowChanges):
     engines: Annotated[
         Literal["shared", "separate"] | None,
         "shared: one storage and one set of operators for rollout and learner. separate: the "
-        "rollout "
-        "has another engine",
+        "rollout has another engine",
     ] = None
     bf16_first_layers: Annotated[
         int | None,

@@ -164,9 +164,8 @@ def cannot_fit(job: Job) -> str | None:
         return None
     return (
         f"warning: weights, gradients and moments alone are {gib(needed)}, of "
-        f"{gib(job.machine.memory)} "
-        f"({job.machine.name}): this run will not fit; isobit train --dry-run names the keys "
-        "that lower it"
+        f"{gib(job.machine.memory)} ({job.machine.name}): this run will not fit; isobit train "
+        "--dry-run names the keys that lower it"
     )
 
 
@@ -176,8 +175,7 @@ def not_loaded(job: Job) -> str | None:
         return None
     return (
         f"the weights, as masters and as they are multiplied, are {gib(needed)}, of "
-        f"{gib(job.machine.memory)} "
-        f"({job.machine.name})"
+        f"{gib(job.machine.memory)} ({job.machine.name})"
     )
 
 
@@ -190,16 +188,14 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
     if micro_batches < job.ranks:
         some = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
         lines.append(
-            f"{some} in an optimizer step for {job.ranks} ranks: {job.ranks - micro_batches} "
-            "wait while the others "
-            "learn; raise prompts_per_step, or lower optimizer.micro_batch_tokens"
+            f"{some} in an optimizer step for {job.ranks} ranks: {job.ranks - micro_batches} wait "
+            "while the others learn; raise prompts_per_step, or lower optimizer.micro_batch_tokens"
         )
     if config.prompts_per_step < job.ranks:
         lines.append(
             f"{config.prompts_per_step} prompts in a step for {job.ranks} ranks: a group is "
-            "sampled on one, so "
-            f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise "
-            "prompts_per_step"
+            f"sampled on one, so {job.ranks - config.prompts_per_step} have nothing to roll out; "
+            "raise prompts_per_step"
         )
     flows = (job.precision.rollout, job.precision.learner)
     low = [flow for flow in flows if flow.weight is not None and flow.weight.format is E2M1]
@@ -219,20 +215,16 @@ def _cache_warnings(job: Job, found: MemoryPlan) -> Iterator[str]:
     if job.completion < limit:
         yield (
             f"prompts of {job.prompt:,} tokens leave {job.completion:,} of the model's context, "
-            "fewer than "
-            f"sampling.max_new_tokens, {limit:,}"
+            f"fewer than sampling.max_new_tokens, {limit:,}"
         )
     if found.cache_tokens < longest:
         yield (
             f"the KV cache holds {found.cache_tokens:,} tokens, and the longest sequence has "
-            f"{longest:,}: raise "
-            "engine.kv_pages, or lower sampling.max_new_tokens"
+            f"{longest:,}: raise engine.kv_pages, or lower sampling.max_new_tokens"
         )
     elif found.cache_tokens < group * longest:
         yield (
-            f"the KV cache holds {found.cache_tokens / longest:,.1f} of the longest sequences, "
-            "and a group has "
-            f"{group}: they are preempted and computed again; take more ranks, an FP8 cache, a "
-            "shorter context or a "
-            "smaller group"
+            f"the KV cache holds {found.cache_tokens / longest:,.1f} of the longest sequences, and "
+            f"a group has {group}: they are preempted and computed again; take more ranks, an FP8 "
+            "cache, a shorter context or a smaller group"
         )

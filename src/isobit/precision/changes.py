@@ -148,8 +148,7 @@ def _check_plain(precision: Precision, changes: FlowChanges) -> None:
     if precision.gradient is not None:
         raise IsobitError(
             "precision.activation: bf16 is for flows whose backward is not quantized, such as "
-            "nvfp4; "
-            f"{precision.name} quantizes gradients"
+            f"nvfp4; {precision.name} quantizes gradients"
         )
     if beside := _asked(changes, "activation_"):
         raise IsobitError(
@@ -187,9 +186,8 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
     given = {field: value for field, value in given.items() if value is not None}
     if given and not precision.calibrated:
         raise IsobitError(
-            f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set "
-            "kv_cache: e4m3-calibrated, or "
-            "start from fp8-rollout-kv"
+            f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: "
+            "e4m3-calibrated, or start from fp8-rollout-kv"
         )
     return replace(precision.calibration, **given)
 

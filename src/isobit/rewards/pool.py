@@ -390,9 +390,8 @@ class RewardBatch:
         said."""
         hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
         self.notes.append(
-            f"reward function {self.functions[function].function}: samples {part[0]} to "
-            f"{part[-1]} were scored one by "
-            f"one, after it failed on them together: {failure.text}{hint}"
+            f"reward function {self.functions[function].function}: samples {part[0]} to {part[-1]} "
+            f"were scored one by one, after it failed on them together: {failure.text}{hint}"
         )
 
     def body(self, part: range) -> str:

@@ -19,8 +19,7 @@ class RewardSpec:
     function: Annotated[
         str,
         "math, exact_match, fuzzy_match, format, length_penalty or code; or "
-        "path/to/file.py:function or "
-        "package.module:function",
+        "path/to/file.py:function or package.module:function",
     ]
     weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str | None, "name in the metrics; default: the function's"] = None

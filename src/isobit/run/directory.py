@@ -178,10 +178,9 @@ class RunDirectory:
             return missing
         if before["backend"] != facts["backend"]:
             raise IsobitError(
-                f"run {self.directory} was computed by the {before['backend']} backend, and "
-                "here it would go on by "
-                f"{facts['backend']}, which rounds in other places; resume it where the former "
-                "works"
+                f"run {self.directory} was computed by the {before['backend']} backend, and here "
+                f"it would go on by {facts['backend']}, which rounds in other places; resume it "
+                "where the former works"
             )
         if before.get("order") != facts.get("order"):
             raise IsobitError(

@@ -61,32 +61,26 @@ METRICS: dict[str, str] = {
     "mismatch/js_divergence": "estimate of the Jensen-Shannon divergence (NeMo RL)",
     "mismatch/learner_ppl": "mean over sequences of exp(-mean log π_learner) (verl's training_ppl)",
     "mismatch/rollout_ppl": "mean over sequences of exp(-mean log π_rollout) (verl)",
-    "mismatch/log_ppl_diff": "mean over sequences of mean log π_rollout - mean log π_learner "
-    "(verl)",
+    "mismatch/log_ppl_diff": "mean over sequences of mean log π_rollout - mean log π_learner (verl)",
     "mismatch/ppl_ratio": "mean over sequences of exp of that difference (verl)",
     "mismatch/chi2_sequence": "mean over sequences of exp(2 Σ lr), minus 1 (verl's chi2_seq)",
     "mismatch/max_abs_logprob_diff": "largest |lr|",
     "mismatch/kl_k3_from_*": "mismatch/kl_k3 of the tokens n to 2n - 1 of their completions, "
-    "counted from 1, for each "
-    "power of two n; only where tokens differ",
+    "counted from 1, for each power of two n; only where tokens differ",
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
     "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under "
     "on_mismatch: correct",
-    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step "
-    "(the weights move on); of "
-    "samples that the learner leaves out, mismatch.samples_of_idle_groups; of batches sampled "
-    "ahead of the learner, "
-    "mismatch.share_ahead in the step that samples them",
+    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the "
+    "weights move on); of samples that the learner leaves out, mismatch.samples_of_idle_groups; of "
+    "batches sampled ahead of the learner, mismatch.share_ahead in the step that samples them",
     "mismatch/comparable_tokens": "tokens that could have been: of the weights of this step, "
-    "learned from or sampled "
-    "ahead",
+    "learned from or sampled ahead",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",
     "correction/rejected_fraction": "tokens that the correction left out",
     "correction/kept_fraction": "completions with a token that the correction kept",
     "correction/effective_step": "share of the step that a correction leaves: Σ weight · "
-    "|advantage| with it, "
-    "over the same sum without it",
+    "|advantage| with it, over the same sum without it",
     "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (verl)",
     "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where "
@@ -101,8 +95,7 @@ METRICS: dict[str, str] = {
     "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative "
     "to the masters",
     "quant/activation_flushed_fraction": "non-zero elements of the learner's activations that "
-    "became 0 in FP8, "
-    "every run.quantization_every steps",
+    "became 0 in FP8, every run.quantization_every steps",
     "quant/activation_saturated_fraction": "activations clamped by their scale; in the same steps",
     "quant/activation_relative_error": "norm of the error of the quantized activations, "
     "relative; in the same steps",
@@ -156,8 +149,7 @@ METRICS: dict[str, str] = {
     "throughput/rollout_tokens_per_s": "sampled tokens per second of sampling",
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
     "memory/peak_rss_mib": "largest resident memory of the process so far",
-    "memory/peak_rollout_mib": "peak GPU memory of tensors during the step's rollout; on a GPU "
-    "only",
+    "memory/peak_rollout_mib": "peak GPU memory of tensors during the step's rollout; on a GPU only",
     "memory/peak_learn_mib": "the same during forward, backward and optimizer",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
     "memory/optimizer_mib": "the optimizer's state (moments, momentum), in its storage format",

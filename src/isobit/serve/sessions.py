@@ -89,9 +89,8 @@ def spliced(
     number = sum(token in ends for token in before)
     if sum(token in ends for token in answered) != number + 1:
         raise IsobitError(
-            "the model's chat template does not end an answer with its end-of-sequence token, "
-            "so the tokens of a "
-            "session cannot be kept; leave X-Session-ID out"
+            "the model's chat template does not end an answer with its end-of-sequence token, so "
+            "the tokens of a session cannot be kept; leave X-Session-ID out"
         )
     place = [index for index, token in enumerate(whole) if token in ends][number]
     rest = whole[place:]

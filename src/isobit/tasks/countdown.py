@@ -99,9 +99,8 @@ def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int
         misses += 1
         if misses > MAX_MISSES:
             raise IsobitError(
-                f"task countdown: these options give only about {len(found)} problems, {count} "
-                "are asked for "
-                "(train_size + held_out_size); raise max_number or max_target"
+                f"task countdown: these options give only about {len(found)} problems, {count} are "
+                "asked for (train_size + held_out_size); raise max_number or max_target"
             )
         span = options.max_numbers - options.min_numbers + 1
         numbers = [

@@ -25,8 +25,7 @@ class TaskSettings:
     path: Annotated[
         str | None,
         "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
-        "`datasets`; every column "
-        "reaches the reward",
+        "`datasets`; every column reaches the reward",
     ] = None
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
     held_out_size: Annotated[
@@ -52,9 +51,8 @@ class TaskSettings:
     system: Annotated[str | None, "system message, put before every chat"] = None
     special_tokens_in_content: Annotated[
         Literal["escape", "allow", "refuse"],
-        "what becomes of special tokens that a prompt spells, such as <|im_start|>. escape: "
-        "plain text. "
-        "allow: the tokens. refuse: an error",
+        "what becomes of special tokens that a prompt spells, such as <|im_start|>. escape: plain "
+        "text. allow: the tokens. refuse: an error",
     ] = "escape"
     max_prompt_tokens: Annotated[
         int | None,

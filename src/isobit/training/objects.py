@@ -58,9 +58,8 @@ class Objects:
             arguments += ["data=rows"] if config.task.path in missing else []
             arguments += ["held_out=rows"] if config.task.held_out_path in missing else []
             raise IsobitError(
-                f"run {config.run.dir} was given objects in Python, which no file keeps: go on "
-                "in Python, with "
-                f"isobit.resume({config.run.dir!r}, {', '.join(arguments)})"
+                f"run {config.run.dir} was given objects in Python, which no file keeps: go on in "
+                f"Python, with isobit.resume({config.run.dir!r}, {', '.join(arguments)})"
             )
 
 

@@ -155,8 +155,7 @@ CALLS = {
     "unshare": call("272:97", "0x10000000"),
     "unshare of a PID namespace": call("272:97", "0x20000000"),
     "clone with a user namespace": call("56:220", "0x10000011", "0", "0", "0", "0")
-    + "if done is True and "
-    "libc.getpid() == 1:\n    os._exit(0)\n",
+    + "if done is True and libc.getpid() == 1:\n    os._exit(0)\n",
     "io_uring": tries(
         "area = ctypes.create_string_buffer(256)\ndone = libc.syscall(425, 4, area) >= 0"
     ),
@@ -182,10 +181,9 @@ OUTSIDE = {
     "reads /proc": tries("done = bool(os.listdir('/proc'))"),
     "writes beside itself": tries("open('/harness.py', 'w')\ndone = True"),
     "finds the tests": tries(
-        "done = any(b'assert double(1)' in open(f'{top}/{name}', 'rb').read()"
-        " for top in ('/', '/isobit-work', '/tmp') for name in os.listdir(top) if name != "
-        "'program.py'"
-        " and os.path.isfile(f'{top}/{name}'))"
+        "done = any(b'assert double(1)' in open(f'{top}/{name}', 'rb').read() for top in ('/', "
+        "'/isobit-work', '/tmp') for name in os.listdir(top) if name != 'program.py' and "
+        "os.path.isfile(f'{top}/{name}'))"
     ),
     "connects": tries("import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\ndone = True"),
     "finds other processes": tries(
@@ -261,9 +259,8 @@ PROTOCOL = {
     ),
     "calls back what was not given": SAYS.format(reply="{'call': 0, 'arguments': [], 'named': {}}"),
     "other names than asked": SAYS.format(
-        reply="{'value': {'dict': [['abs', {'object': 0}], ['check', {'type': 'str'}], "
-        "['sorted', {'type': 'list'}],"
-        " ['math', {'object': 1}], ['__builtins__', {'dict': []}]]}}"
+        reply="{'value': {'dict': [['abs', {'object': 0}], ['check', {'type': 'str'}], ['sorted', "
+        "{'type': 'list'}], ['math', {'object': 1}], ['__builtins__', {'dict': []}]]}}"
     ),
     "says yes to every question": ANSWERS + WRONG + YES + "answer_all(yes)\n",
     "raises AssertionError": SAYS.format(

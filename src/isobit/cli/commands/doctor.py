@@ -101,9 +101,8 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
     features = processor_features()
     if platform.machine() in ("x86_64", "AMD64") and not features & {"amx_bf16", "avx512_bf16"}:
         found.append(
-            "the processor has no BF16 instructions: products under consistency: bitwise take "
-            "up to twice the time, "
-            "and consistency: fast is the faster there"
+            "the processor has no BF16 instructions: products under consistency: bitwise take up "
+            "to twice the time, and consistency: fast is the faster there"
         )
     if (
         find_gpu() is not None

@@ -113,6 +113,5 @@ def _opened(parts: Parts) -> str:
     longest = parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
     return (
         f"weights are read; longest sequence: {longest} tokens; cache: "
-        f"{parts.engine.pages.num_pages} pages; "
-        f"micro-batches of {parts.micro_batch_tokens} tokens"
+        f"{parts.engine.pages.num_pages} pages; micro-batches of {parts.micro_batch_tokens} tokens"
     )

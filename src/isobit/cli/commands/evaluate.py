@@ -66,14 +66,12 @@ def evaluate_command(
     if (first is None) == (request.completions is None) or (first is None and second is not None):
         raise IsobitError(
             "give a model to evaluate, a run, or a saved result; or none of them, and "
-            "--completions COLUMN to score a "
-            "column of the data"
+            "--completions COLUMN to score a column of the data"
         )
     if request.adapters and (first is None or second is not None or is_saved(first)):
         raise IsobitError(
             "--adapter: give the model that the adapters are for, without --against and "
-            "--completions; each is "
-            "compared with that model alone"
+            "--completions; each is compared with that model alone"
         )
     results = _evaluate([path for path in (first, second) if path is not None], request)
     _require_rewards(results, out)
@@ -255,8 +253,7 @@ def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
         write_result(out, results[0].to_json())
     raise IsobitError(
         f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no "
-        "accuracy: "
-        f"{graded[0].error or 'every reward function returned None'}"
+        f"accuracy: {graded[0].error or 'every reward function returned None'}"
     )
 
 

@@ -83,8 +83,7 @@ def _open(
     if not merge:
         raise IsobitError(
             f"{source} holds an adapter, and {folder} is its PEFT folder, for systems that take "
-            "one; --merge writes "
-            "the model with the adapter in its weights"
+            "one; --merge writes the model with the adapter in its weights"
         )
     model, gap = merged(folder, precision)
     return model, [gap.text(model.precision.name)]

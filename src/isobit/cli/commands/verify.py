@@ -74,9 +74,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
             failed += [said] if compared_.first is not None else []
     if not drawn and not failed:
         raise IsobitError(
-            f"{run}: none of its checkpoints sampled completions that are recorded; it keeps "
-            "the newest "
-            f"{config.run.keep_last} (run.keep_last), and records {config.run.completions} "
+            f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the "
+            f"newest {config.run.keep_last} (run.keep_last), and records {config.run.completions} "
             "(run.completions)"
         )
     if records.chain is None:
@@ -90,8 +89,7 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     print(_held(records))
     print(
         f"{run}: {drawn:,} of {records.count:,} completions were drawn again, and 0 of their "
-        f"{tokens:,} tokens "
-        "differ in any bit: these weights sampled what is recorded"
+        f"{tokens:,} tokens differ in any bit: these weights sampled what is recorded"
     )
 
 
@@ -122,8 +120,7 @@ def _refuse(run: Path, config: Config) -> None:
     if precision.calibrated:
         raise IsobitError(
             f"{run}: under {precision.name} keys and values have scales that were calibrated "
-            "during the run and "
-            "are not recorded, so its completions cannot be drawn again"
+            "during the run and are not recorded, so its completions cannot be drawn again"
         )
 
 

@@ -94,9 +94,8 @@ class TritonOps(Ops):
             forms = _CACHED if role == "keys and values" else (E4M3,)
             if not target().fp8 and spec.format is not INT8:
                 raise IsobitError(
-                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 "
-                    "on, and this GPU is "
-                    "older; use precision: bf16, or backend: native"
+                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 on, "
+                    "and this GPU is older; use precision: bf16, or backend: native"
                 )
             computed = (
                 spec.format in forms
@@ -108,9 +107,8 @@ class TritonOps(Ops):
                 allowed = " or ".join(_ALLOWED[role])
                 raise IsobitError(
                     f"backend: triton has no kernel for {role} in {spec} (preset "
-                    f"{precision.name}): it takes "
-                    f"{names}, {allowed}, with fp32 or ue8m0 scales{_BESIDES.get(role, '')}; "
-                    "use backend: native"
+                    f"{precision.name}): it takes {names}, {allowed}, with fp32 or ue8m0 "
+                    f"scales{_BESIDES.get(role, '')}; use backend: native"
                 )
 
     def raise_faults(self) -> None:

@@ -213,9 +213,8 @@ def compare_structs(lib: ctypes.CDLL) -> None:
                 field for field in {**ours, **theirs} if ours.get(field) != theirs.get(field)
             )
             raise IsobitError(
-                f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in "
-                "C++ and "
-                f"{ours.get(odd)} in Python: interface.py, interface.cpp and the struct must "
+                f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in C++ "
+                f"and {ours.get(odd)} in Python: interface.py, interface.cpp and the struct must "
                 "list the same fields"
             )
 

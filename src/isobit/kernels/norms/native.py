@@ -28,8 +28,7 @@ def check_rows() -> None:
     if different := differing(lib, "rows32", lib.isobit_rows32_self_test):
         raise IsobitError(
             f"consistency: bitwise cannot hold here: {different} results of norms, gates and "
-            "attention differ from "
-            "scalar ones; set consistency: exact"
+            "attention differ from scalar ones; set consistency: exact"
         )
 
 

@@ -56,9 +56,8 @@ def _chosen(order: str, wanted: str) -> int:
     test = f"{order}.{ISAS[isa]}"
     if different := differing(lib, test, lambda: int(lib.isobit_ordered_self_test(isa, number))):
         raise IsobitError(
-            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ "
-            "from scalar ones; set "
-            "ISOBIT_ISA=portable, or consistency: exact"
+            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from "
+            "scalar ones; set ISOBIT_ISA=portable, or consistency: exact"
         )
     return isa
 

@@ -111,9 +111,8 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     for what is missing or damaged, what is not supported, and factors that do not fit the model."""
     if not exists(directory / CONFIG):
         raise IsobitError(
-            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a "
-            "checkpoint of a run that "
-            "trained an adapter (RUN/checkpoints/step-...)"
+            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint "
+            "of a run that trained an adapter (RUN/checkpoints/step-...)"
         )
     values = read_json(directory / CONFIG)
     rank, alpha = _settings(values, directory / CONFIG)
@@ -191,8 +190,7 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
     if str(values.get("init_lora_weights", True)).lower().startswith(_CHANGES_BASE):
         raise IsobitError(
             f"{path}: init_lora_weights: {values['init_lora_weights']} changes the base model; "
-            "save the adapter as "
-            "plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
+            "save the adapter as plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
         )
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -226,8 +224,7 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
     if others := shapes.keys() - known:
         raise IsobitError(
             f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this "
-            f"{config.family} model; "
-            "adapters of experts, embeddings and heads are not read"
+            f"{config.family} model; adapters of experts, embeddings and heads are not read"
         )
     if not chosen:
         raise IsobitError(f"{directory}: {WEIGHTS} holds no tensors")

@@ -52,9 +52,8 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     if ALL_LINEAR in targets:
         if has_experts:
             raise IsobitError(
-                "adapter.targets: all-linear would take the experts, which have no adapters "
-                "yet; give "
-                "targets: [q_proj, k_proj, v_proj, o_proj]"
+                "adapter.targets: all-linear would take the experts, which have no adapters yet; "
+                "give targets: [q_proj, k_proj, v_proj, o_proj]"
             )
         return tuple(known)
     found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)

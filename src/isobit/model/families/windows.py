@@ -55,9 +55,8 @@ def windows_of(
         slides = [True] * layers
         if "full_attention" in kinds and window < max_positions:
             raise IsobitError(
-                f"{where}: layer_types has full_attention, but in this architecture "
-                f"sliding_window {window} is that "
-                "of all layers; leave layer_types out"
+                f"{where}: layer_types has full_attention, but in this architecture sliding_window "
+                f"{window} is that of all layers; leave layer_types out"
             )
     else:
         slides = [kind == "sliding_attention" for kind in kinds] or rule.slides(
@@ -101,7 +100,6 @@ def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str
         if kind not in ("full_attention", "sliding_attention"):
             raise IsobitError(
                 f"{where}: layer_types: {kind!r:.80} is not supported: supported are "
-                "full_attention and "
-                "sliding_attention"
+                "full_attention and sliding_attention"
             )
     return kinds

@@ -187,9 +187,8 @@ def open_weights(
             for key, tensor in _opened(path, stack).items():
                 if key in tensors:
                     raise IsobitError(
-                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} "
-                        f"and {name}; it must be in "
-                        "one of them"
+                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} and "
+                        f"{name}; it must be in one of them"
                     )
                 tensors[key] = path, tensor
             for key in wanted:

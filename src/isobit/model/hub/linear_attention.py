@@ -38,8 +38,7 @@ class LinearAttention:
         if self.value_heads % self.key_heads:
             raise IsobitError(
                 f"config.json: {self.value_heads} value heads of linear attention cannot share "
-                f"{self.key_heads} key "
-                "heads evenly"
+                f"{self.key_heads} key heads evenly"
             )
 
     @property

@@ -170,9 +170,8 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""
         raise IsobitError(
-            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights "
-            f"are {len(shapes):,} "
-            "tensors, fewer than such layers have"
+            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights are "
+            f"{len(shapes):,} tensors, fewer than such layers have"
         )
     expected = {name: shape for _, names in parts(config) for name, shape in names}
     expected = in_files(expected) if _together(config) else expected
@@ -207,8 +206,7 @@ def check_tied(
     if shapes[head] != shapes[embed] or not torch.equal(read(head, lo, hi), read(embed, lo, hi)):
         raise IsobitError(
             f"{where}: tensor lm_head.weight differs from the embedding; config.json must have "
-            "tie_word_embeddings "
-            "false"
+            "tie_word_embeddings false"
         )
 
 

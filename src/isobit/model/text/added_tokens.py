@@ -98,9 +98,8 @@ def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], directory: Path
         if (found := fast.token_to_id(token.content)) != index:
             raise IsobitError(
                 f"{where} gives token {brief(token.content)!r} the id {brief(str(index))}, but "
-                "with the vocabulary of "
-                f"tokenizer.json it is {found}; correct it there, or save the tokenizer anew "
-                "with transformers"
+                f"with the vocabulary of tokenizer.json it is {found}; correct it there, or save "
+                "the tokenizer anew with transformers"
             )
 
 

@@ -188,9 +188,8 @@ def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
     rendered = write([*messages[:-1], {**messages[-1], "content": tagged}])
     if text.strip() not in rendered or _TAG.strip() not in rendered:
         raise IsobitError(
-            f"the prompt ends with an assistant's message, which {_NAME} does not write as it "
-            "is, so that the model "
-            "cannot continue it; end with another message"
+            f"the prompt ends with an assistant's message, which {_NAME} does not write as it is, "
+            "so that the model cannot continue it; end with another message"
         )
     place = rendered.rindex(_TAG.strip())
     # where the space is gone, the template took away all space at the message's end

@@ -156,8 +156,7 @@ class ContentEncoder:
         if spelled and rule == "refuse":
             raise IsobitError(
                 f"the text has the special token {brief(spelled[0])!r} in it; take it out, or "
-                "encode it as text with "
-                "task.special_tokens_in_content: escape"
+                "encode it as text with task.special_tokens_in_content: escape"
             )
         return spelled
 
@@ -172,9 +171,8 @@ class ContentEncoder:
                 and ids.count(token) > added.count(token)
             ):
                 raise IsobitError(
-                    f"the text has the special token {brief(name)!r} in it, which this "
-                    "tokenizer makes of plain text "
-                    "as well; take it out"
+                    f"the text has the special token {brief(name)!r} in it, which this tokenizer "
+                    "makes of plain text as well; take it out"
                 )
         return ids
 

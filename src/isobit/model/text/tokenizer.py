@@ -239,9 +239,8 @@ class Tokenizer:
     ) -> str:
         if self.chat_template is None:
             raise IsobitError(
-                "the prompt is a chat, but the model has no chat template; give text prompts, "
-                "or a template with "
-                "model.chat_template (--chat-template)"
+                "the prompt is a chat, but the model has no chat template; give text prompts, or a "
+                "template with model.chat_template (--chat-template)"
             )
         variables = {
             "messages": list(messages),

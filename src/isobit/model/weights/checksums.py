@@ -56,8 +56,7 @@ class Checksums:
         if (name := first_difference(self._taken, checksums(self._tensors()))) is not None:
             raise Corruption(
                 f"{name} changed in memory where nothing writes: a hardware fault, or code that "
-                "writes where it must "
-                "not; check the machine's memory"
+                "writes where it must not; check the machine's memory"
             )
 
 

@@ -97,8 +97,7 @@ def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
         kind = "quantized " if quantized else ""
         raise RunFailed(
             f"weight sync: {kind}tensor {name} arrived broken in the rollout engine: relative "
-            f"error {relative:.3g} "
-            f"against its master, where {form} allows {limit:.3g}"
+            f"error {relative:.3g} against its master, where {form} allows {limit:.3g}"
         )
 
 

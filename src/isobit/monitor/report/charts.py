@@ -117,8 +117,7 @@ def draw(panel: Panel, runs: Sequence[Series]) -> str:
     }
     svg = (
         f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' "
-        f"aria-label='{escaped(_said(panel, drawn))}'>"
-        f"{_grid(across, up, panel.axis)}{''.join(marks)}</svg>"
+        f"aria-label='{escaped(_said(panel, drawn))}'>{_grid(across, up, panel.axis)}{''.join(marks)}</svg>"
     )
     return (
         "<figure "

@@ -100,9 +100,8 @@ def _table(maps: Data, figure: str) -> str:
         cells = "".join(f"<td class='q{shade(v, *scale)}'>{_text(v)}</td>" for v in values)
         lines.append(f"<tr><th scope='row'>{layer}</th>{cells}</tr>")
     return (
-        f"<div class='wide'><table class='heat-map' data-figure='{figure}'>"
-        f"<caption>{title}<small>{meaning}</small></caption>"
-        "<thead><tr><th "
+        "<div class='wide'><table class='heat-map' "
+        f"data-figure='{figure}'><caption>{title}<small>{meaning}</small></caption><thead><tr><th "
         f"scope='col'>layer</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 

@@ -163,9 +163,8 @@ def _mismatch(series: Sequence[Series]) -> str:
         return charts
     return (
         "<p>Log-probabilities of the sampled tokens, as recorded by the rollout and as computed "
-        "by the learner with "
-        "the same weights. A step at which they agree in every bit stands in the row named 0.</p>"
-        f"{charts}"
+        "by the learner with the same weights. A step at which they agree in every bit stands in "
+        f"the row named 0.</p>{charts}"
     )
 
 

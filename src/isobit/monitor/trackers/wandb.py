@@ -19,8 +19,7 @@ from isobit.run.interpreter import module_command
 
 _NO_CREDENTIALS = (
     "tracking.trackers: wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay "
-    "offline: "
-    "WANDB_MODE=offline, or tracking.wandb.mode=offline"
+    "offline: WANDB_MODE=offline, or tracking.wandb.mode=offline"
 )
 
 

@@ -135,8 +135,7 @@ class Code(NamedReward):
         if largest > limits.output_bytes:
             raise ValueError(
                 f"column {column!r}: {largest} bytes expected; options.output_mib: "
-                f"{self.output_mib} lets "
-                "a program print no more"
+                f"{self.output_mib} lets a program print no more"
             )
         files = side("script", program=source)
         stdin = [text.replace("\r\n", "\n") for text in inputs]

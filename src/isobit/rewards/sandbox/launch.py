@@ -129,9 +129,8 @@ def check_cage(isolation: str, packages: bool) -> None:
         raise IsobitError(f"reward code: programs cannot be run: {missing}")
     raise IsobitError(
         f"reward code: this machine cannot isolate programs: {missing}; allow unprivileged user "
-        "namespaces (in a "
-        "container: its seccomp profile), or accept programs that reach network and files with "
-        "options.isolation: none"
+        "namespaces (in a container: its seccomp profile), or accept programs that reach network "
+        "and files with options.isolation: none"
     )
 
 

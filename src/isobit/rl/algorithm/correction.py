@@ -109,9 +109,8 @@ def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None
     if min(left, kept) >= LEAST_STEP:
         return None
     return (
-        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of "
-        "the step's size: "
-        "widen its bounds, or take token_tis, or precision: fp8, which needs none "
+        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of the "
+        "step's size: widen its bounds, or take token_tis, or precision: fp8, which needs none "
         "(said once; the metrics have correction/effective_step)"
     )
 

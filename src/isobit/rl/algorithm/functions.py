@@ -137,10 +137,9 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
             whole.abs().max()
         ):
             raise IsobitError(
-                f"{what}: its gradient depends on how a batch is split into micro-batches; "
-                "return the loss of each "
-                "token, from its own sequence alone, with no mean or other statistic of the "
-                "micro-batch"
+                f"{what}: its gradient depends on how a batch is split into micro-batches; return "
+                "the loss of each token, from its own sequence alone, with no mean or other "
+                "statistic of the micro-batch"
             )
 
 

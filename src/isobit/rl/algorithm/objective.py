@@ -81,8 +81,7 @@ class Objective:
         str,
         OneOf(RATIOS),
         "the importance ratio: of each token, or of a sequence, as the geometric mean of its "
-        "tokens' ratios (GSPO) or "
-        "as their product (sequence_sum, RLOO)",
+        "tokens' ratios (GSPO) or as their product (sequence_sum, RLOO)",
     ] = "token"
     dual_clip: Annotated[
         float | None,
@@ -116,9 +115,8 @@ class Objective:
     ] = 0.0
     kl_estimator: Annotated[
         Annotated[str, OneOf(KL_ESTIMATORS)] | None,
-        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 "
-        "times the ratio, as in "
-        "TRL; low_var_kl: k3, at most 10",
+        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 times "
+        "the ratio, as in TRL; low_var_kl: k3, at most 10",
     ] = None
     kl_in_reward: Annotated[
         bool, "subtract the KL from the reward of each token, and leave it out of the loss"
@@ -131,8 +129,7 @@ class Objective:
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
         "whether the learner computes the old log-probabilities; auto: not under a unified "
-        "precision, where those of "
-        "the rollout are the same",
+        "precision, where those of the rollout are the same",
     ] = "auto"
     router_replay: Annotated[
         bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"

@@ -286,6 +286,5 @@ def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     if (name := min(names) if names else first_difference(before, after)) is not None:
         raise Corruption(
             f"the gradient of {name} has other bits when it is computed again: a fault of the "
-            "hardware, or an operator "
-            "or a loss that does not repeat itself"
+            "hardware, or an operator or a loss that does not repeat itself"
         )

@@ -46,36 +46,30 @@ class OptimizerSettings:
     ] = 5
     adjust_lr: Annotated[
         Literal["match_rms_adamw", "original"],
-        "what Muon multiplies the rate by, for a matrix of A rows and B columns: 0.2 · √max(A, "
-        "B), so that one rate "
-        "serves AdamW's masters too; or √max(1, A / B)",
+        "what Muon multiplies the rate by, for a matrix of A rows and B columns: 0.2 · √max(A, B), "
+        "so that one rate serves AdamW's masters too; or √max(1, A / B)",
     ] = "match_rms_adamw"
     state: Annotated[
         Literal["fp32", "8bit"],
         "how AdamW's moments are kept. 8bit: one code for each element and one scale for 256, "
-        "rounded "
-        "stochastically; those of embedding and head stay in FP32",
+        "rounded stochastically; those of embedding and head stay in FP32",
     ] = "fp32"
     masters: Annotated[
         Literal["fp32", "bf16"],
         "how the trained weights are kept. bf16: half of the bytes; an update is computed in "
-        "float32 and "
-        "rounded stochastically, with random bits that a repeated run draws again. A model in "
-        "FP32 is rounded to "
-        "nearest when it is read",
+        "float32 and rounded stochastically, with random bits that a repeated run draws again. A "
+        "model in FP32 is rounded to nearest when it is read",
     ] = "fp32"
     micro_batch_tokens: Annotated[
         Annotated[int, at_least(1)] | Literal["auto"],
         "tokens of one forward and backward. auto: the most that fit into the memory; the run's "
-        "`config.yaml` keeps "
-        "this number",
+        "`config.yaml` keeps this number",
     ] = 16384
     activation_checkpointing: Annotated[
         bool | Literal["mlp"],
-        "what is kept of the forward for the backward. false: everything. true: only the inputs "
-        "of each layer; the "
-        "rest is computed again. mlp: all but the inputs of the MLP's gates, the largest part. "
-        "The bits are the same",
+        "what is kept of the forward for the backward. false: everything. true: only the inputs of "
+        "each layer; the rest is computed again. mlp: all but the inputs of the MLP's gates, the "
+        "largest part. The bits are the same",
     ] = False
     max_bad_steps: Annotated[
         int,
@@ -86,22 +80,19 @@ class OptimizerSettings:
     sum_group: Annotated[
         int,
         at_least(1),
-        "adds the gradients of so many micro-batches first, and then these sums. On machines of "
-        "8 GPUs, 8 sends an "
-        "eighth between machines. Decides how gradients are rounded",
+        "adds the gradients of so many micro-batches first, and then these sums. On machines of 8 "
+        "GPUs, 8 sends an eighth between machines. Decides how gradients are rounded",
     ] = 1
     idle_apart: Annotated[
         bool,
         "puts samples whose advantage is 0 into separate micro-batches, which cost nothing. "
-        "Decides how gradients are "
-        "rounded",
+        "Decides how gradients are rounded",
     ] = False
     share_prompts: Annotated[
         bool,
         "computes a prompt once for all of its completions in a micro-batch. Log-probabilities "
-        "have the same bits. "
-        "Decides how gradients are rounded. Off where a mixture of experts repeats routes or "
-        "balances its load",
+        "have the same bits. Decides how gradients are rounded. Off where a mixture of experts "
+        "repeats routes or balances its load",
     ] = True
     total_steps: NotAnOption[int] = 1
     """Calls of `learning_rate`."""

@@ -201,9 +201,8 @@ class ShardedOptimizer:
             if other is not kind and state.keys() == other.forms(shape).keys():
                 raise IsobitError(
                     f"optimizer state of {name} is of a run with {other.label}, and this run "
-                    "trains "
-                    f"it with {kind.label}; a run goes on with its own optimizer. Set it back, or "
-                    "begin a new run from these weights with model.path"
+                    f"trains it with {kind.label}; a run goes on with its own optimizer. Set it "
+                    "back, or begin a new run from these weights with model.path"
                 )
         raise IsobitError(f"optimizer state of {name} does not fit the model")
 

@@ -34,15 +34,12 @@ def failure(
         else f"isobit train --resume {run}"
     )
     return RunFailed(
-        f"step {step}: rollout and learner differ in {found.differing} of {found.compared} "
-        "tokens, and "
-        f"{learner.model.precision.name} promises the same bits; first: prompt "
-        f"{sample.prompt_index}, sample "
-        f"{sample.sample_index}, token {first.position} of the completion, log-probability "
-        f"{first.rollout!r} in the "
-        f"rollout and {first.learner!r} in the learner; {_where(found, learner)}; nothing was "
-        "learned from this batch; "
-        f"the last good checkpoint is {last}; go on with: {again} on_mismatch=warn"
+        f"step {step}: rollout and learner differ in {found.differing} of {found.compared} tokens, "
+        f"and {learner.model.precision.name} promises the same bits; first: prompt "
+        f"{sample.prompt_index}, sample {sample.sample_index}, token {first.position} of the "
+        f"completion, log-probability {first.rollout!r} in the rollout and {first.learner!r} in "
+        f"the learner; {_where(found, learner)}; nothing was learned from this batch; the last "
+        f"good checkpoint is {last}; go on with: {again} on_mismatch=warn"
     )
 
 

@@ -122,8 +122,7 @@ def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
     if config.run.completions != "all":
         raise IsobitError(
             f"{run} cannot be repeated from its rollouts: it recorded run.completions: "
-            f"{config.run.completions}, and "
-            "only with all (the default) are they all there"
+            f"{config.run.completions}, and only with all (the default) are they all there"
         )
     if not path.is_file():
         raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")

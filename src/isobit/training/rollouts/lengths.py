@@ -75,8 +75,7 @@ def say_special_tokens(examples: Sequence[Example], model: Model | Described) ->
         done = "encoded as text" if rule == "escape" else "taken for the tokens"
         print(
             f"the prompts' own text spells {len(found):,} special tokens, such as "
-            f"{printable(found[0])}: {done} "
-            f"(task.special_tokens_in_content: {rule})",
+            f"{printable(found[0])}: {done} (task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
 
@@ -93,10 +92,8 @@ def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
         return None
     return (
         "warning: the model names no end-of-sequence token (eos_token_id in "
-        "generation_config.json or config.json, "
-        "eos_token in tokenizer_config.json), so every completion runs to "
-        f"{sampling.max_new_tokens} tokens; name one, "
-        "or give sampling.stop"
+        "generation_config.json or config.json, eos_token in tokenizer_config.json), so every "
+        f"completion runs to {sampling.max_new_tokens} tokens; name one, or give sampling.stop"
     )
 
 

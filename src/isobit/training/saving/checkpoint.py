@@ -134,10 +134,9 @@ class Trained:
         saved, wanted = state["masters"], self.optimizer.settings.masters
         if saved != wanted:
             raise IsobitError(
-                f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a "
-                "run goes on with its own "
-                "masters. Set it back, or begin a new run from these weights with "
-                f"model.path={checkpoint}"
+                f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a run "
+                "goes on with its own masters. Set it back, or begin a new run from these weights "
+                f"with model.path={checkpoint}"
             )
         self.learner.restore(state["bad_steps_in_a_row"])
         self.replay.restore(groups_from_json(state["replay"]))

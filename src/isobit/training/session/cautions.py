@@ -42,10 +42,9 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
     known = {_said(example) for example in task.train.examples}
     if both := [example for example in asked if _said(example) in known]:
         yield (
-            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the "
-            f"first {both[0].place}: "
-            "accuracy on these does not say what the model makes of prompts that it was not "
-            "trained on"
+            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first "
+            f"{both[0].place}: accuracy on these does not say what the model makes of prompts that "
+            "it was not trained on"
         )
     samples = config.evaluation.samples
     if config.evaluation.every and len(asked) < samples != EvaluationConfig.samples:
@@ -59,9 +58,8 @@ def _said(example: Example) -> str:
 def _of_steps(config: Config) -> Iterator[str]:
     if config.optimizer.warmup_steps >= config.steps:
         yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: "
-            "the learning rate is "
-            "below its peak until the last step"
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the "
+            "learning rate is below its peak until the last step"
         )
     reward_weights = [each.weight for each in config.rewards.functions] + [
         m.weight for m in config.rewards.models
@@ -75,9 +73,8 @@ def _of_precision(config: Config, layers: int) -> Iterator[str]:
     first, last = precision.bf16_first_layers, precision.bf16_last_layers
     if (first or last) and first + last >= layers:
         yield (
-            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} "
-            "layers: every layer is in "
-            "BF16, and nothing is quantized"
+            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: "
+            "every layer is in BF16, and nothing is quantized"
         )
 
 

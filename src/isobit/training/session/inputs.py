@@ -52,9 +52,8 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
             f"warning: {run}: changed since the run began: {what}: from here on the new files count"
         ]
     raise IsobitError(
-        f"{run}: changed since the run began: {what}; bring the files back, or go on with the "
-        "new ones: "
-        f"isobit train --resume {run} run.on_change=warn"
+        f"{run}: changed since the run began: {what}; bring the files back, or go on with the new "
+        f"ones: isobit train --resume {run} run.on_change=warn"
     )
 
 

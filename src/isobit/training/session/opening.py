@@ -182,8 +182,7 @@ def _refuse_lost(run_dir: Path) -> None:
         again = f"isobit train {run_dir / runs.CONFIG} --out DIR"
         raise IsobitError(
             f"{run_dir}: its checkpoints are gone, after step {step}: bring "
-            f"{run_dir / runs.CHECKPOINTS} back, or "
-            f"begin anew in another directory: {again}"
+            f"{run_dir / runs.CHECKPOINTS} back, or begin anew in another directory: {again}"
         )
 
 
@@ -278,8 +277,7 @@ def _require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
     if not (recorded / runs.CONFIG).is_file():
         raise IsobitError(
             f"{run_dir} learns from the rollouts of {recorded}, which is no run directory any "
-            "more; if it "
-            f"was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
+            f"more; if it was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
         )
     _refuse_more_steps(config, recorded)
 
@@ -296,7 +294,6 @@ def _recorded_steps(run_dir: Path) -> int:
 def _refuse_more_steps(config: Config, recorded: Path) -> None:
     if config.steps > (steps := _recorded_steps(recorded)):
         raise IsobitError(
-            f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned "
-            "from its rollouts; give at "
-            f"most steps={steps}"
+            f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned from "
+            f"its rollouts; give at most steps={steps}"
         )

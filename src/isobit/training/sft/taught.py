@@ -103,23 +103,20 @@ class Teacher:
             known = " or ".join(map(self._named, stops)) or "no token"
             _warn(
                 f"the chat template ends an answer with {self._named(missed)}, but generation "
-                f"stops at {known}; add it "
-                "to eos_token_id in the model's generation_config.json"
+                f"stops at {known}; add it to eos_token_id in the model's generation_config.json"
             )
         elif missed is not None:
             _warn(
-                "the model names no end-of-sequence token, so answers are learned without an "
-                "end; name one as "
-                "eos_token_id in generation_config.json"
+                "the model names no end-of-sequence token, so answers are learned without an end; "
+                "name one as eos_token_id in generation_config.json"
             )
         joined = [example.place for example, sample in taught if sample.joined]
         if joined:
             _warn(
                 f"{len(joined):,} of {len(taught):,} prompts end inside a token of prompt and "
-                "answer together, the "
-                f"first: {joined[0]}; that token is learned, but sampling begins after the "
-                "prompt's own; let prompts "
-                "end where tokens do, such as without a space"
+                f"answer together, the first: {joined[0]}; that token is learned, but sampling "
+                "begins after the prompt's own; let prompts end where tokens do, such as without "
+                "a space"
             )
 
     def _named(self, token: int) -> str:
@@ -186,11 +183,9 @@ def _refuse_other_beginning(
     place = max(0, _common(alone, whole) - _SHOWN // 2)
     before, after = alone[place:][-_SHOWN:], whole[place:][:_SHOWN]
     raise IsobitError(
-        f"the chat template writes {before!r} before an answer that is sampled, but {after!r} "
-        "in a conversation: what "
-        "is learned would not follow what is sampled; give answers the thoughts that it begins, "
-        "or with "
-        "model.chat_template a template that writes both alike"
+        f"the chat template writes {before!r} before an answer that is sampled, but {after!r} in a "
+        "conversation: what is learned would not follow what is sampled; give answers the "
+        "thoughts that it begins, or with model.chat_template a template that writes both alike"
     )
 
 

@@ -21,9 +21,8 @@ def check_blocks(a: QTensor, b: QTensor) -> None:
         known = high in heights or operand.scale.shape[0] == 1
         if operand.spec.format is not E4M3 or not known or wide not in (BLOCK, operand.shape[1]):
             raise IsobitError(
-                "backend: triton multiplies e4m3 in blocks of 1x128, and weights also in "
-                f"128x128, not {operand.spec}: "
-                "choose backend: native or reference"
+                "backend: triton multiplies e4m3 in blocks of 1x128, and weights also in 128x128, "
+                f"not {operand.spec}: choose backend: native or reference"
             )
 
 
