@@ -12,6 +12,7 @@ from isobit.config import Config, SftConfig, dump_config, load_config, load_sft_
 from isobit.config.__main__ import markdown
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
+from isobit.options import reading
 from isobit.precision import precision_from
 from isobit.precision.flow import Flow
 
@@ -390,3 +391,19 @@ def test_the_document_is_what_the_code_prints() -> None:
         assert f"| `{key}` |" in text
     assert "typing." not in text
     assert "<class" not in text
+
+
+def test_a_key_that_was_renamed_takes_its_old_name_with_a_warning(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The controls: the new name warns of nothing, and both together are a mistake."""
+    path = config_file
+    reading._say_renamed.cache_clear()
+    new = load_config(path, ["optimizer.gradient_sum_group=8"])
+    assert capsys.readouterr().err == ""
+    assert load_config(path, ["optimizer.sum_group=8"]) == new
+    warning = "warning: optimizer.sum_group is called gradient_sum_group now"
+    assert capsys.readouterr().err.startswith(warning)
+    assert "sum_group: 8" in dump_config(new)
+    with pytest.raises(IsobitError, match=r"optimizer\.sum_group: is called gradient_sum_group"):
+        load_config(path, ["optimizer.sum_group=8", "optimizer.gradient_sum_group=8"])

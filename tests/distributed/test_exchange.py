@@ -120,8 +120,8 @@ def test_ranks_add_in_the_order_of_one_process(size: int, group: int, count: int
 def test_of_the_bytes_between_machines_one_in_a_group_is_left(size: int, group: int) -> None:
     gradients = some_gradients(2 * size)
 
-    def outside(ranks: ThreadRanks, sum_group: int) -> int:
-        summed(ranks, gradients, sum_group)
+    def outside(ranks: ThreadRanks, gradient_sum_group: int) -> int:
+        summed(ranks, gradients, gradient_sum_group)
         return sum(
             count for rank, count in ranks.sent_to.items() if rank // group != ranks.rank // group
         )

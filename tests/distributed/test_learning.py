@@ -181,9 +181,11 @@ def test_groups_of_micro_batches_are_another_sum_that_is_the_same_everywhere() -
     given: dict[str, Any] = {"precision": "fp8", "family": "qwen3", "steps": 1, "tokens": 1}
     samples = roll_out(model_of("fp8", "qwen3"))
     plain, _ = learn(samples, **given)
-    assert same(learn(samples, settings=replace(SETTINGS, sum_group=10), **given)[0], plain)
+    assert same(
+        learn(samples, settings=replace(SETTINGS, gradient_sum_group=10), **given)[0], plain
+    )
     for group, sizes in {2: (1, 2, 3), 4: (2, 3)}.items():
-        given["settings"] = replace(SETTINGS, sum_group=group)
+        given["settings"] = replace(SETTINGS, gradient_sum_group=group)
         state, metrics = learn(samples, **given)
         assert not same(state, plain)
         for size in sizes:
@@ -198,7 +200,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8-bit moments": {"settings": replace(SETTINGS, state="8bit")},
     "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
     "BF16 masters, 8-bit moments": {
-        "settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)
+        "settings": replace(SETTINGS, masters="bf16", state="8bit", gradient_sum_group=2)
     },
     "Muon": {"settings": replace(SETTINGS, name="muon")},
     "Muon, BF16 masters, experts": {

@@ -30,7 +30,7 @@ from tests.distributed.threads import ThreadRanks, run
 
 VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8": ("qwen3", []),
-    "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.sum_group=2"]),
+    "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.gradient_sum_group=2"]),
     "bf16": ("qwen3", ["precision=bf16"]),
     "mixture of experts": (
         "qwen3_moe",

@@ -46,11 +46,11 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]
     those of products."""
 
     def learn(
-        model: Model, in_place: bool, recompute: Recompute = False, sum_group: int = 1
+        model: Model, in_place: bool, recompute: Recompute = False, gradient_sum_group: int = 1
     ) -> dict[str, Tensor]:
         samples = roll_out(model)
         objective = for_precision(ResolvedObjective(max_new_tokens=5), model.precision)
-        settings = OptimizerSettings(sum_group=sum_group, share_prompts=False)
+        settings = OptimizerSettings(gradient_sum_group=gradient_sum_group, share_prompts=False)
         optimizer = ShardedOptimizer(model.named_parameters(), settings)
         learner = Learner(model, optimizer, objective, micro_batch_tokens=40, recompute=recompute)
         with monkeypatch.context() as patch:
@@ -93,9 +93,11 @@ def test_sums_of_groups_are_autograds(
     held: list[int], learned: Callable[..., dict[str, Tensor]]
 ) -> None:
     model = tiny_model("fp8", scale=4)
-    assert same_bits(learned(model, True, sum_group=2), learned(model, False, sum_group=2))
+    assert same_bits(
+        learned(model, True, gradient_sum_group=2), learned(model, False, gradient_sum_group=2)
+    )
     assert not held
-    assert not same_bits(learned(model, True), learned(model, True, sum_group=2)), (
+    assert not same_bits(learned(model, True), learned(model, True, gradient_sum_group=2)), (
         "the control: another order"
     )
 

@@ -190,7 +190,11 @@ def test_no_bit_changes_under_any_objective(preset: str, aggregation: str, every
 def test_any_number_of_ranks_leaves_out_the_same(family: str, group: int, everything: Any) -> None:
     samples = long_groups(family=family)
     objective = Objective(updates_per_batch=2)
-    given = {"given": {"sum_group": group}, "objective": objective, "micro_batch_tokens": 17}
+    given = {
+        "given": {"gradient_sum_group": group},
+        "objective": objective,
+        "micro_batch_tokens": 17,
+    }
     state, metrics = learn(samples, "fp8", family, **given)  # type: ignore[arg-type]
     for size in (2, 3, 4):
         for found, measured in run(
@@ -201,7 +205,7 @@ def test_any_number_of_ranks_leaves_out_the_same(family: str, group: int, everyt
     everything()
     assert same_bits(learn(samples, "fp8", family, **given)[0], state)  # type: ignore[arg-type]
     if group > 1:
-        other = {**given, "given": {"sum_group": 1}}
+        other = {**given, "given": {"gradient_sum_group": 1}}
         assert not same_bits(learn(samples, "fp8", family, **other)[0], state)  # type: ignore[arg-type]
 
 
@@ -473,7 +477,7 @@ def test_idle_samples_apart_are_all_left_out(everything: Any) -> None:
         key=lambda s: s.sample_index
     )  # so that groups are mixed, as several updates of a batch mix them
     given: dict[str, Any] = {"teaching": ((0, 2), (1,)), "micro_batch_tokens": 60}
-    state, metrics = learn(samples, "fp8", given={"idle_apart": True}, **given)
+    state, metrics = learn(samples, "fp8", given={"separate_zero_advantage": True}, **given)
     rows = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
     idle = sum(n for n, s in zip(rows, samples) if s.prompt_index not in (0, 2))
     assert metrics[0]["learn/skipped_share"] == idle / sum(rows)
@@ -481,7 +485,9 @@ def test_idle_samples_apart_are_all_left_out(everything: Any) -> None:
     assert in_order[0]["learn/skipped_share"] < 0.1
     assert not same_bits(state, mixed)
     everything()
-    assert same_bits(learn(samples, "fp8", given={"idle_apart": True}, **given)[0], state)
+    assert same_bits(
+        learn(samples, "fp8", given={"separate_zero_advantage": True}, **given)[0], state
+    )
 
 
 def test_the_first_that_teaches_is_differentiated_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ from tests.runs import fingerprint, write_config
 
 SETTINGS = (
     "optimizer.micro_batch_tokens=12",
-    "mismatch.samples_of_idle_groups=1",
+    "mismatch.samples_of_zero_advantage=1",
     "optimizer.learning_rate=3e-3",
 )
 VARIANTS = {
     "plain": [],
-    "apart": ["optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 40, idle_apart: true}"],
+    "apart": [
+        "optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 40, separate_zero_advantage: true}"
+    ],
     "several updates": ["algorithm={updates_per_batch: 2}"],
     "dynamic sampling": ["algorithm={dynamic_sampling: true, max_resamples: 2}"],
     "replay": ["replay={capacity: 8, groups_per_step: 2, max_staleness: 3}"],

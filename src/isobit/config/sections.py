@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.options.declare import Example, OneOf, Suggested, above, at_least, at_most, text_as
+from isobit.options.declare import (
+    Example,
+    Formerly,
+    OneOf,
+    Suggested,
+    above,
+    at_least,
+    at_most,
+    text_as,
+)
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
@@ -163,8 +172,9 @@ class MismatchConfig:
     """Which samples the mismatch of rollout and learner is measured on, besides those that are
     learned anyway."""
 
-    samples_of_idle_groups: Annotated[
+    samples_of_zero_advantage: Annotated[
         int,
+        Formerly("samples_of_idle_groups"),
         at_least(0),
         "samples without an advantage teach nothing, and the learner skips them. So many of them "
         "it compares with the rollout in each step all the same",

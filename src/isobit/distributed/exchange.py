@@ -4,7 +4,7 @@ The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its mic
 after each addition. In a round, rank r computes micro-batch `round * size + r`; every rank then
 sends each owner its rows, and the owner adds what came in ascending order. So the sum has the bits
 of one process that computes them in turn, at any number of ranks
-(tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `sum_group` g >
+(tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `gradient_sum_group` g >
 1, g micro-batches are added first and then the groups: another order, the same at any number of
 ranks. Where g divides the number of ranks, g neighbours (in one machine, as launchers number ranks)
 first add up theirs, each for the owners of its place in a machine, and only sums travel on: 1 / g
@@ -97,7 +97,7 @@ class GradientSum:
     `finish` sets their `.grad`.
 
     Where one process has everything, leaves are the holders and autograd adds in this order by
-    itself; then only a `sum_group` needs hooks.
+    itself; then only a `gradient_sum_group` needs hooks.
     """
 
     def __init__(
@@ -105,9 +105,14 @@ class GradientSum:
         leaves: Mapping[str, Tensor],
         holders: Mapping[str, Tensor],
         shards: Shards,
-        sum_group: int = 1,
+        gradient_sum_group: int = 1,
     ) -> None:
-        self._leaves, self._holders, self._shards, self._group = leaves, holders, shards, sum_group
+        self._leaves, self._holders, self._shards, self._group = (
+            leaves,
+            holders,
+            shards,
+            gradient_sum_group,
+        )
         self._buckets = [Bucket.of(names, shards) for names in buckets(list(leaves))]
         self._place = {
             name: number for number, bucket in enumerate(self._buckets) for name in bucket.names
@@ -115,8 +120,12 @@ class GradientSum:
         self._sums: dict[str, OrderedSum] = {}
         self._round: _Round | None = None
         ranks = shards.ranks
-        self.hooked = ranks.size > 1 or sum_group > 1
-        step = sum_group if sum_group < ranks.size and ranks.size % sum_group == 0 else 1
+        self.hooked = ranks.size > 1 or gradient_sum_group > 1
+        step = (
+            gradient_sum_group
+            if gradient_sum_group < ranks.size and ranks.size % gradient_sum_group == 0
+            else 1
+        )
         self._step = step  # ranks that add up theirs before they send: neighbours, or each alone
         self._near = range(ranks.rank // step * step, ranks.rank // step * step + step)
         self._far = range(

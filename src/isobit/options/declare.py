@@ -98,6 +98,13 @@ class Preprocess:
     change: Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class Formerly:
+    """The option had this name in the release before, and takes it with a warning."""
+
+    name: str
+
+
 def text_as(key: str | Callable[[str], str]) -> Preprocess:
     """For a section: a text or a list in the place of the whole is meant for this key, or for the
     one found by it."""
@@ -122,6 +129,11 @@ class Option:
     def text(self) -> str:
         """What it means."""
         return next((mark for mark in unwrapped(self.kind)[1] if isinstance(mark, str)), "")
+
+    @property
+    def former_names(self) -> tuple[str, ...]:
+        """What it was called before."""
+        return tuple(mark.name for mark in unwrapped(self.kind)[1] if isinstance(mark, Formerly))
 
     @property
     def limits(self) -> tuple[Limit, ...]:

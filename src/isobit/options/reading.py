@@ -7,9 +7,11 @@ PyYAML reads `1e-6` as text.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from isobit.errors import IsobitError, brief, did_you_mean
@@ -65,6 +67,7 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
     if not isinstance(values, Mapping):
         raise Expected(path, f"a section of keys{_example(schema)}", values)
     options: Mapping[str, Option] = options_of(schema)  # type: ignore[arg-type]
+    values = _renamed(values, options, path)
     for key, value in values.items():
         if key not in options:
             raise UnknownOption((*path, str(key)), value, list(options))
@@ -80,6 +83,25 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
         raise OptionError((*path, *error.path), error.text) from None
     except IsobitError as error:
         raise OptionError(path, str(error)) from None
+
+
+def _renamed(
+    values: Mapping[Any, Any], options: Mapping[str, Option], path: KeyPath
+) -> Mapping[Any, Any]:
+    """The values under the names that options have now."""
+    now = {old: option.name for option in options.values() for old in option.former_names}
+    for old in now.keys() & values.keys():
+        if now[old] in values:
+            raise OptionError((*path, str(old)), f"is called {now[old]}, which is given too")
+        _say_renamed(".".join(map(str, (*path, old))), now[old])
+    return {now.get(key, key): value for key, value in values.items()}
+
+
+@cache
+def _say_renamed(old: str, new: str) -> None:
+    print(
+        f"warning: {old} is called {new} now; the old name ends with this release", file=sys.stderr
+    )
 
 
 def read_own_fields(value: Any, schema: type) -> None:

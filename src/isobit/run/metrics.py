@@ -71,7 +71,7 @@ METRICS: dict[str, str] = {
     "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under "
     "on_mismatch: correct",
     "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the "
-    "weights move on); of samples that the learner leaves out, mismatch.samples_of_idle_groups; of "
+    "weights move on); of samples that the learner leaves out, mismatch.samples_of_zero_advantage; of "
     "batches sampled ahead of the learner, mismatch.share_ahead in the step that samples them",
     "mismatch/comparable_tokens": "tokens that could have been: of the weights of this step, "
     "learned from or sampled ahead",

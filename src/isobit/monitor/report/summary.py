@@ -8,7 +8,7 @@ from isobit.monitor.report.document import escaped
 from isobit.monitor.report.series import MetricRows, Series, points
 from isobit.monitor.report.tables import html_table
 from isobit.run.directory import CONFIG
-from isobit.run.standstill import Standstill
+from isobit.run.no_progress import NoProgress
 
 Line = Callable[[MetricRows], str]
 
@@ -82,7 +82,7 @@ _LINES: tuple[tuple[str, Line], ...] = (
 def headline(runs: Sequence[Series]) -> str:
     """The one sentence that people come for, of each run; and a warning of each that learned
     nothing."""
-    return "".join(_standstill(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
+    return "".join(_no_progress(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
 
 
 def summary(runs: Sequence[Series]) -> str:
@@ -102,9 +102,9 @@ def summary(runs: Sequence[Series]) -> str:
     return f"<dl class='figures'>{figures}</dl>"
 
 
-def _standstill(run: Series, several: bool) -> str:
+def _no_progress(run: Series, several: bool) -> str:
     """Where the run stands: how its newest steps taught nothing."""
-    verdict = reduce(Standstill.after, run.rows, Standstill()).verdict
+    verdict = reduce(NoProgress.after, run.rows, NoProgress()).verdict
     name = f"{escaped(run.name)}: " if several else ""
     return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from isobit.errors import printable
 from isobit.monitor.screen.history import History, Shown
 from isobit.monitor.screen.screen import screen, summary
-from isobit.run.standstill import PATIENCE
+from isobit.run.no_progress import PATIENCE
 
 PLAIN_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.5
@@ -69,8 +69,8 @@ class Display:
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
         if (
-            warning := self.history.standstill.line
-        ) is not None and self.history.standstill.steps == PATIENCE:
+            warning := self.history.no_progress.line
+        ) is not None and self.history.no_progress.steps == PATIENCE:
             self.note(f"step {self.history.step}: {warning}")
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from isobit.run.standstill import Standstill
+from isobit.run.no_progress import NoProgress
 
 RECENT = 20  # steps behind a time per step, a share of a phase, and an estimate of the time left
 PHASES = ("rollout", "score", "learn", "sync", "calibrate")
@@ -37,14 +37,14 @@ class History:
     ranks: Sequence[Mapping[str, Any]] = ()
     best: Shown | None = None
     worst: Shown | None = None
-    standstill: Standstill = field(default_factory=Standstill)
+    no_progress: NoProgress = field(default_factory=NoProgress)
     _values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """One row of metrics; values that are not finite leave no point."""
         if (step := metrics.get("step")) is not None:
             self.step = int(step)
-        self.standstill = self.standstill.after(metrics)
+        self.no_progress = self.no_progress.after(metrics)
         for name, value in metrics.items():
             if value is not None and math.isfinite(value):
                 self._values.setdefault(name, []).append(value)

@@ -64,7 +64,7 @@ def screen(history: History, width: int, height: int) -> RenderableType:
     header = _header(history, width)
     rows = _metrics(history, min(SPARK_WIDTH, max(width - 26, 8)), notes=width >= _NOTES_FROM)
     parts: list[RenderableType] = [header, _progress(history, width)]
-    warning = history.standstill.line
+    warning = history.no_progress.line
     if warning is not None:
         parts.append(Text(warning, style="bold yellow", no_wrap=True, overflow="ellipsis"))
     parts += [Text(""), rows]

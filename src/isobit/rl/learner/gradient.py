@@ -63,7 +63,7 @@ class Differentiation:
     ) -> None:
         self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
         self._ranks: Ranks = optimizer.shards.ranks
-        group = optimizer.settings.sum_group
+        group = optimizer.settings.gradient_sum_group
         self._sum = GradientSum(leaves, optimizer.holders, optimizer.shards, group)
 
     def gradient(
@@ -113,7 +113,7 @@ class Differentiation:
         rank, size = self._ranks.rank, self._ranks.size
         dealt: Sequence[int | None] = range(len(one.update.micro_batches))
         if policy.model.config.routed is None:
-            dealt = one.update.dealt(self._optimizer.settings.sum_group)
+            dealt = one.update.dealt(self._optimizer.settings.gradient_sum_group)
         mine: dict[int, MicroBatch] = {}
         failed: IsobitError | None = None
         done = 0

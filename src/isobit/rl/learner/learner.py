@@ -121,7 +121,7 @@ class Learner:
         self._cutting = Cutting(
             micro_batch_tokens,
             self.share_prompts,
-            optimizer.settings.idle_apart,
+            optimizer.settings.separate_zero_advantage,
             0 if mixture else measured_zero_advantage,  # whose forwards are computed all the same
             objective.updates_per_batch,
             objective.epochs,

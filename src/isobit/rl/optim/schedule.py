@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from isobit.errors import IsobitError
-from isobit.options.declare import NotAnOption, above, at_least, at_most, below
+from isobit.options.declare import Formerly, NotAnOption, above, at_least, at_most, below
 
 Beta = Annotated[float, at_least(0), below(1)]
 
@@ -77,14 +77,16 @@ class OptimizerSettings:
         "the run ends after so many skipped steps in a row. Skipped are steps whose loss or "
         "gradient is not finite",
     ] = 3
-    sum_group: Annotated[
+    gradient_sum_group: Annotated[
         int,
+        Formerly("sum_group"),
         at_least(1),
         "adds the gradients of so many micro-batches first, and then these sums. On machines of 8 "
         "GPUs, 8 sends an eighth between machines. Decides how gradients are rounded",
     ] = 1
-    idle_apart: Annotated[
+    separate_zero_advantage: Annotated[
         bool,
+        Formerly("idle_apart"),
         "puts samples whose advantage is 0 into separate micro-batches, which cost nothing. "
         "Decides how gradients are rounded",
     ] = False

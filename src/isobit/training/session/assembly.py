@@ -219,7 +219,7 @@ def _learner(
         on_mismatch=config.on_mismatch,
         expects_equal_bits=resolved.expects_equal_bits,
         check_gradients_every=config.run.check_gradients_every,
-        measured_zero_advantage=config.mismatch.samples_of_idle_groups,
+        measured_zero_advantage=config.mismatch.samples_of_zero_advantage,
     )
 
 

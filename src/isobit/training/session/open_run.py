@@ -301,7 +301,7 @@ class Session:
         if self.config.run.report and self.ranks.first:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
-        if (verdict := self.display.history.standstill.verdict) is not None:
+        if (verdict := self.display.history.no_progress.verdict) is not None:
             self.display.note(verdict)
         if (line := self.best.line(self.state.step)) is not None:
             self.display.note(line)

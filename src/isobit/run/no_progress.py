@@ -14,7 +14,7 @@ PATIENCE = 20
 
 
 @dataclass(frozen=True)
-class Standstill:
+class NoProgress:
     """`steps`: so many in a row, the newest among them, taught nothing; `taught`: whether any step
     taught something.
 
@@ -28,7 +28,7 @@ class Standstill:
     highest: float = float("-inf")
     deviation: float = 0.0
 
-    def after(self, row: Mapping[str, float | None]) -> "Standstill":
+    def after(self, row: Mapping[str, float | None]) -> "NoProgress":
         """With one more row of metrics. NaN and None are alike: a file has null where a run had
         NaN."""
         alike = row.get("groups/zero_spread_fraction")
@@ -36,12 +36,12 @@ class Standstill:
             return self
         teaching = row.get("advantage/nonzero_fraction")
         if teaching is not None and teaching > 0:  # NaN is not
-            return Standstill(taught=True)
+            return NoProgress(taught=True)
         mean, deviation = row.get("reward/mean"), max(self.deviation, row.get("reward/std") or 0.0)
         if mean is None or mean != mean:
             return replace(self, steps=self.steps + 1, deviation=deviation)
         lowest, highest = min(self.lowest, mean), max(self.highest, mean)
-        return Standstill(self.steps + 1, self.taught, lowest, highest, deviation)
+        return NoProgress(self.steps + 1, self.taught, lowest, highest, deviation)
 
     @property
     def line(self) -> str | None:

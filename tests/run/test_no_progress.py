@@ -12,7 +12,7 @@ from isobit.monitor.report import write_report
 from isobit.monitor.screen.screen import screen
 from isobit.monitor.screen.watch import Watched
 from isobit.run.directory import read_jsonl
-from isobit.run.standstill import PATIENCE, Standstill
+from isobit.run.no_progress import PATIENCE, NoProgress
 from isobit.training.train import resume, train
 from tests.runs import write_config
 from tests.view.test_screen import drawn
@@ -31,8 +31,8 @@ def row(taught: bool, mean: float | None = 0.0, std: float | None = 0.0) -> Row:
     }
 
 
-def after(*rows: Row) -> Standstill:
-    return reduce(Standstill.after, rows, Standstill())
+def after(*rows: Row) -> NoProgress:
+    return reduce(NoProgress.after, rows, NoProgress())
 
 
 def test_it_is_said_from_twenty_steps_on_and_taken_back() -> None:
