@@ -1,4 +1,4 @@
-"""Forks of a warm interpreter are processes of their own, as commands of a shell are."""
+"""Forks of a warm interpreter are separate processes, as commands of a shell are."""
 
 import signal
 from pathlib import Path

@@ -65,7 +65,7 @@ class Process:
 
 
 def start(words: list[str], folder: Path, **environment: str) -> Process:
-    """`isobit ...` or `python script.py ...` in a process of its own, in a folder."""
+    """`isobit ...` or `python script.py ...` in a separate process, in a folder."""
     files = [Path(tempfile.mkstemp(prefix=f"warm-{name}-")[1]) for name in ("out", "err")]
     variables = {"TMPDIR": tempfile.gettempdir(), **os.environ, **environment}
     request = {"words": words, "folder": str(folder), "environment": _without_ours(variables)}

@@ -2,7 +2,7 @@
 fast it is.
 
 `python3 -m benchmarks.gpu first --out DIR` runs all stages in the order of the first minutes on a
-new machine, each in a process of its own. Every case is written to DIR/results.jsonl when it ends;
+new machine, each in a separate process. Every case is written to DIR/results.jsonl when it ends;
 the same command again goes on with what is left, so it may be cut off at any time, and `--minutes`
 is what one call may take. A case that fails is recorded and ends nothing else; the exit status is
 then 1. `--rehearse` runs all of it at toy sizes on a CPU.

@@ -88,7 +88,7 @@ def trained(
 
 
 def started(arguments: Sequence[str], torchrun: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """`isobit ARGUMENTS` in a process of its own, with one thread for each rank; or in those of a
+    """`isobit ARGUMENTS` in a separate process, with one thread for each rank; or in those of a
     torchrun."""
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
     return subprocess.Popen(

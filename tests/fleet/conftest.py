@@ -16,7 +16,7 @@ from tests.documents import ROOT
 
 @pytest.fixture(autouse=True)
 def _threads() -> None:
-    """One for this process: engines in processes of their own, and ranks that are threads, share
+    """One for this process: engines in separate processes, and ranks that are threads, share
     the cores with it."""
     torch.set_num_threads(1)
 

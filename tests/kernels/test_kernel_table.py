@@ -1,7 +1,7 @@
 """Every Triton kernel that a model runs, compiled for sm_90 without a GPU: nothing spills, and
 products run on the matrix instructions that they are written for.
 
-In a process of its own, since this one interprets Triton.
+In a separate process, since this one interprets Triton.
 """
 
 import json

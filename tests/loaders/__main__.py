@@ -1,4 +1,4 @@
-"""The command: cases in a process of its own, which is watched, ended where it hangs, and started
+"""The command: cases in a separate process, which is watched, ended where it hangs, and started
 again."""
 
 import argparse

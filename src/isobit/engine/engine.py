@@ -7,7 +7,7 @@ tests/engine/test_invariance.py compares the bits, and test_consistency.py compa
 learner's. While no request is open it can sleep, which gives the memory of its cache to whoever
 learns.
 
-Requests arrive at any time with settings of their own (`submit`), are computed step by step
+Requests arrive at any time, each with its settings (`submit`), are computed step by step
 (`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
 engine: `continue_from` goes on from its tokens, whose pages the prefix cache still has unless
 somebody needed them.

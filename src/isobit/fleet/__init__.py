@@ -1,4 +1,4 @@
-"""Engines in processes of their own, on this machine or others, by Ray: the same bits as one
+"""Engines in separate processes, on this machine or others, by Ray: the same bits as one
 engine.
 
 `settings.py` declares the options; `cluster.py` starts or joins Ray; `wire.py` is what travels;

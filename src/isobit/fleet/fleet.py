@@ -1,4 +1,4 @@
-"""`Fleet`: samples groups on engines in processes of their own; the completions are those of one
+"""`Fleet`: samples groups on engines in separate processes; the completions are those of one
 engine, bit for bit.
 
 A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as Ray calls it: takes weights, samples groups, gives plain
+"""An engine in a separate process, as Ray calls it: takes weights, samples groups, gives plain
 bytes back.
 
 The working weights are those of one version; those of the next arrive while groups of the present

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own (`template_child.py`), which is started with
+"""Chat templates, rendered in a separate process (`template_child.py`), which is started with
 the first one.
 
 A template that takes too long or too much memory ends that process, and is an `IsobitError` here;

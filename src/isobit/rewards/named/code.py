@@ -11,7 +11,7 @@ white space at the ends of the text and of its lines, each line is the same text
 decimal numbers.
 
 A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a
-reward, not an error. Asserts run in a process and cage of their own, which the program answers with
+reward, not an error. Asserts run in a separate process and cage, which the program answers with
 plain values (what that cannot rule out: `sandbox/examiner.py`). Left out: other languages, APPS's
 calls by function name, tolerances.
 """

@@ -1,4 +1,4 @@
-"""Runs programs in a cage: a process of its own, a job as JSON on stdin, one line of JSON for each
+"""Runs programs in a cage: a separate process, a job as JSON on stdin, one line of JSON for each
 run on stdout.
 
 Under isolation `namespaces` the cage is of Linux namespaces of its own, which need no root: user,
