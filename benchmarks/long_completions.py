@@ -11,6 +11,7 @@ differs where a token sees more, and nowhere before. `tests/engine/test_long.py`
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -115,9 +116,16 @@ def long_model(backend: str, preset: str, positions: int, layers: int = 1) -> Mo
 
 def half_of_the_context(model: Model, keys: int) -> Any:
     """Inside, attention sees the last `keys` keys only."""
-    kind = type(model.ops)
-    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = kind.attention
-    return mock.patch.object(kind, "attention", lambda ops, *rest: attention(ops, *rest[:4], keys))
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.ops.attention
+    half = partial(_of_last_keys, attention, keys)
+    return mock.patch.object(model.ops, "attention", half)
+
+
+def _of_last_keys(
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], keys: int, *given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, store, layout, scale, *_ = given
+    return attention(q, store, layout, scale, keys)
 
 
 def _places(model: Model, group: list[Completion]) -> torch.Tensor:

@@ -110,7 +110,7 @@ def test_make_targets_exist_and_say_what_they_would_do() -> None:
     for command in used | {f"make {target}" for target in others.split()}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
-    floor = succeed("make --dry-run floor", ROOT).splitlines()[-1]
+    floor = succeed("make --dry-run --no-print-directory floor", ROOT).splitlines()[-1]
     places = [word for word in shlex.split(floor) if word.startswith("tests/")]
     assert len(places) > 10
     assert not [place for place in places if not (ROOT / place).exists()]
