@@ -2,6 +2,7 @@
 prompts that are those of sampling, bit for bit."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ tinker: Any = pytest.importorskip("tinker")
 
 
 @pytest.fixture(scope="module")
-def service(running: Running) -> Any:
-    return tinker.ServiceClient(base_url=running.url, api_key=KEY)
+def service(running: Running) -> Iterator[Any]:
+    client = tinker.ServiceClient(base_url=running.url, api_key=KEY)
+    yield client
+    # else it tells a server that is gone of its life, to the end of all tests
+    client.close("success").result()
 
 
 def sampled(
