@@ -17,10 +17,10 @@ class FlippingWorker(Worker):
         operators = type(self._engine.model.ops)
         write, transformer = operators.kv_write, self._engine.model.transformer
 
-        def writing(ops: Any, store: Any, k: Any, v: Any, layout: Any) -> None:
-            write(ops, store, k, v, layout)
+        def writing(store: Any, k: Any, v: Any, layout: Any) -> None:
+            write(store, k, v, layout)
             if transformer.weights_version > 2:
                 store.k.view(torch.uint8)[1::4] ^= SIGN
 
-        operators.kv_write = writing  # type: ignore[method-assign]
+        operators.kv_write = staticmethod(writing)  # type: ignore[method-assign]
         return found
