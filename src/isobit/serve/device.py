@@ -16,8 +16,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Request
@@ -280,8 +278,3 @@ class Device:
                 self._close(found)
             self._post(found.job.post, failed)
         self._send()
-
-
-def put_adapter(device: Device, name: str, adapter: Any) -> Callable[[], int]:
-    """The work of `Snapshots.put`, for a `WorkJob`."""
-    return partial(device.snapshots.put, name, adapter)

@@ -67,22 +67,10 @@ class Parts:
         """As resolved: `auto` is a number here, which the run's config.yaml keeps."""
         return self.resolved.micro_batch_tokens
 
-    @property
-    def kv_bytes(self) -> int:
-        """Allocated for keys and values."""
-        return sum(engine.kv_bytes for engine in self.engines)
-
-    @property
-    def reference_bytes(self) -> int:
-        """Of the reference's weights and packs: none where it is the policy without its adapter."""
-        if self.reference is None or self.config.shares_reference:
-            return 0
-        return sum(self.reference.memory().values()) + self.reference.transformer.packed_bytes()
-
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
         found = {
-            "memory/kv_cache_mib": self.kv_bytes,
+            "memory/kv_cache_mib": sum(engine.kv_bytes for engine in self.engines),
             "memory/weights_mib": sum(self.model.memory().values()),
             "memory/optimizer_mib": self.optimizer.nbytes,
         }
