@@ -34,7 +34,8 @@ def serve(
     tool_format: Annotated[
         str,
         typer.Option(
-            help="how the model writes calls of tools: auto, hermes, qwen3_coder or llama3_json"
+            help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
+            "mistral or harmony"
         ),
     ] = "auto",
     kv_pages: Annotated[
