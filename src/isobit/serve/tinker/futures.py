@@ -27,15 +27,22 @@ class Futures:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._tasks: OrderedDict[tuple[str, str], asyncio.Task[Response]] = OrderedDict()
+        self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
 
     def knows(self, tenant: str, name: str) -> bool:
         """Whether this request has come before, and is not forgotten."""
         return (tenant, name) in self._tasks
 
-    def begin(self, tenant: str, name: str, work: Awaitable[Response]) -> None:
+    def begin(
+        self, tenant: str, name: str, work: Awaitable[Response], cancellable: bool = False
+    ) -> None:
         """Do some work, whose response answers the future of this name, which is not known."""
         assert not self.knows(tenant, name)
-        self._tasks[tenant, name] = asyncio.create_task(_answered(work))
+        task = asyncio.create_task(_answered(work))
+        self._tasks[tenant, name] = task
+        if not cancellable:
+            self._kept.add(task)
+            task.add_done_callback(self._kept.discard)
         self._forget_old()
 
     async def retrieve(self, request: Request) -> Response:
@@ -55,10 +62,10 @@ class Futures:
         return task.result()
 
     async def cancel(self, request: Request) -> Response:
-        """Nobody waits for a future."""
+        """Nobody waits for a sample: it ends. A request to a training run is done all the same."""
         fields = await read_fields(request, self._gateway.limits)
         task = self._tasks.get((request.state.tenant, fields.text("request_id") or ""))
-        if task is not None and not task.done():
+        if task is not None and not task.done() and task not in self._kept:
             task.cancel()
         return JSONResponse({})
 

@@ -1,9 +1,5 @@
 """Tinker's routes, put together, as its official client asks them: sampling from the base and from
-adapters.
-
-Left out, each refused in one line: training (`create_model`, `forward_backward`, `optim_step`,
-saved weights).
-"""
+adapters, and training of adapters where the server was begun with a state to keep them in."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,10 +12,24 @@ from isobit.errors import brief
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.runs import Runs
 from isobit.serve.tinker.sampling import Samplers
 from isobit.serve.tinker.sessions import Sessions
+from isobit.serve.tinker.training import Training
 
 PREFIX = "/api/v1"
+TRAINING = (
+    "create_model",
+    "get_info",
+    "unload_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "load_weights",
+    "save_weights_for_sampler",
+    "weights_info",
+)
+_CHUNK_BYTES = 5_000_000  # the client's own: of data that it sends in one request
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -30,12 +40,21 @@ class Tinker:
         self._gateway = gateway
         self._sessions, self._futures = Sessions(gateway), Futures(gateway)
         self._samplers = Samplers(gateway, self._sessions, self._futures)
+        self._training: list[tuple[str, Handler]] = [(path, _no_training) for path in TRAINING]
+        if gateway.state is not None:
+            runs = Runs(gateway, self._sessions, self._futures, gateway.state)
+            training = Training(gateway, self._sessions, self._samplers, runs, gateway.state)
+            found = {"get_info": runs.info, "unload_model": runs.unload}
+            self._training = [
+                (path, found.get(path) or getattr(training, path)) for path in TRAINING
+            ]
 
     def routes(self) -> list[Route]:
         """All of them, and last the one that refuses all others."""
+        chunk = min(_CHUNK_BYTES, self._gateway.limits.body_bytes // 2)
         found: list[tuple[str, str, Handler]] = [
             ("GET", "healthz", _always({"status": "ok"})),
-            ("POST", "client/config", _always({})),
+            ("POST", "client/config", _always({"fwdbwd_max_chunk_bytes_count": chunk})),
             ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
             ("POST", "telemetry", _always({"status": "accepted"})),
             ("GET", "get_server_capabilities", self.capabilities),
@@ -47,6 +66,7 @@ class Tinker:
             ("POST", "asample", self._samplers.sample),
             ("POST", "retrieve_future", self._futures.retrieve),
             ("POST", "cancel_future", self._futures.cancel),
+            *(("POST", path, handler) for path, handler in self._training),
         ]
         routes = [
             Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found
@@ -59,9 +79,7 @@ class Tinker:
     async def refuse(self, request: Request) -> Response:
         """What is not offered."""
         path = brief(request.path_params["path"])
-        raise BadRequest(
-            f"this server does not offer {path} of Tinker's routes: it samples, and does not train"
-        )
+        raise BadRequest(f"this server does not offer {path} of Tinker's routes")
 
     async def capabilities(self, request: Request) -> Response:
         """The model, by its name and by its folder, from which clients read the tokenizer."""
@@ -71,7 +89,7 @@ class Tinker:
             {
                 "model_name": name,
                 "max_context_length": length,
-                "trainable": False,
+                "trainable": self._gateway.state is not None,
                 "sampleable": True,
             }
             for name in names
@@ -84,3 +102,7 @@ def _always(value: dict[str, Any]) -> Handler:
         return JSONResponse(value)
 
     return answer
+
+
+async def _no_training(request: Request) -> Response:
+    raise BadRequest("this server does not train: it was begun without --train")

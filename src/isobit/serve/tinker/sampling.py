@@ -19,6 +19,7 @@ from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.rows import SCHEME
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded
@@ -53,6 +54,7 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._numbered: dict[tuple[str, int], str] = {}  # of a session, by its number
         self._of_session: dict[str, list[str]] = {}
+        self._dropped: dict[str, tuple[str, str]] = {}  # by id: its session, and why
 
     async def create(self, request: Request) -> Response:
         """A sampling client of a session, pinned to what its model is now. Asked again by the same
@@ -62,13 +64,8 @@ class Samplers:
         number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
         base, path = fields.text("base_model"), fields.text("model_path")
         if (session.name, number) not in self._numbered:
-            adapter = self._gateway.adapter_of(
-                base if path is None else path.removeprefix("tinker://")
-            )
             self.check_room(session)
-            snapshot = await self._gateway.work(
-                session.tenant, partial(self._snapshots.hold, adapter)
-            )
+            snapshot = await self._snapshot(session.tenant, base, path)
             made = Sampler(session.tenant, base or self._gateway.name, path, snapshot)
             await self.add(session, number, made)
         name = self._numbered[session.name, number]
@@ -94,6 +91,12 @@ class Samplers:
         self._numbered[session.name, number], self._samplers[name] = name, sampler
         return name
 
+    async def drop(self, session: Session, name: str, why: str) -> None:
+        """A sampling client's weights are no longer kept; it is told so when it asks."""
+        self._dropped[name] = session.name, why
+        self._of_session[session.name].remove(name)
+        await self._release(self._samplers.pop(name))
+
     async def show(self, request: Request) -> Response:
         """What a sampling client samples from."""
         name = request.path_params["name"]
@@ -114,7 +117,10 @@ class Samplers:
         if not self._futures.knows(found.tenant, future):
             self._gateway.check_room(count)
             self._futures.begin(
-                found.tenant, future, self._answer(found.tenant, found.snapshot, *asked)
+                found.tenant,
+                future,
+                self._answer(found.tenant, found.snapshot, *asked),
+                cancellable=True,
             )
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
@@ -183,16 +189,31 @@ class Samplers:
         ]
         return [math.nan] * (len(prompt) - scored) + found[len(prompt) - scored :]
 
+    async def _snapshot(self, tenant: str, base: str | None, path: str | None) -> Snapshot:
+        """What a new client holds: the base, an adapter by its name, or saved weights."""
+        name, state = (path or "").removeprefix(SCHEME), self._gateway.state
+        if path is None or state is None or name in self._snapshots.names:
+            adapter = self._gateway.adapter_of(base if path is None else name)
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter))
+        checkpoint = await in_thread(state.checkpoint, tenant, path)
+        folder = await in_thread(state.folder_of, checkpoint)
+        return await self._gateway.work(
+            tenant, partial(self._snapshots.open, checkpoint.id, lambda: folder)
+        )
+
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
         if found is None or found.tenant != request.state.tenant:
-            raise BadRequest(f"no sampling session {brief(name)}: it has ended", status=404)
+            _, why = self._dropped.get(name or "", ("", "it has ended"))
+            raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
         return found
 
     async def _close(self, session: Session) -> None:
         """Let go of what a session's sampling clients held."""
         for key in [key for key in self._numbered if key[0] == session.name]:
             del self._numbered[key]
+        for name in [name for name, (whose, _) in self._dropped.items() if whose == session.name]:
+            del self._dropped[name]
         for name in self._of_session.pop(session.name):
             await self._release(self._samplers.pop(name))
 
