@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from isobit.serve import tinker as routes
 from isobit.serve.jobs import Done, WorkJob
+from isobit.serve.tinker import sessions as routes
 
 from .helpers import KEY, Running, serving
 

@@ -37,6 +37,15 @@ def serve(
             help="how the model writes calls of tools: auto, hermes, qwen3_coder or llama3_json"
         ),
     ] = "auto",
+    train: Annotated[
+        bool, typer.Option("--train", help="train adapters too, by the routes of Tinker's client")
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="where --train keeps what it trains; for this user alone (700)"
+        ),
+    ] = None,
     kv_pages: Annotated[
         int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,
@@ -55,6 +64,7 @@ def serve(
     \b
     isobit serve MODEL
     isobit serve MODEL --adapter math=DIR --adapter code=RUN --port 8001
+    isobit serve MODEL --train --state DIR
     """
     from isobit.cli.commands.serve import serve_model
     from isobit.engine.types import EngineSize
@@ -72,4 +82,6 @@ def serve(
         chat_template=chat_template,
         tool_format=tool_format,
         grace=grace,
+        train=train,
+        state=state,
     )

@@ -21,6 +21,7 @@ from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.state import State
 
 _T = TypeVar("_T")
 Indexed = tuple[int, Event]
@@ -72,9 +73,17 @@ class Events:
 class Gateway:
     """One server: a device, the `name` of its model, and what all requests share."""
 
-    def __init__(self, engine: Engine, name: str, tools: ToolFormat, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        tools: ToolFormat,
+        limits: Limits,
+        state: State | None = None,
+    ) -> None:
+        """`state`: what training runs are kept in; None: nothing is trained."""
         self.device = Device(engine, self._deliver)
-        self.name, self.tools, self.limits = name, tools, limits
+        self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.metrics = Metrics(self.device)
         self.sessions = Sessions(self.tokenizer)
