@@ -7,6 +7,18 @@ import typer
 
 from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, app
 
+Train = Annotated[
+    bool, typer.Option("--train", help="train adapters too, by the routes of Tinker's client")
+]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="DIR",
+        help="where --train keeps what it trains; for this user alone (700)",
+    ),
+]
+
 
 @app.command()
 def serve(
@@ -34,18 +46,12 @@ def serve(
     tool_format: Annotated[
         str,
         typer.Option(
-            help="how the model writes calls of tools: auto, hermes, qwen3_coder or llama3_json"
+            help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
+            "mistral or harmony"
         ),
     ] = "auto",
-    train: Annotated[
-        bool, typer.Option("--train", help="train adapters too, by the routes of Tinker's client")
-    ] = False,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="where --train keeps what it trains; for this user alone (700)"
-        ),
-    ] = None,
+    train: Train = False,
+    state: StateFolder = None,
     kv_pages: Annotated[
         int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,

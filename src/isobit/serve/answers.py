@@ -4,19 +4,21 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.engine.types import Completion, Sampling
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.serve.chat import ToolFormat, as_openai
+from isobit.serve.chat import as_openai
 from isobit.serve.streams import TextStream
+from isobit.serve.tool_formats.base import Reply, ToolFormat, special_tokens
+from isobit.serve.tool_formats.harmony import ChannelStream
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A request that is being answered. `chat`: messages, and not a text; `tools`: how calls of
-    tools are read, where tools were given."""
+    """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
+    writes messages and calls; `tools`: some were given, so calls are read."""
 
     model: str
     tokenizer: Tokenizer
@@ -26,7 +28,8 @@ class Asked:
     logprobs: bool = False
     token_ids: bool = False
     tokens_by_id: bool = False
-    tools: ToolFormat | None = None
+    form: ToolFormat | None = None
+    tools: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -71,18 +74,26 @@ class Asked:
         return found
 
     def message(self, completion: Completion) -> tuple[str, dict[str, Any]]:
-        """(finish reason, the answer as a message), with the calls of tools that it makes."""
-        read = None
-        if self.tools is not None and any(mark in completion.text for mark in self.tools.marks):
-            read = self.tools.read(completion.text)
-        if read is None:
-            return completion.finish_reason, {"role": "assistant", "content": completion.text}
-        text, calls = read
-        return "tool_calls", {
-            "role": "assistant",
-            "content": text or None,
-            "tool_calls": as_openai(calls),
-        }
+        """(finish reason, the answer as a message), with its thoughts where it is written in
+        channels, and the calls of tools that it makes."""
+        reply = self._reply(completion)
+        message = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if not reply.calls:
+            return completion.finish_reason, message
+        calls = {"content": reply.content or None, "tool_calls": as_openai(reply.calls)}
+        return "tool_calls", message | calls
+
+    def _reply(self, completion: Completion) -> Reply:
+        form, text = self.form, Reply(completion.text)
+        if form is None or not (self.tools or form.channels):
+            return text
+        reply = form.of(completion, self.tokenizer) or text
+        if not self.tools and reply.calls:  # of no tool that the client has
+            said = [reply.content, *(call.arguments for call in reply.calls)]
+            return replace(reply, content="".join(said), calls=())
+        return reply
 
     def shown(
         self, before: int, tokens: Sequence[int], logprobs: Sequence[float], start: int
@@ -126,13 +137,11 @@ class ChoiceStream:
 
     def __init__(self, asked: Asked, prompt: int, sample: int) -> None:
         self._asked, self._index = asked, asked.index(prompt, sample)
-        marks = () if asked.tools is None else asked.tools.marks
-        sampling = asked.sampling
-        ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else asked.tokenizer.eos_ids))
-        self._text = TextStream(asked.tokenizer, asked.prompts[prompt], sampling.stop, marks, ends)
+        self._text = _text_of(asked, prompt)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._certain = ""  # text that is in no piece yet
+        self._certain: dict[str, str] = {}  # text that is in no piece yet, by its kind
+        self._told: dict[str, int] = {}  # characters of each kind that were certain
         self._offset = 0
         self._before = asked.prompts[prompt][-1]
 
@@ -148,28 +157,36 @@ class ChoiceStream:
         """One more token was sampled."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
-        self._certain += self._text.feed(token)
+        text = self._text.feed(token)
+        if text:
+            self._add(self._text.kind, text)
 
     def take(self) -> dict[str, Any] | None:
         """What the tokens since the last piece bring; None: nothing yet."""
         shows_tokens = self._asked.logprobs or self._asked.token_ids
         if not self._certain and not (shows_tokens and self._tokens):
             return None
-        text, self._certain = self._certain, ""
-        return self._piece({"content": text} if self._asked.chat else text)
+        delta, self._certain = self._certain, {}
+        if self._asked.chat:
+            return self._piece(delta or {"content": ""})
+        return self._piece(delta.get("content", ""))
 
     def end(self, completion: Completion) -> dict[str, Any]:
         """The last piece: what was held back, and why the answer ends."""
         reason, message = self._asked.message(completion)
-        calls = message.get("tool_calls")
-        whole = (message["content"] or "") if calls else completion.text
-        rest = self._certain + self._text.rest(whole)
+        for kind in ("reasoning_content", "content"):
+            if rest := (message.get(kind) or "")[self._told.get(kind, 0) :]:
+                self._add(kind, rest)
         if not self._asked.chat:
-            return self._piece(rest, reason)
-        delta: dict[str, Any] = {"content": rest} if rest else {}
-        if calls:
+            return self._piece(self._certain.get("content", ""), reason)
+        delta: dict[str, Any] = dict(self._certain)
+        if calls := message.get("tool_calls"):
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
         return self._piece(delta, reason)
+
+    def _add(self, kind: str, text: str) -> None:
+        self._certain[kind] = self._certain.get(kind, "") + text
+        self._told[kind] = self._told.get(kind, 0) + len(text)
 
     def _piece(self, delta: Any, reason: str | None = None) -> dict[str, Any]:
         asked = self._asked
@@ -187,6 +204,19 @@ class ChoiceStream:
             found["token_ids"] = self._tokens
         self._tokens, self._logprobs = [], []
         return found
+
+
+def _text_of(asked: Asked, prompt: int) -> TextStream | ChannelStream:
+    """What tells the text of an answer."""
+    sampling, form = asked.sampling, asked.form
+    if form is not None and form.channels:
+        return ChannelStream(asked.tokenizer, sampling.stop)
+    ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else asked.tokenizer.eos_ids))
+    opens = form.opens if form is not None and asked.tools else ()
+    hidden = special_tokens(opens, asked.tokenizer)
+    return TextStream(
+        asked.tokenizer, asked.prompts[prompt], sampling.stop, opens, ends, closing=hidden
+    )
 
 
 def event(value: Mapping[str, Any] | str) -> bytes:

@@ -1,43 +1,21 @@
-"""Messages and tools of OpenAI's protocol as chat templates take them, and tool calls in what a
-model wrote.
+"""Messages and tools of OpenAI's protocol as chat templates take them, and calls as it has them.
 
-Models write calls in formats of their own; which one is seen from the chat template, or given by
-name (`FORMATS`). A call that does not parse is text. Left out: images, audio, and forcing a call
-(`tool_choice: required`), which takes constrained decoding.
+Left out: how models write calls (`tool_formats/`), images, audio, and forcing a call (`tool_choice:
+required`), which takes constrained decoding.
 """
 
-import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.errors import IsobitError, did_you_mean
 from isobit.serve.requests import BadRequest
+from isobit.serve.tool_formats.base import Call
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a tool; `arguments` as JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes calls. `marks` open one; `read` gives the text in front of the calls, and
-    these; None: they do not parse."""
-
-    marks: tuple[str, ...]
-    read: Callable[[str], tuple[str, list[Call]] | None]
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -118,21 +96,6 @@ def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
     return {**(given or {}), **offered}
 
 
-def format_of(name: str, template: str | None) -> ToolFormat:
-    """The format of this name; `auto`: the template's, hermes where it shows none. Raises
-    IsobitError."""
-    if name in FORMATS:
-        return FORMATS[name]
-    if name != "auto":
-        raise IsobitError(f"--tool-format {name}: {did_you_mean(name, ['auto', *FORMATS])}")
-    text = template or ""
-    if "<function=" in text:
-        return FORMATS["qwen3_coder"]
-    if "<tool_call>" in text:
-        return FORMATS["hermes"]
-    return FORMATS["llama3_json" if '"parameters"' in text else "hermes"]
-
-
 def as_openai(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Calls as a response has them."""
     return [
@@ -143,68 +106,3 @@ def as_openai(calls: Sequence[Call]) -> list[dict[str, Any]]:
         }
         for call in calls
     ]
-
-
-def _object_call(text: str, arguments: str) -> Call | None:
-    """A call that is a JSON object with a name and `arguments`."""
-    try:
-        value = parse_json(text)
-    except BadJson:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = value.get(arguments, {})
-    return (
-        Call(value["name"], json.dumps(given, ensure_ascii=False))
-        if isinstance(given, dict)
-        else None
-    )
-
-
-def _tagged(text: str, one: Callable[[str], Call | None]) -> tuple[str, list[Call]] | None:
-    """Calls between `<tool_call>` and `</tool_call>`; the last may lack its end."""
-    before, *parts = text.split("<tool_call>")
-    bodies = [part.partition("</tool_call>") for part in parts]
-    calls = [one(body.strip()) for body, _, _ in bodies]
-    if not calls or any(rest.strip() for _, _, rest in bodies):
-        return None
-    found = [call for call in calls if call is not None]
-    return (before, found) if len(found) == len(calls) else None
-
-
-def _hermes(text: str) -> tuple[str, list[Call]] | None:
-    return _tagged(text, lambda body: _object_call(body, "arguments"))
-
-
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _qwen3_coder(text: str) -> tuple[str, list[Call]] | None:
-    def one(body: str) -> Call | None:
-        if (found := _FUNCTION.fullmatch(body)) is None:
-            return None
-        given = {name: _value(value) for name, value in _PARAMETER.findall(found[2])}
-        return Call(found[1], json.dumps(given, ensure_ascii=False))
-
-    return _tagged(text, one)
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except BadJson:
-        return text
-
-
-def _llama3_json(text: str) -> tuple[str, list[Call]] | None:
-    call = _object_call(text.strip(), "parameters")
-    return None if call is None else ("", [call])
-
-
-FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(("<tool_call>",), _hermes),
-    "qwen3_coder": ToolFormat(("<tool_call>",), _qwen3_coder),
-    "llama3_json": ToolFormat(("{",), _llama3_json),
-}
-"""Formats by name: Hermes' and Qwen's JSON, Qwen3-Coder's XML, Llama 3's JSON."""

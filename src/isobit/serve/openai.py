@@ -96,7 +96,8 @@ class OpenAI:
             True,
             logprobs,
             *shown,
-            tools=gateway.tools if "tools" in variables else None,
+            form=gateway.tools,
+            tools="tools" in variables,
         )
 
         def keep(completion: Completion) -> None:

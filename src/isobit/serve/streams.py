@@ -19,7 +19,10 @@ a text differently."""
 
 class TextStream:
     """Pieces of the text of one sample, which ends with `stop` strings. `marks`: from the first of
-    these on all text is held back until the end. `ends`: tokens that end it, and are no text."""
+    these on all text is held back until the end, as it is from tokens that are `closing`. `ends`:
+    tokens that end it, and are no text."""
+
+    kind = "content"
 
     def __init__(
         self,
@@ -28,8 +31,9 @@ class TextStream:
         stop: Sequence[str] = (),
         marks: Sequence[str] = (),
         ends: Collection[int] = (),
+        closing: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._ends = tokenizer, ends
+        self._tokenizer, self._ends, self._closing = tokenizer, ends, closing
         special = [text for text in stop if tokenizer.spells_special(text)]
         visible = [self._visible(text) for text in special]
         tail = list(prompt[-1:])
@@ -50,6 +54,7 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that is certain with one more token."""
         self._ids.append(token)
+        self._closed |= token in self._closing
         if self._closed or self._silent or token in self._ends or self._tokenizer.is_byte(token):
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._told])

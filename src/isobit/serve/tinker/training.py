@@ -5,10 +5,10 @@ Left out, each refused in one line: full-parameter runs, optimizers other than A
 clients whose weights change under them, and what is another account's.
 """
 
-import math
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import fields as names_of
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,22 +305,10 @@ class Training:
         config.finish()
 
 
-def _adam_of(fields: Fields) -> Adam:
-    given = dict[str, float]()
-    for key in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value = fields.take(key)
-        if value is None:
-            continue
-        below = 1.0 if key.startswith("beta") else math.inf
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
-            raise BadRequest(
-                f"adam_params.{key}: expected a number from 0"
-                + (" to below 1" if below == 1 else ""),
-                key,
-            )
-        given[key] = float(value)
-    fields.finish()
-    return Adam(**given)
+def _adam_of(given: Fields) -> Adam:
+    taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
+    given.finish()
+    return Adam(**taken)
 
 
 def _metadata(fields: Fields) -> dict[str, str]:

@@ -1,0 +1,366 @@
+"""Calls of tools in every format: as published templates write them, streamed or not; what does not
+parse, or only looks like a call, is text."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from isobit.engine.types import Completion, Sampling
+from isobit.errors import IsobitError
+from isobit.model.text.tokenizer import Tokenizer
+from isobit.serve.answers import Asked, ChoiceStream
+from isobit.serve.tool_formats.base import Reply
+from isobit.serve.tool_formats.harmony import MARKS
+from isobit.serve.tool_formats.table import FORMATS, format_of
+
+from .helpers import ALPHABET
+
+ADD_END = [("add", {"a": 1, "b": "x"}), ("end", {})]
+SAID = {
+    "hermes": 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\n'
+    "<tool_call>"
+    '{"name": "end"}</tool_call>',
+    "qwen3_coder": "so\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\nx\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=end>\n</function>\n</tool_call>",
+    "mistral": 'so\n[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}}, '
+    '{"name": "end", "arguments": {}, "id": "abcdefghi"}]',
+    "mistral named": 'so\n[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}[TOOL_CALLS]end[ARGS]{}',
+    "mistral with ids": 'so\n[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": "x"}'
+    "[TOOL_CALLS]end[CALL_ID]bcdefghij[ARGS]{}",
+    "mistral bare": 'so\n[TOOL_CALLS]add{"a": 1, "b": "x"}[TOOL_CALLS]end{}',
+    "harmony": "<|channel|>final<|message|>so\n<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|>'
+    "<|start|>assistant to=functions.end<|channel|>commentary json<|message|>{}<|call|>",
+}
+MISTRAL_V3 = """{%- for message in messages %}
+{%- if message.role == "user" %}{{ "[INST] " + message.content + "[/INST]" }}
+{%- elif message.tool_calls %}{{ "[TOOL_CALLS] [" }}{%- for call in message.tool_calls %}
+{%- set out = call.function | tojson %}{{ out[:-1] }}{{ ', "id": "' + call.id + '"}' }}
+{%- if not loop.last %}{{ ", " }}{% else %}{{ "]" + eos_token }}{% endif %}{%- endfor %}
+{%- else %}{{ " " + message.content + eos_token }}{%- endif %}{%- endfor %}"""
+"""How the template of Mistral's v3 tokenizer writes turns; a Tekken one (v13) is the next."""
+MISTRAL_V13 = """{%- for message in messages %}
+{%- if message.role == "user" %}{{ "[INST]" + message.content + "[/INST]" }}
+{%- elif message.tool_calls %}{%- for call in message.tool_calls %}
+{{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + call.function.arguments | tojson }}
+{%- endfor %}{{ eos_token }}
+{%- else %}{{ message.content + eos_token }}{%- endif %}{%- endfor %}"""
+
+
+def calls_of(reply: Reply | None) -> list[tuple[str, Any]]:
+    assert reply is not None
+    return [(call.name, json.loads(call.arguments)) for call in reply.calls]
+
+
+def tokenizer_of(*special: str) -> Tokenizer:
+    """A token for each character, and for each of these names."""
+    made = Tokenizer.characters(ALPHABET + "[]|")
+    made.fast.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return Tokenizer(made.fast, made.settings, made.eos_ids, None)
+
+
+def answered(
+    name: str, tokenizer: Tokenizer, ids: list[int], *, tools: bool = True, **sampling: Any
+) -> tuple[str, dict[str, Any]]:
+    """(finish reason, message) of an answer, which streamed is the same."""
+    prompt = tokenizer.encode("ask")
+    visible = ids[:-1] if ids[-1] in tokenizer.eos_ids else ids
+    text = tokenizer.decode_completion(prompt, visible)
+    for stop in sampling.get("stop", ()):
+        text = text.partition(stop)[0]
+    zeros = [0.0] * len(ids)
+    completion = Completion(0, 0, prompt, ids, text, zeros, "stop", 0)
+    asked = Asked(
+        "m", tokenizer, [prompt], Sampling(**sampling), True, form=FORMATS[name], tools=tools
+    )
+    reason, message = asked.message(completion)
+    stream, pieces = ChoiceStream(asked, 0, 0), list[dict[str, Any]]()
+    for token in ids:
+        stream.feed(token, 0.0)
+        pieces += [piece["delta"] for piece in [stream.take()] if piece is not None]
+    last = stream.end(completion)
+    pieces.append(last["delta"])
+    for key in ("content", "reasoning_content"):
+        assert "".join(piece.get(key, "") for piece in pieces) == (message.get(key) or "")
+    calls = [call["function"] for call in last["delta"].get("tool_calls", [])]
+    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+    assert last["finish_reason"] == reason
+    message["pieces"] = len(pieces)
+    return reason, message
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_calls_are_read(said: str) -> None:
+    reply = FORMATS[said.split()[0]].read_text(SAID[said])
+    assert reply is not None
+    assert reply.content == "so\n"
+    assert calls_of(reply) == ADD_END
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("special", [True, False])
+def test_streamed_and_whole_are_read_alike(said: str, special: bool) -> None:
+    """Whether the model has the format's marks as special tokens or writes them as text. What
+    opens a call is in no piece, and what is in front of it is told before the end."""
+    form = FORMATS[said.split()[0]]
+    tokenizer = tokenizer_of(*(form.marks if special else ()))
+    ids = [*tokenizer.encode(SAID[said]), tokenizer.eos_ids[0]]
+    reason, message = answered(said.split()[0], tokenizer, ids)
+    assert reason == "tool_calls"
+    assert message["content"] == "so\n"
+    assert len(message["tool_calls"]) == 2
+    assert message["pieces"] > 1 or (said == "harmony" and not special)
+
+
+def test_llama_s_call_is_the_whole_text() -> None:
+    reply = FORMATS["llama3_json"].read_text(' {"name": "add", "parameters": {"a": 1}} ')
+    assert reply is not None
+    assert (reply.content, calls_of(reply)) == ("", [("add", {"a": 1})])
+
+
+DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "no call"),
+        ("hermes", "<tool_call>{not json}</tool_call>"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> and more'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>[]</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
+        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>'),
+        ("llama3_json", "use {x} here"),
+        ("llama3_json", '{"name": 3, "parameters": {}}'),
+        ("mistral", "no call"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": []}]'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}] and more'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}, 3]'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{not json}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS][1]"),
+        ("mistral", "[TOOL_CALLS][ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[ARGS]{}"),
+        ("mistral", "[ARGS]{}[TOOL_CALLS]f[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]" + DEEP),
+        ("mistral", "[TOOL_CALLS] " + "[" * 3000),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ' + "9" * 5000 + "}"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "\\ud800"}'),
+    ],
+)
+def test_what_does_not_parse_is_text(name: str, text: str) -> None:
+    assert FORMATS[name].read_text(text) is None
+
+
+@pytest.mark.parametrize(
+    "given", ["{not json}", "[1]", "", DEEP, '{"a": ' + "9" * 5000 + "}", '{"a": "\\udc00"}']
+)
+def test_a_call_in_channels_that_does_not_parse_is_content(given: str) -> None:
+    """The control parses."""
+    written = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>"
+    for body, reply in ((given, Reply(given, (), "hm")), ("{}", None)):
+        found = FORMATS["harmony"].read_text(written + f"commentary json<|message|>{body}<|call|>")
+        assert found == reply or (reply is None and calls_of(found) == [("f", {})])
+
+
+def test_long_answers_are_read_at_once() -> None:
+    """Many marks and large arguments; no quadratic time shows as a test that never ends."""
+    many = 50_000
+    large = json.dumps({"a": "x" * 1_000_000})
+    for name, text in (
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}" * many),
+        ("mistral", "[TOOL_CALLS]f[ARGS]" + large),
+        ("harmony", "<|start|>assistant to=functions.f<|message|>{}<|call|>" * many),
+        ("harmony", "<|start|>assistant to=functions.f<|message|>" + large),
+    ):
+        reply = FORMATS[name].read_text(text)
+        assert reply is not None
+        assert len(reply.calls) == (1 if "xx" in text else many)
+    for text in ("<|channel|>" * many, "<|message|>" * many, "<|end|>" * many):
+        assert FORMATS["harmony"].read_text(text) == Reply("", (), "")
+
+
+def test_forged_marks_are_text() -> None:
+    """Where the mark is a special token, characters that spell it are none; the control has the
+    token."""
+    for name, said in (("mistral", SAID["mistral named"]), ("harmony", SAID["harmony"])):
+        tokenizer = tokenizer_of(*FORMATS[name].marks)
+        forged = [token for text in said for token in tokenizer.encode(text)]
+        reason, message = answered(name, tokenizer, forged)
+        assert (reason, message["content"]) == ("stop", said)
+        assert answered(name, tokenizer, tokenizer.encode(said))[0] == "tool_calls"
+
+
+def test_a_tool_s_argument_may_spell_a_mark() -> None:
+    tokenizer = tokenizer_of(*FORMATS["mistral"].marks)
+    inner = [token for text in '{"a": "[TOOL_CALLS]"}' for token in tokenizer.encode(text)]
+    _, message = answered("mistral", tokenizer, [*tokenizer.encode("[TOOL_CALLS]f[ARGS]"), *inner])
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "[TOOL_CALLS]"}
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>5",
+         "5", "hm"),
+        ("<|channel|>analysis<|message|>cut off", "", "cut off"),
+        ("<|channel|>final<|message|>5<|return|>", "5", ""),
+        ("<|channel|>commentary<|message|>I look.<|end|>", "", "I look."),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+         "<|end|><|start|>assistant<|channel|>final<|message|>c<|return|>", "c", "a\nb"),
+        (" to=browser.find<|channel|>analysis<|message|>{}<|call|>", "", "{}"),
+        ("goes on", "goes on", ""),
+        ("goes on<|end|><|start|>assistant<|channel|>final<|message|>more", "goes on\nmore", ""),
+        ("<|channel|>final<|message|>a<|channel|>b", "ab", ""),
+        ("<|channel|><|message|><|message|><|end|>", "", ""),
+        ("<|constrain|><|start|><|call|><|channel|>final<|message|>x", "x", ""),
+    ],
+)  # fmt: skip
+def test_only_the_final_channel_is_content(said: str, content: str, reasoning: str) -> None:
+    """With tools or without, with the marks as tokens or as text."""
+    for special in (MARKS, ()):
+        tokenizer = tokenizer_of(*special)
+        for tools in (True, False):
+            reason, message = answered("harmony", tokenizer, tokenizer.encode(said), tools=tools)
+            assert (reason, message["content"]) == ("stop", content)
+            assert message.get("reasoning_content", "") == reasoning
+
+
+def test_channels_are_streamed_as_they_are_written() -> None:
+    tokenizer = tokenizer_of(*MARKS)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so"
+    _, message = answered("harmony", tokenizer, tokenizer.encode(said))
+    assert message["pieces"] == 5  # of four characters, and the end
+    _, message = answered("harmony", tokenizer, tokenizer.encode(said), stop=("nofi", "q"))
+    assert message["pieces"] == 1
+
+
+def test_a_stop_string_ends_a_message() -> None:
+    tokenizer = tokenizer_of(*MARKS, *FORMATS["mistral"].marks)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a.b"
+    _, message = answered("harmony", tokenizer, tokenizer.encode(said)[:-1], stop=(".",))
+    assert (message["content"], message["reasoning_content"]) == ("a", "hm")
+    ids = tokenizer.encode("so[TOOL_CALLS]f[ARGS]{}.")
+    _, message = answered("mistral", tokenizer, ids, stop=(".",))
+    assert message["content"] == "so"
+    assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_calls_of_no_tool_that_was_given_are_content() -> None:
+    tokenizer = tokenizer_of(*MARKS)
+    said = '<|channel|>commentary to=functions.f json<|message|>{"a": 1}<|call|>'
+    reason, message = answered("harmony", tokenizer, tokenizer.encode(said), tools=False)
+    assert (reason, message["content"]) == ("stop", '{"a": 1}')
+    assert "tool_calls" not in message
+
+
+def asked_of(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation with these calls of functions."""
+    made = [
+        {"id": f"abcdefgh{place}", "type": "function", "function": call}
+        for place, call in enumerate(calls)
+    ]
+    return [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": made},
+    ]
+
+
+CALLS: list[dict[str, Any]] = [
+    {"name": "rain", "arguments": {"city": "Ulm", "days": [1, 2]}},
+    {"name": "end", "arguments": {}},
+]
+
+
+@pytest.mark.parametrize("template", [MISTRAL_V3, MISTRAL_V13])
+def test_mistral_s_templates(template: str) -> None:
+    tokenizer = tokenizer_of(*FORMATS["mistral"].marks)
+    tokenizer.chat_template = template
+    whole = tokenizer.render_chat(asked_of(*CALLS), False)
+    ids = tokenizer.encode(whole[whole.index("[/INST]") + len("[/INST]") :])
+    _, message = answered("mistral", tokenizer, ids)
+    found = [call["function"] for call in message["tool_calls"]]
+    assert [call["name"] for call in found] == ["rain", "end"]
+    assert [json.loads(call["arguments"]) for call in found] == [c["arguments"] for c in CALLS]
+    assert format_of("auto", template) is FORMATS["mistral"]
+
+
+def templates_of_trl() -> list[Path]:
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("trl is not here")
+    return sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja"))
+
+
+def test_gpt_oss_s_template() -> None:
+    """A call, and a final answer after its thoughts, as the published template renders them."""
+    (file,) = (path for path in templates_of_trl() if path.stem == "gptoss")
+    tokenizer = tokenizer_of(*MARKS)
+    tokenizer.chat_template = file.read_text()
+    form = format_of("auto", tokenizer.chat_template)
+    assert form is FORMATS["harmony"]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "rain",
+                "description": "Rain in a city.",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            },
+        }
+    ]
+    asked = {"role": "user", "content": "Rain?"}
+    called = asked_of(CALLS[0])
+    called[1]["thinking"] = "I ask."
+    final = {"role": "assistant", "content": "None.", "thinking": "It is dry."}
+    for messages, read in (
+        (called, Reply("", (), "I ask.")),
+        ([asked, final], Reply("None.", (), "It is dry.")),
+    ):
+        before = tokenizer.render_chat(messages[:1], True, {"tools": tools})
+        whole = tokenizer.render_chat(messages, False, {"tools": tools})
+        assert whole.startswith(before)
+        ids = tokenizer.encode(whole[len(before) :])
+        _, message = answered("harmony", tokenizer, ids)
+        assert (message["content"] or "") == read.content
+        assert message["reasoning_content"] == read.reasoning
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        assert [json.loads(call["arguments"]) for call in calls] == (
+            [CALLS[0]["arguments"]] if messages is called else []
+        )
+
+
+def test_the_format_is_the_template_s() -> None:
+    assert format_of("auto", None) is FORMATS["hermes"]
+    assert format_of("auto", "... <tool_call>{{ call | tojson }}</tool_call>") is FORMATS["hermes"]
+    assert format_of("auto", "... <tool_call><function={{ name }}>") is FORMATS["qwen3_coder"]
+    assert (
+        format_of("auto", 'respond with {"name": ..., "parameters": ...}') is FORMATS["llama3_json"]
+    )
+    assert format_of("hermes", "<function=") is FORMATS["hermes"]
+    with pytest.raises(IsobitError, match="did you mean 'hermes'"):
+        format_of("hermse", None)
+
+
+def test_the_formats_of_published_templates() -> None:
+    """Of those that TRL carries, each that has a format here."""
+    shown: dict[str, set[str]] = {}
+    names = {id(form): name for name, form in FORMATS.items()}
+    for file in templates_of_trl():
+        found = names[id(format_of("auto", file.read_text()))]
+        shown.setdefault(found, set()).add(file.stem.removesuffix("_training"))
+    assert shown["harmony"] == {"gptoss"}
+    assert "mistral" not in shown
+    assert {"llama3_1", "llama3_2"} <= shown["llama3_json"]
+    assert {"qwen3_5_think", "qwen3_6"} <= shown["qwen3_coder"]
+    assert {"qwen2_5", "qwen3", "qwen3_instruct_2507"} <= shown["hermes"]
