@@ -212,3 +212,70 @@ def test_snapshots_that_nobody_holds_are_dropped(trainer: Running) -> None:
     assert sampled(samplers[2], seed=1) == sampled(samplers[17], seed=1)
     service.close("success").result()
     assert set(served.names) == before
+
+
+def test_saved_weights_go_on_where_they_were(service: Any, trainer: Running) -> None:
+    """With the optimizer's state a new run ends as the old one; the control is without it."""
+    client = new(service)
+    train(client, 1, 2)
+    path = client.save_state("here", user_metadata={"step": "2"}).result().path
+    assert path == f"tinker://{client.model_id}/weights/here"
+    train(client, 2, 2)
+    whole = service.create_training_client_from_state_with_optimizer(path).result()
+    bare = service.create_training_client_from_state(path).result()
+    assert digest(trainer, whole) == digest(trainer, bare) != digest(trainer, client)
+    assert whole.get_info().lora_rank == 4
+    for one in (whole, bare):
+        train(one, 2, 2)
+    assert digest(trainer, whole) == digest(trainer, client) != digest(trainer, bare)
+    run = new(service)
+    run._load_state_impl(path, optimizer=True, weights_access_token=None).result()
+    train(run, 2, 2)
+    assert digest(trainer, run) == digest(trainer, client)
+
+
+def test_what_is_wrong_with_saved_weights(service: Any, other: Any) -> None:
+    client = new(service)
+    path = client.save_state("once").result().path
+    with pytest.raises(tinker.RequestFailedError, match="'once' is there already"):
+        client.save_state("once").result()
+    assert client.save_state("once", overwrite=True).result().path == path
+    with pytest.raises(tinker.RequestFailedError, match="expected a name of at most 100 letters"):
+        client.save_state("../up").result()
+    for service_of, given in ((other, path), (service, path + "x")):
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            service_of.create_training_client_from_state(given).result()
+    sampler = client.save_weights_for_sampler("s").result().path
+    with pytest.raises(tinker.BadRequestError, match="without the optimizer's state"):
+        service.create_training_client_from_state_with_optimizer(sampler).result()
+    larger = new(service, rank=5)
+    with pytest.raises(tinker.RequestFailedError, match="this run trains"):
+        larger._load_state_impl(path, optimizer=False, weights_access_token=None).result()
+
+
+def test_saved_weights_are_sampled_from(service: Any, other: Any, trainer: Running) -> None:
+    """They have the bits of the run when they were saved; the control is the run now. Two clients
+    of one path share its snapshot."""
+    client = new(service)
+    train(client, 1, 1)
+    path = client.save_weights_for_sampler("then").result().path
+    assert path == f"tinker://{client.model_id}/sampler_weights/then"
+    now = sampled(client.save_weights_and_get_sampling_client().result(), seed=4)
+    assert scored(client, now[0]) == now[1]
+    train(client, 2, 1)
+    served = trainer.gateway.model.transformer.served
+    assert served is not None
+    before = set(served.names)
+    clients = [service.create_sampling_client(model_path=path).result() for _ in range(2)]
+    assert [sampled(each, seed=4) for each in clients] == [now, now]
+    assert len(set(served.names) - before) == 1
+    later = client.save_weights_and_get_sampling_client().result()
+    assert sampled(later, seed=4) != now
+    info = tinker.RestClient(base_url=trainer.url, api_key=KEY)
+    found = info.get_weights_info_by_tinker_path(path).result()
+    assert (found.base_model, found.lora_rank, found.train_mlp, found.train_unembed) == (
+        *("tiny", 4, True),
+        False,
+    )
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        sampled(other.create_sampling_client(model_path=path).result(), seed=4)
