@@ -1,7 +1,8 @@
-"""Sequences with what a loss needs of each: what they must be, and their packed rows.
+"""Sequences with what a loss needs of each: what they must be, their micro-batches, and the packed
+rows of one.
 
 Position i of a datum's `tokens` predicts entry i of its `target_tokens`, whatever token that is, or
-K of them at once. Left out: the losses (`losses.py`).
+K of them. Left out: the losses (`losses.py`), and how such data travel.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief, listed
 from isobit.kernels import Layout
 from isobit.kernels.sampling.filtering import Context
 from isobit.rl.learner.packing import PackedBatch
-from isobit.rl.stepwise.losses import Loss
+from isobit.rl.stepwise.losses import LOSSES, Loss
 
 TARGETS = "target_tokens"
+_NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.inputs, *loss.of_tokens))}
 
 
 @dataclass(frozen=True, eq=False)
 class Datum:
     """One sequence: the model's input `tokens` [N], and by Tinker's names `target_tokens` [N] or
-    [N, K] int64, and weights, advantages or logprobs, float32 of their shape."""
+    [N, K] int64, and weights, advantages, logprobs and what else a loss reads, float32 of their
+    shape. What the loss at hand does not read is passed over."""
 
     tokens: tuple[int, ...]
     inputs: Mapping[str, Tensor]
@@ -31,6 +34,12 @@ class Datum:
     def targets(self) -> Tensor:
         """[N] or [N, K] int64."""
         return self.inputs[TARGETS]
+
+    def of_rows(self, name: str, default: float = 0.0) -> Tensor:
+        """An input of each target in turn, float32; the default where it is not given."""
+        given = self.inputs.get(name)
+        count = self.targets.numel()
+        return torch.full((count,), default) if given is None else given.float().reshape(-1)
 
 
 def check(datum: Datum, place: int, loss: Loss, vocab_size: int, longest: int) -> None:
@@ -42,33 +51,55 @@ def check(datum: Datum, place: int, loss: Loss, vocab_size: int, longest: int) -
         raise IsobitError(
             f"{where}: it has {count:,} tokens, more than the model's context of {longest:,}"
         )
-    if (wrong := next((t for t in datum.tokens if not 0 <= t < vocab_size), None)) is not None:
-        raise IsobitError(f"{where}: token {wrong} is not in the vocabulary of {vocab_size:,}")
+    for token in datum.tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise IsobitError(
+                f"{where}: token {brief(repr(token))} is not in the vocabulary of {vocab_size:,}"
+            )
+    if unknown := datum.inputs.keys() - _NAMES:
+        raise IsobitError(
+            f"{where}: {brief(repr(min(unknown)))} is no input of a loss; there are "
+            f"{listed(sorted(_NAMES))}"
+        )
     for name in (TARGETS, *loss.inputs):
         if name not in datum.inputs:
-            raise IsobitError(f"{where}: {name} is missing, which this loss reads")
-    targets = datum.targets
-    if targets.ndim not in (1, 2) or targets.shape[0] != count or not targets.numel():
+            raise IsobitError(f"{where}: {name} is missing, which the loss reads")
+    _check_targets(datum.targets, where, count, loss.several, vocab_size)
+    for name in (*loss.inputs, *loss.of_tokens):
+        if name in datum.inputs:
+            _check_numbers(datum.inputs[name], f"{where}: {name}", datum.targets)
+
+
+def _check_targets(targets: Tensor, where: str, count: int, several: bool, vocab_size: int) -> None:
+    if targets.dtype != torch.int64:
+        raise IsobitError(f"{where}: {TARGETS} has dtype {targets.dtype}; expected int64")
+    wide = targets.ndim == 2 and several
+    if not (targets.ndim == 1 or wide) or targets.shape[0] != count or not targets.numel():
+        expected = f"[{count}] or [{count}, K]" if several else f"[{count}]"
         raise IsobitError(
-            f"{where}: {TARGETS} has shape {list(targets.shape)}; expected [{count}] or "
-            f"[{count}, K], a token or K of them for each of its tokens"
+            f"{where}: {TARGETS} has shape {list(targets.shape)}; expected {expected}, as it has "
+            f"{count:,} tokens"
         )
-    if bool(((targets < 0) | (targets >= vocab_size)).any()):
+    wrong = targets[(targets < 0) | (targets >= vocab_size)]
+    if len(wrong):
         raise IsobitError(
-            f"{where}: {TARGETS} has a token that is not in the vocabulary of {vocab_size:,}"
+            f"{where}: {TARGETS}: token {int(wrong[0])} is not in the vocabulary of {vocab_size:,}"
         )
-    for name in loss.inputs:
-        given = datum.inputs[name]
-        if given.shape != targets.shape:
-            raise IsobitError(
-                f"{where}: {name} has shape {list(given.shape)}, and {TARGETS} {list(targets.shape)}"
-            )
-        if not bool(given.isfinite().all()):
-            raise IsobitError(f"{where}: {name} has NaN or infinity in it")
+
+
+def _check_numbers(given: Tensor, what: str, targets: Tensor) -> None:
+    if not given.is_floating_point():
+        raise IsobitError(f"{what} has dtype {given.dtype}; expected float32")
+    if given.shape != targets.shape:
+        raise IsobitError(
+            f"{what} has shape {list(given.shape)}, and {TARGETS} {list(targets.shape)}"
+        )
+    if not bool(given.float().isfinite().all()):
+        raise IsobitError(f"{what} has NaN or infinity in it")
 
 
 def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
-    """Consecutive ranges of data of at most `budget` targets each; a larger one stands alone."""
+    """Consecutive ranges of data of at most `budget` targets; a datum with more stands alone."""
     start = total = 0
     for place, datum in enumerate(data):
         size = datum.targets.numel()
@@ -81,13 +112,12 @@ def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
 
 
 def pack(data: Sequence[Datum]) -> PackedBatch:
-    """The data as packed rows; targets in their order, and of several at one position the first
-    before the others."""
+    """The data as packed rows, with their targets in turn."""
     lengths = torch.tensor([len(datum.tokens) for datum in data])
+    widths = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
     tokens = torch.tensor([token for datum in data for token in datum.tokens], dtype=torch.int64)
-    width = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
-    rows = torch.arange(len(tokens)).repeat_interleave(width.repeat_interleave(lengths))
-    sequence = torch.arange(len(data)).repeat_interleave(width * lengths)
+    rows = torch.arange(len(tokens)).repeat_interleave(widths.repeat_interleave(lengths))
+    sequence = torch.arange(len(data)).repeat_interleave(widths * lengths)
     starts = (lengths.cumsum(0) - lengths)[sequence]
     return PackedBatch(
         tokens=tokens,
