@@ -26,6 +26,7 @@ from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 from isobit.serve.tinker import Tinker
 from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
@@ -84,7 +85,7 @@ class Server(uvicorn.Server):
         """Listen, and begin to work."""
         await super().startup(sockets)
         if self.started:
-            self._gateway.start()
+            await self._gateway.start()
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
@@ -115,12 +116,13 @@ def run(
     tokens: tuple[str, ...],
     options: ServerOptions,
     on_start: Callable[[int], None] = lambda port: None,
+    state: State | None = None,
 ) -> None:
-    """Serve an engine's model, which serves adapters, until a signal ends it. Raises IsobitError
-    for an adapter that cannot be served and a port that cannot be had, RunFailed if the device
-    thread failed."""
+    """Serve an engine's model, which serves adapters, until a signal ends it; with a `state` it
+    also trains them. Raises IsobitError for an adapter that cannot be served and a port that cannot
+    be had, RunFailed if the device thread failed."""
     tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
-    gateway = Gateway(engine, name, tools, options.limits)
+    gateway = Gateway(engine, name, tools, options.limits, state)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
     config = uvicorn.Config(

@@ -20,6 +20,7 @@ from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.state import State
 from isobit.serve.tool_formats.base import ToolFormat
 
 _T = TypeVar("_T")
@@ -72,21 +73,36 @@ class Events:
 class Gateway:
     """One server: a device, the `name` of its model, and what all requests share."""
 
-    def __init__(self, engine: Engine, name: str, tools: ToolFormat, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        tools: ToolFormat,
+        limits: Limits,
+        state: State | None = None,
+    ) -> None:
+        """`state`: what training runs are kept in; None: nothing is trained."""
         self.device = Device(engine, self._deliver)
-        self.name, self.tools, self.limits = name, tools, limits
+        self.device.snapshots.most_bytes = limits.snapshot_bytes
+        self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.metrics = Metrics(self.device)
         self.sessions = Sessions(self.tokenizer)
+        self.ready = asyncio.Event()
+        """Set when requests may come: what a state has kept of an earlier server is there again."""
+        self.resume: Callable[[], Awaitable[None]] | None = None
         self.started = int(time.time())
         self.draining = False
         self._open_samples = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self) -> None:
-        """Begin to work, in the running event loop."""
+    async def start(self) -> None:
+        """Begin to work, in the running event loop, where an earlier server of this state ended."""
         self._loop = asyncio.get_running_loop()
         self.device.start()
+        if self.resume is not None:
+            await self.resume()
+        self.ready.set()
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the base. Raises BadRequest for

@@ -6,7 +6,10 @@ to its end with the weights that it began with. A snapshot that is replaced or r
 model when nobody holds it any more. Only the device thread changes any of this.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from isobit.errors import IsobitError, listed
@@ -17,11 +20,12 @@ from isobit.model.adapters.low_rank import Adapter
 @dataclass(eq=False)
 class Snapshot:
     """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
-    open requests, and the name while it means this snapshot."""
+    open requests, and the name while it means this snapshot. `bytes`: of those with a key."""
 
     served: str | None
     version: int
     holders: int = 0
+    bytes: int = 0
 
 
 class Snapshots:
@@ -31,6 +35,10 @@ class Snapshots:
         self._model = model
         self._named: dict[str, Snapshot] = {}
         self._versions: dict[str, int] = {}
+        self._keyed: dict[str, Snapshot] = {}
+        self.most_bytes: float = math.inf
+        """Of all that is open by a key, the factors in FP32."""
+        self._opened = count()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +57,25 @@ class Snapshots:
         if before is not None:
             self.release(before)
         return version
+
+    def open(self, key: str, adapter: Callable[[], str | Path | Adapter]) -> Snapshot:
+        """Hold weights that clients do not ask for by a name, until they are released: those of
+        this `key`, which never means others. They are read once while somebody holds them. Raises
+        IsobitError as `put`, and where there is no room for more."""
+        found = self._keyed.get(key)
+        if found is None:
+            read = self._model.read_adapter(adapter())
+            size = 4 * sum(map(math.prod, read.shapes.values()))
+            if size + sum(one.bytes for one in self._keyed.values()) > self.most_bytes:
+                raise IsobitError(
+                    f"weights that are sampled from would have more than {self.most_bytes:,} bytes "
+                    "together; end sessions whose sampling clients are not needed"
+                )
+            found = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size)
+            self._model.add_adapter(found.served or "", read)
+            self._keyed[key] = found
+        found.holders += 1
+        return found
 
     def remove(self, name: str) -> None:
         """The name means nothing from now on. Raises IsobitError if it did not before."""
@@ -75,6 +102,7 @@ class Snapshots:
         snapshot.holders -= 1
         if not snapshot.holders and snapshot.served is not None:
             self._model.remove_adapter(snapshot.served)
+            self._keyed.pop(snapshot.served.rpartition("@")[0], None)
 
     def _find(self, name: str) -> Snapshot:
         if name not in self._named:
