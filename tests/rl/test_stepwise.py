@@ -21,6 +21,7 @@ from isobit.rl.stepwise.losses import LOSSES
 
 from .helpers import distance
 from .stepwise_helpers import (
+    NEW,
     STEP,
     as_data,
     data,
@@ -63,6 +64,15 @@ def test_several_calls_have_the_bits_of_one(base: Model, name: str) -> None:
         assert digest(parts) == digest(whole)
     assert digest(found[2, 1]) != digest(whole)
     assert distance(found[2, 1], whole) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [True, "mlp"])
+def test_recomputed_activations_leave_the_same_bits(base: Model, recompute: Any) -> None:
+    whole, less = (
+        learner(base),
+        StepwiseLearner(base.adapted(NEW), micro_batch_tokens=16, recompute=recompute),
+    )
+    assert train(whole, range(1)) == train(less, range(1))
 
 
 def test_the_same_calls_leave_the_same_bits(base: Model) -> None:
