@@ -83,6 +83,7 @@ class Gateway:
     ) -> None:
         """`state`: what training runs are kept in; None: nothing is trained."""
         self.device = Device(engine, self._deliver)
+        self.device.snapshots.most_bytes = limits.snapshot_bytes
         self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.metrics = Metrics(self.device)
