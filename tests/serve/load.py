@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import io
 import json
+import logging
 import math
 import random
 import statistics
@@ -17,6 +18,8 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,13 +101,24 @@ class Load:
         return httpx.AsyncClient(base_url=self.server.url, headers=headers, timeout=300)
 
 
+async def sent(load: Load, client: httpx.AsyncClient, path: str, **given: Any) -> httpx.Response:
+    """A response. A connection that the server closes while it is used again, as it may after some
+    seconds without a request, or in front of a body that is too long, is tried once more."""
+    for _ in range(10):
+        try:
+            return await client.post(path, **given)
+        except httpx.TransportError:
+            load.counts["connections closed, and again"] += 1
+    raise AssertionError(f"{path}: no answer in ten times")
+
+
 async def answered(load: Load, client: httpx.AsyncClient, number: int) -> None:
     """An honest request, streamed or not; when there is no room it is asked again."""
     path, asked = honest()[number]
     streamed = path.startswith("/v1") and load.counts["answers"] % 3 == 0
     began = time.monotonic()
     while True:
-        found = await client.post(path, json={**asked, "stream": streamed})
+        found = await sent(load, client, path, json={**asked, "stream": streamed})
         if found.status_code != 429:
             break
         load.counts["429, and again"] += 1
@@ -149,7 +163,7 @@ def authorization(client: httpx.AsyncClient) -> str:
 async def nonsense(load: Load, client: httpx.AsyncClient, rng: random.Random) -> None:
     """A hostile request: refused in one line, or answered."""
     path, content = hostile.body(rng, load.routes)
-    found = await client.post(path, content=content)
+    found = await sent(load, client, path, content=content)
     where = f"{path} {content[:200]!r}: {found.status_code} {found.text[:300]}"
     assert found.status_code in (200, 201, 204) or 400 <= found.status_code < 500, where
     if found.status_code >= 400:
@@ -163,7 +177,7 @@ async def trains(load: Load, client: httpx.AsyncClient) -> str:
     async def post(path: str, value: Any = None, **more: Any) -> dict[str, Any]:
         given = more if value is None else {"json": value, **more}
         while True:
-            found = await client.post(f"/api/v1/{path}", **given)
+            found = await sent(load, client, f"/api/v1/{path}", **given)
             if found.status_code not in (408, 429):
                 break
             await asyncio.sleep(0.1)
@@ -189,9 +203,10 @@ async def trains(load: Load, client: httpx.AsyncClient) -> str:
     kept = {"model_id": run, "seq_id": 2 * _STEPS + 1, "path": "end"}
     await done(await post("save_weights_for_sampler", kept))
     place = f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/end"
-    archive = await client.get(f"{place}/archive")
+    archive = await client.get(f"{place}/archive", headers={"Connection": "close"})
     assert archive.status_code == 200, archive.text
-    assert (await client.delete(place)).status_code == 204
+    dropped = await client.delete(place, headers={"Connection": "close"})
+    assert dropped.status_code == 204
     await post(f"sessions/{session}/finish", {})
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
         file = files.extractfile("adapter_model.safetensors")
@@ -255,7 +270,9 @@ def run(
             load = Load(server, tokens)
             load.routes = hostile.with_tinker(server)
             before = descriptors()
-            asyncio.run(everything(load, seconds, clients))
+            with logged() as errors:
+                asyncio.run(everything(load, seconds, clients))
+            assert not errors, errors[:3]
             settled = time.monotonic() + 60
             device = server.gateway.device
             while device.num_open or device.num_waiting or descriptors() > before + 8:
@@ -265,6 +282,19 @@ def run(
             assert server.post(*hostile.HONEST).status_code == 200
             load.counts["descriptors more than before"] = max(descriptors() - before, 0)
     return load
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the server logs as its own errors meanwhile."""
+    found = list[str]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def descriptors() -> int:
