@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from isobit.engine.engine import Engine
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
-from isobit.serve.app import Server, make_app
+from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
@@ -120,6 +120,7 @@ def serving(
         lifespan="off",
         ws="none",
         http="h11",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
 

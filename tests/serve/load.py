@@ -107,8 +107,8 @@ async def sent(load: Load, client: httpx.AsyncClient, path: str, **given: Any) -
     for _ in range(10):
         try:
             return await client.post(path, **given)
-        except httpx.TransportError:
-            load.counts["connections closed, and again"] += 1
+        except httpx.TransportError as error:
+            load.counts[f"connection closed, and again: {type(error).__name__}"] += 1
     raise AssertionError(f"{path}: no answer in ten times")
 
 
