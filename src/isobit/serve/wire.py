@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -78,11 +78,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     try:
         await asyncio.wait_for(read(), limits.body_seconds)
+    except ClientDisconnect:  # nobody reads this answer
+        raise BadRequest("the client went away before its body was whole") from None
     except asyncio.TimeoutError:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
-    return b"".join(parts)
+    body = b"".join(parts)
+    request.state.body = body  # as it came, for what keeps requests
+    return body
 
 
 class Guard:
@@ -116,6 +120,8 @@ class Guard:
             await error_response(Request(scope), error)(scope, receive, watched)
         else:
             scope.setdefault("state", {})["tenant"] = tenant or ""
+            if path not in OPEN_TO_ALL:
+                await self._gateway.ready.wait()
             await self._app(scope, receive, watched)
         known = getattr(scope.get("route"), "path", "other")
         self._gateway.metrics.requests.labels(known, tenant or "", str(status)).inc()
