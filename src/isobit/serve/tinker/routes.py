@@ -13,6 +13,7 @@ from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
 from isobit.serve.tinker.archive import Archive
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.resume import Resume
 from isobit.serve.tinker.runs import Runs
 from isobit.serve.tinker.sampling import Samplers
 from isobit.serve.tinker.sessions import Sessions
@@ -64,6 +65,8 @@ class Tinker:
             self._training = [
                 (path, found.get(path) or getattr(training, path)) for path in TRAINING
             ]
+            parts = (self._sessions, self._samplers, runs, self._futures)
+            gateway.resume = Resume(gateway, gateway.state, *parts, dict(self._training)).all
 
     def routes(self) -> list[Route]:
         """All of them, and last the one that refuses all others."""
