@@ -18,6 +18,7 @@ NAMES = (
     "optimizers",
     "serve",
     "adapters",
+    "serve_step",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

@@ -38,12 +38,14 @@ vocabulary, while others wait."""
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampling client: the model's name as it was given, and what it is pinned to."""
+    """A sampling client: the model's name as it was given, and what it is pinned to. `kept`: the id
+    of the checkpoint that this is, if it is one."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot
+    kept: str | None = None
 
 
 class Samplers:
@@ -66,8 +68,8 @@ class Samplers:
         base, path = fields.text("base_model"), fields.text("model_path")
         if (session.name, number) not in self._numbered:
             self.check_room(session)
-            snapshot = await self._snapshot(session.tenant, base, path)
-            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot)
+            snapshot, kept = await self._snapshot(session.tenant, base, path)
+            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot, kept)
             await self.add(session, number, made)
         name = self._numbered[session.name, number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
@@ -87,7 +89,9 @@ class Samplers:
             name = secrets.token_hex(16)
             if self._gateway.state is not None and not session.ended:
                 row = StoredSampler(
-                    *(name, session.tenant, session.name, number, sampler.model), path=sampler.path
+                    *(name, session.tenant, session.name, number, sampler.model),
+                    path=sampler.path,
+                    snapshot=sampler.kept,
                 )
                 name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
@@ -107,7 +111,7 @@ class Samplers:
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if row.snapshot is None:
-            snapshot = await self._snapshot(row.tenant, row.base, row.path)
+            snapshot, _ = await self._snapshot(row.tenant, row.base, row.path)
         elif kept is None or state is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
         else:
@@ -239,17 +243,19 @@ class Samplers:
         tops = model.top_logprobs(prompt, top, known, snapshot.served) if len(prompt) > 1 else []
         return logprobs, [*[[] for _ in range(known)], *tops]
 
-    async def _snapshot(self, tenant: str, base: str | None, path: str | None) -> Snapshot:
-        """What a new client holds: the base, an adapter by its name, or saved weights."""
+    async def _snapshot(
+        self, tenant: str, base: str | None, path: str | None
+    ) -> tuple[Snapshot, str | None]:
+        """What a new client holds: the base, an adapter by its name, or saved weights, with the id
+        of their checkpoint."""
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
-            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter))
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
         folder = await in_thread(state.folder_of, checkpoint)
-        return await self._gateway.work(
-            tenant, partial(self._snapshots.open, checkpoint.id, lambda: folder)
-        )
+        opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
+        return await self._gateway.work(tenant, opened), checkpoint.id
 
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
