@@ -6,7 +6,9 @@ are then answered 503. Left out: TLS, which a proxy in front of it does.
 
 import asyncio
 import logging
+import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
+_SECONDS_TO_START = 60.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class ServerOptions:
 
 
 def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
-    """All routes of a gateway, for those who have one of the tokens."""
+    """All routes of a gateway, for those who have one of the tokens; without Tinker's where the
+    weights change, since its sampling clients are pinned to theirs."""
 
     async def health(request: Request) -> Response:
         if gateway.draining or not gateway.device.alive:
@@ -59,7 +63,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         *OpenAI(gateway).routes(),
-        *Tinker(gateway).routes(),
+        *(() if gateway.device.weights_change else Tinker(gateway).routes()),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
     app = Starlette(
@@ -108,6 +112,30 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self._gateway.device.join, 60.0)
 
 
+class Background:
+    """A server in a thread of its own, over a socket that listens, for whoever pumps its device."""
+
+    def __init__(self, gateway: Gateway, tokens: tuple[str, ...], listening: socket.socket) -> None:
+        self._listening, self._started = listening, threading.Event()
+        self._server = Server(_config(gateway, tokens, ServerOptions(grace=1.0)), gateway, 1.0)
+        self._server.on_start = lambda port: self._started.set()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+        self._started.wait(_SECONDS_TO_START)
+
+    def stop(self) -> None:
+        """End; what the device has not answered is cut off."""
+        self._server.should_exit = True
+        self._thread.join(_SECONDS_TO_START)
+        self._listening.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listening]))
+
+
 def run(
     engine: Engine,
     name: str,
@@ -123,19 +151,7 @@ def run(
     gateway = Gateway(engine, name, tools, options.limits)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
-    config = uvicorn.Config(
-        make_app(gateway, tokens),
-        host=options.host,
-        port=options.port,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        http="h11",
-        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
-        timeout_graceful_shutdown=int(options.grace) + 10,
-        server_header=False,
-    )
+    config = _config(gateway, tokens, options)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
@@ -149,3 +165,19 @@ def run(
         raise RunFailed(
             f"the server ended: {gateway.device.failure!r:.500}"
         ) from gateway.device.failure
+
+
+def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(gateway, tokens),
+        host=options.host,
+        port=options.port,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_graceful_shutdown=int(options.grace) + 10,
+        server_header=False,
+    )
