@@ -133,11 +133,11 @@ def _resources(ptx: str, capability: int) -> tuple[int, int, int]:
             str(Path(folder, "kernel.cubin")),
         ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", report)[1])
-    stack, stores, loads = map(
-        int,
-        re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
-        ).groups(),
+    used = re.search(r"Used (\d+) registers", report)
+    frame = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
     )
+    assert used is not None, report
+    assert frame is not None, report
+    registers, (stack, stores, loads) = int(used[1]), map(int, frame.groups())
     return registers, stack, stores + loads

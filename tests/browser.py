@@ -39,6 +39,11 @@ class Opened:
             "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         )
 
+    def dismiss(self, dialog: Any) -> None:
+        """Note a dialog, and close it."""
+        self.said.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
 
 def require_browser() -> None:
     """Skip the test where there is no browser; fail it where ISOBIT_REQUIRE_BROWSER says that there
@@ -82,10 +87,7 @@ def opened() -> Iterator[Open]:
             found = Opened(page)
             page.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
             page.on("pageerror", lambda error: found.said.append(f"error: {error}"))
-            page.on(
-                "dialog",
-                lambda dialog: (found.said.append(f"dialog: {dialog.message}"), dialog.dismiss()),
-            )
+            page.on("dialog", found.dismiss)
             own = path.as_uri()
             page.on(
                 "request",

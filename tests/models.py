@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
@@ -26,6 +27,12 @@ def require(backend: str) -> None:
             get_ops("native")
         except IsobitError as error:
             pytest.skip(f"no native backend here: {error}")
+
+
+def tensor(value: object) -> Tensor:
+    """What may be None or quantized, and here is a tensor: a gradient, a bias, a plain weight."""
+    assert isinstance(value, Tensor)
+    return value
 
 
 def level(backend: str) -> str:

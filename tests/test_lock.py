@@ -42,7 +42,9 @@ def faults(lock: str) -> set[str]:
         f"PyTorch's: {line}" for line in lines if re.match("(torch|triton)==|(nvidia|cuda)-", line)
     }
     for dependency in DEPENDENCIES:
-        name, allowed = _DEPENDENCY.fullmatch(dependency).groups()
+        parts = _DEPENDENCY.fullmatch(dependency)
+        assert parts is not None, dependency
+        name, allowed = parts.groups()
         own = [pin for _, pin in pins if pin and pin[1] == name.lower()]
         for environment in ENVIRONMENTS:
             versions = [pin[2] for pin in own if not pin[3] or Marker(pin[3]).evaluate(environment)]

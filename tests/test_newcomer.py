@@ -193,7 +193,7 @@ def test_reprs_say_what_it_is(model: Model, engine: Engine) -> None:
 
 def test_a_misspelled_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'isobit' has no attribute 'trian'"):
-        isobit.trian  # noqa: B018
+        isobit.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_name_on_the_hub_says_how_to_get_it(

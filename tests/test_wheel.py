@@ -100,7 +100,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made as `python -m build` makes it: of the source distribution. Without that program, pip
     takes its place."""
     folder = sources(tmp_path_factory.mktemp("sources"))
-    if find_spec("build") is not None and find_spec("build").origin is not None:
+    build = find_spec("build")
+    if build is not None and build.origin is not None:
         done = ran([sys.executable, "-m", "build", "--no-isolation"], folder, ISOBIT_PREBUILT="1")
     else:
         assert hook("build_sdist", folder).returncode == 0

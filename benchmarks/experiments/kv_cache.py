@@ -302,7 +302,7 @@ def sampled(
 
 def measure_own(
     path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The formats of isobit's cache and whole flows, on the completions that `measure` measures; of
     the former the same codings simulated."""
     model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
@@ -332,9 +332,7 @@ def measure_own(
     }
 
 
-def measure(
-    path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0
-) -> dict[str, object]:
+def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, Any]:
     """Every scheme on completions of the model's own; a third of them only calibrates."""
     model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
     seen = observe(model, sequences[parts[0]], lengths[parts[0]])

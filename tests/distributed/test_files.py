@@ -253,13 +253,17 @@ def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: s
         assert hashes(run(size, further)[0]) == straight, size
 
 
+def _numel(part: Part) -> int:
+    """How many elements of a tensor a rank writes."""
+    assert not callable(part.mine)
+    return 0 if part.mine is None else part.mine.numel()
+
+
 def test_control_rows_in_the_order_of_ranks_are_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_order_of_ranks(path: Path, parts: dict[str, Part], ranks: Ranks = ALONE) -> None:
-        counts = ranks.all_gather_json(
-            {name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()}
-        )
+        counts = ranks.all_gather_json({name: _numel(part) for name, part in parts.items()})
         starts = {name: sum(given[name] for given in counts[: ranks.rank]) for name in parts}
         write_file(
             path, {name: replace(part, start=starts[name]) for name, part in parts.items()}, ranks
@@ -411,9 +415,7 @@ def _poisoned(path: Path, parts: dict[str, Part]) -> None:
     whole = load_file(path)
     for name, part in parts.items():
         tensor = whole[name].view(-1)
-        kept = tensor[
-            part.start : part.start + (0 if part.mine is None else part.mine.numel())
-        ].clone()
+        kept = tensor[part.start : part.start + _numel(part)].clone()
         if part.shape:
             tensor.fill_(255 if part.dtype == torch.uint8 else math.nan)
         tensor[part.start : part.start + len(kept)] = kept

@@ -150,12 +150,10 @@ def test_negative_control_another_rounding_of_int8(
     attention = model.ops.attention
 
     def other(q: torch.Tensor, store: KVStore, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = (
-            store.gather(torch.arange(len(store.k)))[0] / (store.k_scale * 127 / 128).unsqueeze(-1)
-        ).round()
-        store = replace(
-            store, k=keys.clamp(-127, 127).to(torch.int8), k_scale=store.k_scale * 127 / 128
-        )
+        assert store.k_scale is not None
+        step = store.k_scale * 127 / 128
+        keys = (store.gather(torch.arange(len(store.k)))[0] / step.unsqueeze(-1)).round()
+        store = replace(store, k=keys.clamp(-127, 127).to(torch.int8), k_scale=step)
         return attention(q, store, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model.ops, "attention", other)

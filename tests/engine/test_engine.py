@@ -8,6 +8,7 @@ import transformers
 from isobit.engine.engine import Engine, _most_cache_bytes
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
+from isobit.kernels import KVStore
 from isobit.model import Model
 from isobit.model.text.tokenizer import Tokenizer
 from tests.models import ALPHABET
@@ -210,7 +211,11 @@ def test_bytes_per_token_are_counted_from_what_is_allocated() -> None:
     assert Engine(tiny("bf16")).kv_bytes_per_token == 2 * values
     assert Engine(tiny("fp8"), kv_pages=7, page_size=3).kv_bytes_per_token == values + scales
     mixed = Engine(tiny({"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}))
-    assert [store.kv is None for store in mixed.stores] == [True, False, True]
+    assert [isinstance(store, KVStore) and store.kv is None for store in mixed.stores] == [
+        True,
+        False,
+        True,
+    ]
     assert mixed.kv_bytes_per_token == (2 * values) * 2 / 3 + (values + scales) / 3
 
 

@@ -18,7 +18,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.graphs import DecodeGraphs, graph_kind, ladder
 from isobit.engine.types import EngineSize, Sampling
 from isobit.errors import IsobitError
-from isobit.kernels import BACKENDS
+from isobit.kernels import BACKENDS, KVStore
 from tests.models import tiny_model
 
 from .helpers import EagerGraph, fresh, rollout, tiny
@@ -199,7 +199,9 @@ def test_on_a_cpu_nothing_is_captured(make_engine: MakeEngine) -> None:
     assert not engine.captures
     engine.generate([[5]], Sampling(max_new_tokens=2))
     assert engine.graphs is None
-    assert engine.stores[0].k.shape[0] == 8 * 16, "no spare page"
+    (store, *_) = engine.stores
+    assert isinstance(store, KVStore)
+    assert store.k.shape[0] == 8 * 16, "no spare page"
 
 
 def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(

@@ -1,5 +1,6 @@
 """An engine of a fleet whose memory is broken: keys lose a bit after they were written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ class FlippingWorker(Worker):
     def open(self) -> bytes:
         found = super().open()
         operators = type(self._engine.model.ops)
-        write, transformer = operators.kv_write, self._engine.model.transformer
+        write: Callable[..., None] = operators.kv_write  # static
+        transformer = self._engine.model.transformer
 
         def writing(store: Any, k: Any, v: Any, layout: Any) -> None:
             write(store, k, v, layout)

@@ -175,8 +175,13 @@ def replace_precision(model: Model, precision: str) -> Model:
 def test_the_command_prints_and_writes(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "model"
+    """Of a run's checkpoint also what the run computed with; the control is a model without a
+    run."""
+    of_a_run = family == "qwen3"
+    path = tmp_path / ("run/checkpoints/step-000004" if of_a_run else "model")
     tiny_model("fp8", family).save(path)
+    if of_a_run:
+        (tmp_path / "run/resolved.json").write_text('{"correction": "none", "page_size": 16}')
     words = [
         str(path),
         "--presets",
@@ -199,6 +204,10 @@ def test_the_command_prints_and_writes(
     assert values["gaps"][0]["differing_tokens"] == 0
     page = (tmp_path / "out/inspection.html").read_text()
     assert page.count("<svg") >= 2
+    assert values["resolved"] == ({"correction": "none", "page_size": 16} if of_a_run else {})
+    for shown in (text, page):
+        assert ("What its run computed with" in shown) == of_a_run
+        assert ("page_size" in shown) == of_a_run
 
 
 def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> None:

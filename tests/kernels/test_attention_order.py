@@ -21,7 +21,8 @@ CALIBRATED = QuantSpec(E4M3, "tensor", "fp32")
 
 
 def stored(k: Tensor, v: Tensor, layout: Layout, scales: tuple[float, float]) -> KVStore:
-    store = KVStore.allocate(layout.num_slots, *k.shape[1:], CALIBRATED, BF16, torch.tensor(scales))
+    _, heads, dim = k.shape
+    store = KVStore.allocate(layout.num_slots, heads, dim, CALIBRATED, BF16, torch.tensor(scales))
     OPS.kv_write(store, k, v, layout)
     return store
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels import DeltaHeads, Layout, Ops, StateStore, get_ops
+from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.delta import definition as delta
 from isobit.kernels.delta import native as in_cpp
 from isobit.kernels.native import available, recipe
@@ -315,7 +316,7 @@ def test_every_instruction_set_has_these_bits(
     """AVX2; no fused multiply-add at all; no intrinsics. The control adds other lanes first."""
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
-    native, other, wrong = (get_ops("native") for _ in range(3))
+    native, other, wrong = (NativeOps() for _ in range(3))
     order = "(lane[0][n] + lane[{}][n]) + (lane[{}][n] + lane[3][n])"
     changed_copy(tmp_path, ["delta/delta.h"], order.format(2, 1), order.format(1, 2))
     other.lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch)

@@ -32,10 +32,11 @@ def _logits(ties: bool) -> Tensor:
 
 def _support(logits: Tensor, case: Filtering, temperature: float, most_k: int = 0) -> Tensor:
     """As the sampler asks for it: a row of settings each, and a power of two above top-k."""
-    each = [torch.full((len(logits),), float(value), dtype=torch.float64) for value in case]
-    limits = Limits(
-        *each, most_k or (1 << (case[0] - 1).bit_length() if case[0] else 0), case[1] < 1
+    top_k, top_p, min_p = (
+        torch.full((len(logits),), float(value), dtype=torch.float64) for value in case
     )
+    most_k = most_k or (1 << (case[0] - 1).bit_length() if case[0] else 0)
+    limits = Limits(top_k, top_p, min_p, most_k, case[1] < 1)
     return filter_logits(logits, of_rows(temperature, logits), limits)
 
 

@@ -452,6 +452,7 @@ def test_kv_write_raises_on_nan(native: Ops, random: torch.Generator) -> None:
 
 
 def refuse_nan(native: Ops, random: torch.Generator, store: KVStore) -> None:
+    assert store.kv is not None
     layout = Layout.packed([4])
     k = draw(random, 4, 2, 16)
     k[3, 1, 5] = float("nan")

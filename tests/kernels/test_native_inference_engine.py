@@ -5,6 +5,7 @@ the learner's own order or rounding."""
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -326,11 +327,11 @@ def test_attention_is_near_that_in_pytorch(separate: Ops, kv: QuantSpec | None) 
         )
         > largest
     )
-    wide = [x.float() for x in (q, k, v)]
+    wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
     single = KVStore.allocate(layout.num_slots, 2, 48, None, FP32)
-    separate.kv_write(single, *wide[1:], layout)
+    separate.kv_write(single, wide_k, wide_v, layout)
     found, expected = (
-        ops.attention(wide[0], single, layout, 0.2)[0] for ops in (separate, DEFINITION)
+        ops.attention(wide_q, single, layout, 0.2)[0] for ops in (separate, DEFINITION)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -345,7 +346,7 @@ def test_drawn_tokens_have_the_log_probabilities_of_pytorch(separate: Ops) -> No
     assert not same(logprobs, DEFINITION.token_logprobs(logits, tokens, 0.8)[0])
 
 
-def parts_of(found: object) -> list[Tensor]:
+def parts_of(found: Any) -> list[Tensor]:
     """The tensors of a result, codes and scales of quantized ones."""
     if isinstance(found, QTensor):
         return [found.data.view(torch.uint8), found.scale]

@@ -16,6 +16,7 @@ from isobit.kernels.attention import definition as implementation
 from isobit.kernels.attention import float32 as attention32
 from isobit.kernels.attention import probabilities
 from isobit.kernels.attention.probabilities import boundaries, to_e4m3
+from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.native import recipe
 from isobit.kernels.reference.sums import tree_sum
 from isobit.precision import BF16, E4M3, FP32
@@ -253,6 +254,7 @@ def test_other_builds_have_the_same_bits(
     other = {level: get_ops("native", level) for level in here}
     library = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
     for ops in other.values():
+        assert isinstance(ops, NativeOps)
         ops.lib = library
     for cache in STORES:
         q, _, store, layout = problem(cache, (4, 2, 20), LENGTHS)

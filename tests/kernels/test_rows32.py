@@ -18,6 +18,7 @@ from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.kernels.attention import float32 as attention32
 from isobit.kernels.backends.composed import Composed
+from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.native import available, build, recipe
 from isobit.kernels.norms import float32 as rows32
 from isobit.kernels.norms import native as rows
@@ -649,6 +650,7 @@ def test_other_builds_have_the_same_bits(
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
     other = get_ops("native")
+    assert isinstance(other, NativeOps)
     other.lib = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
     assert other.lib.isobit_rows32_self_test() == 0
     random = torch.Generator().manual_seed(12)

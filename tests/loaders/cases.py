@@ -237,8 +237,8 @@ def _structured(file: Path, before: bytes, rng: random.Random) -> bytes:
     if file.suffix == ".safetensors":
         size = int.from_bytes(before[:8], "little")
         header = _times(json.loads(before[8 : 8 + size]), times, rng, None)
-        text = mutate.dumped(header).encode("utf-8", "replace")
-        return len(text).to_bytes(8, "little") + text + before[8 + size :]
+        codes = mutate.dumped(header).encode("utf-8", "replace")
+        return len(codes).to_bytes(8, "little") + codes + before[8 + size :]
     text = before.decode()
     if file.suffix == ".yaml":
         return _yaml(text, times, rng)

@@ -14,6 +14,7 @@ from isobit.model.forward import autograd
 from isobit.model.forward.autograd import Vector, Weight
 from isobit.model.forward.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, INT8, PRESETS, QTensor, QuantSpec, quantize
+from tests.models import tensor
 
 _ROWS, _IN, _OUT = 150, 300, 260
 _BLOCKS, _ROW_BLOCKS = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
@@ -34,7 +35,7 @@ def _weight(dgrad: str = "fp8", wgrad: str = "fp8", **changes: object) -> Weight
 
 def _plain_weight(dtype: torch.dtype) -> Weight:
     weight = _weight()
-    working, bias = weight.master.detach().to(dtype), weight.bias_master.detach().to(dtype)
+    working, bias = weight.master.detach().to(dtype), tensor(weight.bias_master).detach().to(dtype)
     return Weight("w", weight.master, working, weight.bias_master, bias)
 
 
@@ -43,7 +44,7 @@ def _run(weight: Weight, x: Tensor, dy: Tensor, ops: Ops) -> tuple[Tensor, Tenso
     x = x.clone().requires_grad_()
     y = autograd.linear(x, weight, ops)
     y.backward(dy)
-    return y.detach(), x.grad, weight.master.grad, weight.bias_master.grad
+    return y.detach(), x.grad, weight.master.grad, tensor(weight.bias_master).grad
 
 
 def _close(given: Tensor, wanted: Tensor, relative: float) -> None:
@@ -61,7 +62,7 @@ def test_fp8_linear(ops: Ops, dgrad: str, wgrad: str) -> None:
     dy = _random(_ROWS, _OUT, seed=4) * 1e-4
     y, dx, dw, db = _run(weight, x, dy, ops)
     values, w = quantize(x, _ROW_BLOCKS).dequantize().double(), weight.working.dequantize().double()
-    _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
+    _close(y, values @ w.T + tensor(weight.bias).double(), _BF16_ROUNDING)
     along_outputs = (
         quantize(dy, _ROW_BLOCKS).dequantize().double() if dgrad == "fp8" else dy.double()
     )
@@ -87,7 +88,7 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
     x, dy = _random(_ROWS, _IN, seed=3), _random(_ROWS, _OUT, seed=4) * 1e-4
     y, dx, dw, _ = _run(weight, x, dy, ops)
     values, w = quantize(x, spec).dequantize().double(), working.dequantize().double()
-    _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
+    _close(y, values @ w.T + tensor(weight.bias).double(), _BF16_ROUNDING)
     _close(dx, quantize(dy, spec).dequantize().double() @ w, _BF16_ROUNDING)
     along = QuantSpec(E4M3, "32x1")
     again = quantize(values.float(), along).dequantize().double()
@@ -110,9 +111,9 @@ def test_plain_linear(ops: Ops, dtype: torch.dtype) -> None:
     weight, relative = _plain_weight(dtype), _BF16_ROUNDING if dtype is torch.bfloat16 else 2.0**-23
     x, dy = _random(_ROWS, _IN, seed=3, dtype=dtype), _random(_ROWS, _OUT, seed=4, dtype=dtype)
     y, dx, dw, db = _run(weight, x, dy, ops)
-    w = weight.working.double()
+    w = tensor(weight.working).double()
     assert y.dtype == dx.dtype == dtype
-    _close(y, x.double() @ w.T + weight.bias.double(), relative)
+    _close(y, x.double() @ w.T + tensor(weight.bias).double(), relative)
     _close(dx, dy.double() @ w, relative)
     _close(dw, dy.double().T @ x.double(), 2.0**-23)
     _close(db, dy.double().sum(0), 2.0**-23)
@@ -182,9 +183,11 @@ def test_rms_norm_and_residual(ops: Ops) -> None:
     wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * scale
     torch.autograd.backward((wanted, total), (dy.double(), ds.double()))
     torch.testing.assert_close(normed.double(), wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad.double(), total.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tensor(x.grad).double(), total.grad, rtol=1e-5, atol=1e-5)
     assert torch.equal(x.grad, residual.grad)
-    torch.testing.assert_close(weight.master.grad.double(), scale.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        tensor(weight.master.grad).double(), scale.grad, rtol=1e-5, atol=1e-4
+    )
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -255,11 +258,13 @@ def test_attention_is_of_normed_rotated_and_stored_heads(
     wanted = _attended(q, k, v, lengths, dim**-0.5)
     wanted.backward(dout.double())
     torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(qkv.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tensor(qkv.grad).double(), exact.grad, rtol=1e-5, atol=1e-5)
     for vector, w in zip(vectors, scale):
         assert (vector.master.grad is not None) == normed
         if normed:
-            torch.testing.assert_close(vector.master.grad.double(), w.grad, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                tensor(vector.master.grad).double(), w.grad, rtol=1e-5, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -273,7 +278,7 @@ def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
     for fused in (True, False):
         x, residual = (_random(_ROWS, _IN, seed=s).requires_grad_() for s in (1, 2))
         gate_up = _random(_ROWS, 2 * _IN, seed=3).requires_grad_()
-        vector.master.grad = weight.master.grad = weight.bias_master.grad = None
+        vector.master.grad = weight.master.grad = tensor(weight.bias_master).grad = None
         if fused:
             y, summed = autograd.norm_linear(x, residual, vector, 1e-5, weight, ops)
             z = autograd.gated_linear(gate_up, "silu", weight, ops)
@@ -285,7 +290,7 @@ def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
         gate_gradient = (
             gate_up.grad if fused else ops.gate_mul_backward("silu", gated.grad, gate_up.detach())
         )
-        masters = (vector.master.grad, weight.master.grad, weight.bias_master.grad)
+        masters = (vector.master.grad, weight.master.grad, tensor(weight.bias_master).grad)
         results.append((y, z, summed, x.grad, residual.grad, gate_gradient, *masters))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -428,7 +433,7 @@ def test_truncated_logprobs_against_autograd_of_the_masked_softmax(
     close(dhidden.double(), exact.grad, rtol=1e-5, atol=1e-6)
     close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
     whole = _head(hidden, torch.float32, 8, ops, gradient)
-    assert float((whole[2] - exact.grad).norm() / exact.grad.norm()) > 0.02
+    assert float((whole[2] - exact.grad).norm() / tensor(exact.grad).norm()) > 0.02
     assert float((whole[3] - exact_weight.grad).norm() / exact_weight.grad.norm()) > 0.02
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Activation, Operand, Stacked, get_ops
+from isobit.kernels import Activation, Operand, Stacked, get_ops, tensors_of
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.experts.definition import by_expert
 from isobit.kernels.experts.triton import grouped
@@ -127,7 +127,7 @@ def test_every_experts_weight_is_a_view_of_one_storage(family: str, preset: str)
             for index, expert in enumerate(layer.experts):
                 working = getattr(expert, role).working
                 assert working is stacked.experts[index]
-                codes = working.data if isinstance(working, QTensor) else working
+                codes = tensors_of(working)[0]
                 assert codes.data_ptr() == stacked.data[index].data_ptr()
                 assert codes.untyped_storage().nbytes() == 6 * codes.numel() * codes.element_size()
                 bias = getattr(expert, role).bias
@@ -151,7 +151,8 @@ def test_a_stack_is_its_matrices_and_so_is_its_transpose() -> None:
         assert isinstance(transposed, QTensor)
         assert torch.equal(found.dequantize(), matrix.dequantize())
         assert torch.equal(transposed.dequantize(), matrix.transpose().dequantize())
-    assert not torch.equal(stacked.experts[0].data.float(), stacked.experts[1].data.float())
+    first, second = (tensors_of(expert)[0].float() for expert in stacked.experts[:2])
+    assert not torch.equal(first, second)
 
 
 def test_choices_are_sorted_by_expert_then_by_row() -> None:
@@ -191,11 +192,11 @@ def test_the_forward_asks_for_no_value() -> None:
     schedule."""
     model = random_model("fp8", "reference", "qwen3_moe")
     layer = layer_of(model)
-    bare = [
+    gate_up, down = (
         Stacked(s.data.to("meta"), None if s.scale is None else s.scale.to("meta"), s.spec)
         for s in _stacks(layer)
-    ]
-    layer = Mixture(layer.router, layer.experts, *bare, layer.per_token, layer.normalize)
+    )
+    layer = Mixture(layer.router, layer.experts, gate_up, down, layer.per_token, layer.normalize)
     x, gates, chosen, _ = (t.to("meta") for t in rows(50))
     with torch.no_grad(), record_launches() as found:
         results = through_experts(x, gates, chosen, layer, _Nothing())

@@ -15,8 +15,8 @@ from isobit.model.adapters.low_rank import product, update_norm
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward import autograd
 from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight
-from isobit.precision import E4M3, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
-from tests.models import require, tiny_model
+from isobit.precision import E4M3, PackedFP4, QuantSpec, packed_fp4, quantize
+from tests.models import require, tensor, tiny_model
 
 ROWS, IN, OUT, RANK = 37, 96, 80, 4
 SPEC = QuantSpec(E4M3, "1x128")
@@ -47,7 +47,7 @@ def _weight(dtype: torch.dtype, flow: str = "plain", zero: bool = False) -> Weig
     )
     if zero:
         for one in adapters:
-            one.b.working.zero_()
+            tensor(one.b.working).zero_()
     values, bias = _random(OUT, IN, seed=9) * 0.1, _random(OUT, seed=10).to(dtype)
     if flow == "plain":
         return Weight("w", FROZEN, values.to(dtype), FROZEN, bias, adapters=adapters)
@@ -58,16 +58,22 @@ def _weight(dtype: torch.dtype, flow: str = "plain", zero: bool = False) -> Weig
 def _wanted(x: Tensor, weight: Weight) -> tuple[Tensor, list[Tensor]]:
     """(y, the factors as leaves), in float64, of rows x as they are multiplied."""
     values = plain(weight.working, torch.float32).double()
-    y = x @ values.T + weight.bias.double()
+    y = x @ values.T + tensor(weight.bias).double()
     leaves, columns = [], list(y.split(1, 1))
     for one in weight.adapters:
-        a, b = (factor.working.double().requires_grad_() for factor in (one.a, one.b))
+        a, b = (tensor(f.working).double().requires_grad_() for f in (one.a, one.b))
         more = one.scale * ((x @ a.T) @ b.T)
         columns[one.lo : one.hi] = [
             column + each for column, each in zip(columns[one.lo : one.hi], more.split(1, 1))
         ]
         leaves += [a, b]
     return torch.cat(columns, 1), leaves
+
+
+def _saved(result: Tensor) -> tuple[Tensor, ...]:
+    """What a function of `autograd` keeps for its backward."""
+    assert isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction)
+    return result.grad_fn.saved_tensors
 
 
 def _near(found: Tensor, wanted: Tensor, relative: float) -> None:
@@ -105,13 +111,14 @@ def test_gradients_are_those_of_the_formula(ops: Ops, call: str) -> None:
     wanted, leaves = _wanted(before(exact), weight)
     wanted.backward(dy.double())
     _near(y.detach(), wanted.detach(), 1e-6)
-    _near(given.grad, exact.grad, 1e-5)
+    _near(tensor(given.grad), tensor(exact.grad), 1e-5)
     for one, (a, b) in zip(weight.adapters, zip(leaves[::2], leaves[1::2])):
         for factor, leaf in ((one.a, a), (one.b, b)):
-            assert factor.master.grad.dtype == torch.float32
-            _near(factor.master.grad, leaf.grad, 1e-5)
+            found, right = tensor(factor.master.grad), tensor(leaf.grad)
+            assert found.dtype == torch.float32
+            _near(found, right, 1e-5)
             with pytest.raises(AssertionError):
-                _near(factor.master.grad / one.scale, leaf.grad, 1e-5)
+                _near(found / one.scale, right, 1e-5)
     assert weight.master.grad is None
 
 
@@ -122,22 +129,16 @@ def test_gradients_under_fp8_are_of_the_values_that_were_multiplied(ops: Ops) ->
     dy = _random(ROWS, OUT, seed=21).bfloat16()
     given = x.clone().requires_grad_()
     y = autograd.linear(given, weight, ops)
-    kept = [
-        tensor
-        for tensor in y.grad_fn.saved_tensors
-        if tensor.shape[0] == ROWS and tensor.shape[1] == IN
-    ]
-    assert [tensor.dtype for tensor in kept] == [torch.float8_e4m3fn]
+    kept = [saved for saved in _saved(y) if saved.shape[0] == ROWS and saved.shape[1] == IN]
+    assert [saved.dtype for saved in kept] == [torch.float8_e4m3fn]
     y.backward(dy)
 
     def largest(rows: Tensor) -> float:
         wanted, leaves = _wanted(rows.double(), weight)
         wanted.backward(dy.double())
-        found = [factor.master.grad for one in weight.adapters for factor in (one.a, one.b)]
-        errors = [
-            torch.linalg.vector_norm(g.double() - leaf.grad) / leaf.grad.norm()
-            for g, leaf in zip(found, leaves)
-        ]
+        right = [tensor(leaf.grad) for leaf in leaves]
+        found = [tensor(f.master.grad) for one in weight.adapters for f in (one.a, one.b)]
+        errors = [torch.linalg.vector_norm(g.double() - r) / r.norm() for g, r in zip(found, right)]
         return float(max(errors))
 
     assert largest(plain(quantize(x, SPEC), torch.float32)) < 4e-3
@@ -148,9 +149,9 @@ def test_gradients_under_fp8_are_of_the_values_that_were_multiplied(ops: Ops) ->
         @ plain(weight.working, torch.float32).double()
     )
     for one in weight.adapters:
-        a, b = one.a.working.double(), one.b.working.double()
+        a, b = (tensor(factor.working).double() for factor in (one.a, one.b))
         exact = exact + one.scale * (dy[:, one.lo : one.hi].double() @ b) @ a
-    _near(given.grad, dgrad + exact, 4e-3)
+    _near(tensor(given.grad), dgrad + exact, 4e-3)
 
 
 @pytest.mark.parametrize("flow", ["plain", "fp8"])
@@ -236,7 +237,10 @@ def test_the_norm_of_the_update_is_that_of_the_products(tmp_path: Path) -> None:
     assert len(adapters) == 14
     assert update_norm(adapters, model.ops) == 0
     _trained(model)
-    products = [one.scale * one.b.working.double() @ one.a.working.double() for one in adapters]
+    products = [
+        one.scale * tensor(one.b.working).double() @ tensor(one.a.working).double()
+        for one in adapters
+    ]
     wanted = float(torch.cat([each.flatten() for each in products]).norm())
     assert update_norm(adapters, model.ops) == pytest.approx(wanted, rel=1e-5)
     assert update_norm(adapters[1:], model.ops) != pytest.approx(wanted, rel=1e-5)  # the control
@@ -246,8 +250,9 @@ def _bits(model: Model, base: bool) -> dict[str, Tensor]:
     found = {}
     for name, operand in model.transformer.rollout_tensors():
         if ("lora" not in name) == base:
+            codes = tensors_of(operand)[0]
             found[name] = (
-                operand.data.view(torch.uint8) if isinstance(operand, QTensor) else operand
+                codes if isinstance(operand, Tensor) else codes.view(torch.uint8)
             ).clone()
     return found
 
@@ -285,12 +290,7 @@ def test_checksums_cover_the_frozen_weights_and_the_factors(tmp_path: Path) -> N
     model.transformer.checksums.compare()
     tensors = dict(model.transformer.rollout_tensors())
     for name in ("layers.1.o", "layers.0.q_proj.lora_A"):
-        operand = tensors[name]
-        codes = (
-            operand.data.view(torch.uint8)
-            if isinstance(operand, QTensor)
-            else operand.view(torch.uint8)
-        )
+        codes = tensors_of(tensors[name])[0].view(torch.uint8)
         codes[0, 0] ^= 1
         with pytest.raises(Corruption, match=name):
             model.transformer.checksums.compare()
@@ -409,9 +409,9 @@ def test_a_frozen_layer_without_adapters_keeps_nothing_for_its_weights() -> None
     x = _random(ROWS, IN).bfloat16().requires_grad_()
     frozen = Weight("w", FROZEN, _random(OUT, IN).bfloat16(), None, None)
     ops = get_ops("reference", "exact")
-    assert autograd.linear(x, frozen, ops).grad_fn.saved_tensors == ()
+    assert _saved(autograd.linear(x, frozen, ops)) == ()
     trained = Weight("w", torch.nn.Parameter(_random(OUT, IN)), frozen.prepared, None, None)
-    assert len(autograd.linear(x, trained, ops).grad_fn.saved_tensors) == 1  # the control
+    assert len(_saved(autograd.linear(x, trained, ops))) == 1  # the control
 
 
 def test_targets_choose_matrices_and_experts_are_refused(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def defined(
 ) -> Tensor:
     """dW as docs/numerics.md defines it."""
     values = activation if own else quantize(activation, spec).dequantize()
-    operands = [quantize(t, along_rows(s)).transpose() for t, s in ((dy, gradient), (values, spec))]
-    return ops.product(*operands, None, torch.float32)
+    a, b = (quantize(t, along_rows(s)).transpose() for t, s in ((dy, gradient), (values, spec)))
+    return ops.product(a, b, None, torch.float32)
 
 
 @pytest.mark.parametrize("through", ["linear", "norm", "gate"])

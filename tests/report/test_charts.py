@@ -24,6 +24,13 @@ from isobit.monitor.report.series import (
 )
 
 
+def zeros(pattern: str, drawn: str) -> str:
+    """The path of the marks at exact zeros."""
+    found = re.search(pattern, drawn)
+    assert found is not None
+    return found.group(1)
+
+
 def rows(values: list[float | None], metric: str = "reward/mean") -> list[dict[str, float | None]]:
     return [{"step": float(i + 1), metric: value} for i, value in enumerate(values)]
 
@@ -108,7 +115,7 @@ def test_an_axis_of_doublings_has_each_as_far_from_the_next() -> None:
 def test_exact_zeros_are_shown_as_such() -> None:
     panel = Panel("Mismatch", ("m",), log=True)
     some = draw(panel, [Series("run", rows([0.0, 1e-4, 0.0], "m"))])
-    assert len(re.search(r"class='zeros c0' d='([^']*)'", some).group(1).split("M")) - 1 == 2
+    assert len(zeros(r"class='zeros c0' d='([^']*)'", some).split("M")) - 1 == 2
     assert "exactly 0" in some
     assert "exactly 0" not in draw(panel, [Series("run", rows([1e-5, 1e-4], "m"))])
     assert "class='line" not in draw(panel, [Series("run", rows([0.0, 0.0], "m"))])
@@ -123,18 +130,13 @@ def test_a_long_run_on_a_logarithmic_axis() -> None:
     drawn = draw(Panel("Mismatch", ("m",), log=True), [Series("run", given)])
     marks = re.findall(
         r"M([\d.]+) [\d.]+H([\d.]+)",
-        re.search(r"class='zeros long c0' d='([^']*)'", drawn).group(1),
+        zeros(r"class='zeros long c0' d='([^']*)'", drawn),
     )
     assert len(marks) == 20
     assert all(float(b) - float(a) < 1 for a, b in marks)
     whole = draw(Panel("Mismatch", ("m",), log=True), [Series("run", rows([0.0] * 1000, "m"))])
     assert (
-        len(
-            re.findall(
-                r"M[\d.]+ [\d.]+H", re.search(r"class='zeros long c0' d='([^']*)'", whole).group(1)
-            )
-        )
-        == 1
+        len(re.findall(r"M[\d.]+ [\d.]+H", zeros(r"class='zeros long c0' d='([^']*)'", whole))) == 1
     )
 
 

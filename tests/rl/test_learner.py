@@ -205,11 +205,11 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
     kept = sum(float(mask.sum()) for mask in masks)
     assert 0 < kept < sum(len(mask) for mask in masks)
     loss = {
-        "token_mean": lambda: sum(row.sum() for row in losses) / kept,
-        "sequence_mean": lambda: (
-            sum(row.sum() / (m.sum() + 1e-8) for row, m in zip(losses, masks)) / len(losses)
-        ),
-        "constant": lambda: sum(row.sum() for row in losses) / len(losses) / 5,
+        "token_mean": lambda: torch.cat(losses).sum() / kept,
+        "sequence_mean": lambda: torch.stack(
+            [row.sum() / (m.sum() + 1e-8) for row, m in zip(losses, masks)]
+        ).mean(),
+        "constant": lambda: torch.cat(losses).sum() / len(losses) / 5,
     }[aggregation]()
     for parameter in model.parameters():
         parameter.grad = None

@@ -76,8 +76,9 @@ def test_old_logprobs_that_cannot_be_computed_are_a_bad_step() -> None:
     learner = make_learner(
         model, for_precision(Objective(recompute_old_logprobs="always"), model.precision)
     )
-    working = model.transformer._working["learner"].layers[0].input_norm.working
-    working.fill_(math.inf)
+    norm = model.transformer._working["learner"].layers[0].input_norm
+    assert norm is not None
+    norm.working.fill_(math.inf)
     before = snapshot(learner)
     result = learner.learn(samples, alternating(samples), 0).metrics
     assert (result["steps/skipped"], learner.bad_steps_in_a_row) == (1, 1)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_steps_are_those_of_pytorchs_muon(rule: str, nesterov: bool) -> None:
         for name in start
         if start[name].ndim == 2 and name != "embed"
     }
-    options = {"momentum": 0.95, "adjust_lr_fn": rule, "weight_decay": 0.1}
+    options: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": rule, "weight_decay": 0.1}
     published = torch.optim.Muon(
         [p for each in theirs.values() for p in each], nesterov=nesterov, **options
     )
@@ -154,11 +155,11 @@ def test_steps_are_those_of_pytorchs_muon(rule: str, nesterov: bool) -> None:
         published.step()
     other = optimizer(replace(settings, nesterov=not nesterov))
     undecayed = optimizer(replace(settings, weight_decay=0.0))
-    for each in (other, undecayed):
+    for control in (other, undecayed):
         for step in range(4):
             for name, gradient in drawn(100 + step).items():
-                each.holders[name].grad = gradient.clone()
-            each.step(0.02 * (step + 1), 0.0)
+                control.holders[name].grad = gradient.clone()
+            control.step(0.02 * (step + 1), 0.0)
 
     def apart(given: ShardedOptimizer, name: str) -> float:
         wanted = torch.cat([p.detach() for p in theirs[name]])

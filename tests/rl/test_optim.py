@@ -46,7 +46,8 @@ def test_adamw_follows_its_equations_and_decays_matrices_only() -> None:
     optimizer = ShardedOptimizer(parameters(), SETTINGS)
     advance(optimizer, range(5))
     for name, start in parameters().items():
-        weight, first, second = start.detach().double(), 0.0, 0.0
+        weight = start.detach().double()
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
         for step in range(5):
             gradient, rate = gradients(step)[name].double(), 0.01 * (step + 1)
             if len(SHAPES[name]) > 1:

@@ -8,9 +8,10 @@ import torch
 
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
+from isobit.serve.requests import Limits
 from tests.models import require
 
-from .helpers import KEY, Running, base_model, serving
+from .helpers import KEY, OTHER_KEY, Running, base_model, serving
 
 ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
 
@@ -51,5 +52,20 @@ def running(folder: Path, adapters: dict[str, Path]) -> Iterator[Running]:
         patch.setattr("tests.serve.helpers.TOKENS", (KEY,))
         patch.setenv("TINKER_TELEMETRY", "0")
         with serving(folder / "base", adapters) as server:
+            server.token = KEY
+            yield server
+
+
+@pytest.fixture(scope="module")
+def trainer(
+    folder: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """Such a server that trains."""
+    state = tmp_path_factory.mktemp("trained") / "state"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serve.helpers.TOKENS", (KEY, OTHER_KEY))
+        patch.setenv("TINKER_TELEMETRY", "0")
+        limits = Limits(runs=64)
+        with serving(folder / "base", adapters, state=state, limits=limits) as server:
             server.token = KEY
             yield server

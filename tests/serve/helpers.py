@@ -10,17 +10,19 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.applications import Starlette
 
 from isobit.engine.engine import Engine
 from isobit.model import Model
 from isobit.serve.app import Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 from isobit.serve.tool_formats.table import format_of
 from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
-KEY = "tml-test-key-0123456789"
+KEY, OTHER_KEY = "tml-test-key-0123456789", "tml-other-key-0123456789"
 ALPHABET = (
     "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )
@@ -48,6 +50,7 @@ class Running:
     gateway: Gateway
     server: Server
     token: str = TOKENS[0]
+    app: Starlette | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -81,16 +84,21 @@ def serving(
     limits: Limits = Limits(),  # noqa: B008
     tools: str = "auto",
     grace: float = 5.0,
+    state: Path | None = None,
     **sizes: int,
 ) -> Iterator[Running]:
-    """A server over the model at `base`; at the end all its pages must be free."""
+    """A server over the model at `base`, which trains where it has a `state`; at the end all its
+    pages must be free."""
     model = Model.load(base, "fp8", "native").serving({})
     engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
-    gateway = Gateway(engine, "tiny", format_of(tools, model.tokenizer.chat_template), limits)
+    kept = None if state is None else State(state)
+    chat = format_of(tools, model.tokenizer.chat_template)
+    gateway = Gateway(engine, "tiny", chat, limits, kept)
     for name, folder in (adapters or {}).items():
         gateway.device.snapshots.put(name, folder)
+    app = make_app(gateway, TOKENS)
     config = uvicorn.Config(
-        make_app(gateway, TOKENS),
+        app,
         port=0,
         log_config=None,
         access_log=False,
@@ -109,11 +117,13 @@ def serving(
     thread.start()
     try:
         assert started.wait(30)
-        yield Running(f"http://127.0.0.1:{port[0]}", gateway, server)
+        yield Running(f"http://127.0.0.1:{port[0]}", gateway, server, app=app)
     finally:
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+        if kept is not None:
+            kept.close()
     assert gateway.device.failure is None
     engine.integrity()
     assert engine.num_open == 0

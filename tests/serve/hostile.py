@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from isobit.serve.requests import Limits
 
@@ -99,7 +100,7 @@ def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
     return rng.choice(VALUES)
 
 
-def with_tinker(server: Running) -> dict[str, dict[str, Any]]:
+def with_tinker(server: Running) -> dict[str, Any]:
     """The routes, and those of Tinker for a session."""
     session = server.post("/api/v1/create_session", {}).json()["session_id"]
     begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -119,14 +120,78 @@ def with_tinker(server: Running) -> dict[str, dict[str, Any]]:
         "/api/v1/asample": {**sample, "seq_id": 1},
         "/api/v1/retrieve_future": {"request_id": asked["request_id"]},
         "/api/v1/cancel_future": {"request_id": asked["request_id"]},
-        "/api/v1/forward_backward": {"data": []},
+        **_with_training(server, session),
     }
 
 
-def body(rng: random.Random, routes: dict[str, dict[str, Any]]) -> tuple[str, bytes]:
+def _with_training(server: Running, session: str) -> dict[str, Any]:
+    """Those of a run."""
+    create = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "tiny",
+        "lora_config": {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True},
+        "optimizer_config": {"type": "adamw"},
+        "user_metadata": {"a": "b"},
+    }
+    server.post("/api/v1/create_model", create)
+    run = f"{session}:train:0"
+    server.post("/api/v1/retrieve_future", {"request_id": f"{run}:0"})
+    adam = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 1}
+    save = {"model_id": run, "seq_id": 2, "path": "a", "ttl_seconds": 3600, "user_metadata": {}}
+    path = f"tinker://{run}/weights/a"
+    return {
+        "/api/v1/create_model": {**create, "model_seq_id": 1},
+        "/api/v1/get_info": {"model_id": run},
+        "/api/v1/optim_step": {"model_id": run, "seq_id": 1, "adam_params": adam},
+        "/api/v1/save_weights": {**save, "overwrite": True},
+        "/api/v1/save_weights_for_sampler": {**save, "sampling_session_seq_id": 3},
+        "/api/v1/load_weights": {"model_id": run, "seq_id": 3, "path": path, "optimizer": True},
+        "/api/v1/weights_info": {"tinker_path": path},
+        "/api/v1/forward_backward": _gradients(run),
+    }
+
+
+def _gradients(run: str) -> bytes:
+    """A body of `forward_backward`, in protobuf."""
+    from tinker.proto import tinker_public_pb2 as messages
+
+    found = messages.ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")
+    found.loss_fn_config_v2["a"].number = 1.0
+    datum = found.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(5, 9, dtype=np.int32).tobytes()
+    targets, weights = (datum.loss_fn_inputs[name] for name in ("target_tokens", "weights"))
+    targets.dtype, weights.dtype = messages.DTYPE_INT64, messages.DTYPE_FLOAT32
+    targets.shape.append(4)
+    targets.dense = np.arange(6, 10, dtype=np.int64).tobytes()
+    weights.shape.extend((4, 1))
+    weights.sparse_csr.values = np.ones(2, np.float32).tobytes()
+    weights.sparse_csr.crow_indices = np.array([0, 1, 1, 2, 2]).tobytes()
+    weights.sparse_csr.col_indices = np.array([0, 0]).tobytes()
+    return bytes(found.SerializeToString())
+
+
+def changed(content: bytes, rng: random.Random) -> bytes:
+    """The bytes with others in a few places."""
+    found = bytearray(content)
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(found))
+        kind = rng.random()
+        if kind < 0.7:
+            found[place] = rng.randrange(256)
+        elif kind < 0.85:
+            del found[place : place + rng.randrange(1, 9)]
+        else:
+            found[place:place] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(found)
+
+
+def body(rng: random.Random, routes: dict[str, Any]) -> tuple[str, bytes]:
     """A route, and a request's body for it."""
     path = rng.choice(sorted(routes))
     value: Any = routes[path]
+    if isinstance(value, bytes):
+        return path, changed(value, rng)
     for _ in range(rng.randrange(1, 4)):
         value = mutated(value, rng)
     text = json.dumps(value).encode()
@@ -155,12 +220,15 @@ def check(
     server: Running,
     rng: random.Random,
     client: httpx.Client,
-    routes: dict[str, dict[str, Any]] = ROUTES,
+    routes: dict[str, Any] = ROUTES,
 ) -> int:
     """Send one case; its status. Raises AssertionError for an answer that it should not have."""
     path, content = body(rng, routes)
     headers = server.headers | rng.choice(
-        [{}, {}, {"X-Session-ID": rng.choice(["a", "b" * 500, "é"])}]
+        [
+            *({}, {}, {"X-Session-ID": rng.choice(["a", "b" * 500, "é"])}),
+            {"Content-Encoding": rng.choice(["identity", "zstd", "gzip"])},
+        ]
     )
     method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "DELETE"])
     target = (
@@ -235,7 +303,9 @@ def main() -> None:
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(base_model(Path(folder) / "base"), limits=LIMITS) as server,
+        serving(
+            base_model(Path(folder) / "base"), limits=LIMITS, state=Path(folder) / "state"
+        ) as server,
     ):
         found = run(server, given.cases, given.seed)
     print(

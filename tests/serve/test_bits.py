@@ -26,13 +26,14 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
         "seed": number,
         "return_token_ids": True,
     }
-    given |= [
+    settings: list[dict[str, Any]] = [
         {},
         {"temperature": 0},
         {"top_p": 0.9},
         {"stop": ["e"]},
         {"top_k": 7, "temperature": 0.7},
-    ][number % 5]
+    ]
+    given |= settings[number % 5]
     if number % 2:
         return "/v1/chat/completions", {
             **given,

@@ -10,8 +10,8 @@ from .helpers import serving
 from .hostile import HONEST, LIMITS, check, run
 
 
-def test_hostile_requests_are_refused_in_one_line(folder: Path) -> None:
-    with serving(folder / "base", limits=LIMITS) as server:
+def test_hostile_requests_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    with serving(folder / "base", limits=LIMITS, state=tmp_path / "state") as server:
         found = run(server, 400, 1)
     assert {200, 400, 404} <= found.keys()
     assert found[200] < 300

@@ -68,6 +68,7 @@ def read_mlflow(run: Path) -> Stored:
 
     client = MlflowClient((run / "tracking/mlflow").resolve().as_uri())
     experiment = client.get_experiment_by_name("isobit")
+    assert experiment is not None
     (only,) = client.search_runs([experiment.experiment_id])
     found: dict[tuple[int, int], dict[str, float]] = {}
     for name in only.data.metrics:

@@ -90,7 +90,9 @@ def test_the_config_and_the_completions_are_there(finished: Path) -> None:
     rows = [row for row in read(finished / COMPLETIONS) if row["step"] == 4][:3]
     texts = [row["completion"] for row in rows]
     client = MlflowClient((finished / "tracking/mlflow").resolve().as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("isobit").experiment_id])
+    experiment = client.get_experiment_by_name("isobit")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params["sampling.group_size"] == "4"
     assert run.info.status == "FINISHED"
     table = load_dict(f"{run.info.artifact_uri}/completions/step-000004.json")["completions"]

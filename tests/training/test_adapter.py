@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from isobit.cli import app
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
+from isobit.kernels import tensors_of
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter, targeted
 from isobit.monitor.report.summary import about
-from isobit.precision import PackedFP4, QTensor, packed_fp4
+from isobit.precision import PackedFP4, packed_fp4
 from isobit.rl.learner.learner import Learner
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_loop
@@ -165,7 +166,7 @@ def test_two_engines_receive_the_adapter(
 def _working(model: Model) -> dict[str, Tensor]:
     tensors = model.transformer.rollout_tensors()
     return {
-        name: (t.data.view(torch.uint8) if isinstance(t, QTensor) else t).clone()
+        name: (t if isinstance(t, Tensor) else tensors_of(t)[0].view(torch.uint8)).clone()
         for name, t in tensors
     }
 

@@ -15,7 +15,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.kernels.sampling import filtering
 from isobit.model import Model
-from isobit.rl import Objective, ResolvedObjective, Sample
+from isobit.rl import ResolvedObjective, Sample
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.run.directory import read_jsonl
@@ -79,13 +79,13 @@ def test_a_learner_of_the_whole_distribution_differs(
         _run(tmp_path, base, TRUNCATIONS[kind])
 
 
-def _rollouts(model: Model, **sampling: Any) -> tuple[list[Sample], Objective]:
+def _rollouts(model: Model, **sampling: Any) -> tuple[list[Sample], ResolvedObjective]:
     asked = Sampling(n=4, max_new_tokens=8, seed=0, **sampling)
     samples = roll_out(model, length=8, sampling=asked)
     return samples, ResolvedObjective(temperature=asked.temperature, filtering=asked.filtering)
 
 
-def _bits(model: Model, samples: list[Sample], objective: Objective) -> Tensor:
+def _bits(model: Model, samples: list[Sample], objective: ResolvedObjective) -> Tensor:
     with torch.no_grad():
         found = forward(model, pack(samples), objective.temperature, objective.filtering)[0]
     return found.view(torch.int32)

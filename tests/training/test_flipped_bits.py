@@ -55,7 +55,7 @@ def test_in_keys_and_values_the_learner_notices(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operators = type(model.ops)
-    write = operators.kv_write
+    write: Callable[..., None] = operators.kv_write  # static, in every table of operators
 
     def flipping(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         write(store, k, v, layout)

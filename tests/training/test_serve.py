@@ -137,14 +137,36 @@ class Client:
 
 @contextmanager
 def clients(port: int) -> Iterator[list[Client]]:
-    """Some that ask for different things at the same time."""
+    """Some that ask for different things at the same time, and one that stops in the middle of its
+    request."""
     chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 6}
     with (
         Client(port, "/v1/completions", **ASKED, logprobs=0, n=2) as first,
         Client(port, "/v1/chat/completions", **chat, return_token_ids=True, logprobs=True) as two,
         Client(port, "/v1/completions", **ASKED, stream=True) as three,
     ):
-        yield [first, two, three]
+        half, stop = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n",
+            threading.Event(),
+        )
+        stalled = threading.Thread(target=stall, args=(port, half, stop))
+        stalled.start()
+        try:
+            yield [first, two, three]
+        finally:
+            stop.set()
+            stalled.join()
+
+
+def stall(port: int, half: bytes, stop: threading.Event) -> None:
+    """Connect, once somebody listens, send half a request, and wait."""
+    while not stop.is_set():
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(half)
+                stop.wait()
+        except OSError:
+            stop.wait(0.05)
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[float]:
@@ -168,10 +190,13 @@ def sequences(answer: dict[str, Any]) -> list[tuple[list[int], list[int], list[f
     ]
 
 
-def assert_bits(answers: list[dict[str, Any]], run: Path) -> None:
-    """Log-probabilities are those of the checkpoint of their version, and of no other."""
+def assert_bits(answers: list[dict[str, Any]], run: Path, base: Path | None = None) -> None:
+    """Log-probabilities are those of the checkpoint of their version, an adapter of `base` where
+    that is given, and of no other."""
     models = {
         int(path.name.rpartition("-")[2]): Model.load(path, "fp8", "native")
+        if base is None
+        else Model.load(base, "fp8", "native", adapter=path)
         for path in all_checkpoints(run / "checkpoints")
     }
     for answer in answers:
@@ -202,6 +227,15 @@ def test_nothing_of_the_run_changes_and_answers_have_their_weights_bits(
     answered = sum(row.get("serve/requests", 0) for row in result.metrics)
     assert answered >= statuses.count(200) + len(heard)
     assert sum(row["serve/tokens"] for row in result.metrics[-4:]) >= 8 * len(heard)
+
+
+def test_an_adapter_s_answers_have_its_bits(tmp_path: Path, base: Path) -> None:
+    given = config(tmp_path, base, free_port(), adapter={"rank": 4}, steps=3)
+    train(load_config(given), quiet=True)
+    heard = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
+    later = [answer for step, answer in heard if step]  # B is zero before the first
+    assert {answer["weights_version"] for answer in later} == {1, 2}
+    assert_bits(later, tmp_path / "run", base)
 
 
 def test_negative_control_a_server_that_touches_a_weight_is_seen(
@@ -282,7 +316,7 @@ def test_what_cannot_be_served_is_one_line(
 def test_a_port_in_use(tmp_path: Path, base: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(IsobitError, match=f"serve.port {port}: cannot listen on 127.0.0.1: "):
+        with pytest.raises(IsobitError, match=f"serve.port {port}: cannot listen on 127.0.0.1"):
             run_with(tmp_path, base, port=port)
     assert not (tmp_path / "run").exists()
 

@@ -47,6 +47,7 @@ def test_rows_are_read_once_and_as_they_come(run: Path) -> None:
     assert watched.look() == 2
     assert watched.history.values("reward/mean") == [0.1, 0.2]
     assert watched.history.best is not None
+    assert watched.history.worst is not None
     assert (watched.history.best.completion, watched.history.worst.completion) == ("2", "no")
     assert not watched.finished
     with (run / "metrics.jsonl").open("a") as file:

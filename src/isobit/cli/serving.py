@@ -7,6 +7,18 @@ import typer
 
 from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, app
 
+Train = Annotated[
+    bool, typer.Option("--train", help="train adapters too, by the routes of Tinker's client")
+]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="DIR",
+        help="where --train keeps what it trains; for this user alone (700)",
+    ),
+]
+
 
 @app.command()
 def serve(
@@ -38,6 +50,8 @@ def serve(
             "mistral or harmony"
         ),
     ] = "auto",
+    train: Train = False,
+    state: StateFolder = None,
     kv_pages: Annotated[
         int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,
@@ -56,6 +70,7 @@ def serve(
     \b
     isobit serve MODEL
     isobit serve MODEL --adapter math=DIR --adapter code=RUN --port 8001
+    isobit serve MODEL --train --state DIR
     """
     from isobit.cli.commands.serve import serve_model
     from isobit.engine.types import EngineSize
@@ -73,4 +88,6 @@ def serve(
         chat_template=chat_template,
         tool_format=tool_format,
         grace=grace,
+        train=train,
+        state=state,
     )

@@ -224,18 +224,26 @@ class CompareConfig:
 class ArchitectureConfig:
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 
-    family: Annotated[str, OneOf(FAMILIES)] = "qwen3"
-    hidden_size: Annotated[int, at_least(8)] = 128
+    family: Annotated[
+        str, OneOf(FAMILIES), "whose architecture it has: norms, biases, windows, names of weights"
+    ] = "qwen3"
+    hidden_size: Annotated[int, at_least(8), "width of the residual stream"] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[int | None, at_least(1), "of a mixture of experts"] = None
-    experts_per_token: Annotated[int | None, at_least(1), "default: 2"] = None
-    num_layers: Annotated[int, at_least(1)] = 4
-    num_heads: Annotated[int, at_least(1)] = 4
-    num_kv_heads: Annotated[int | None, at_least(1), "default: num_heads"] = None
-    head_dim: Annotated[int | None, at_least(2), "default: hidden_size / num_heads"] = None
-    tie_embeddings: bool = True
-    max_positions: Annotated[int, at_least(1)] = 512
-    rope_theta: Annotated[float, above(0)] = 10000.0
+    num_experts: Annotated[int | None, at_least(1), "of a layer of a mixture of experts"] = None
+    experts_per_token: Annotated[
+        int | None, at_least(1), "experts that a token is sent to; default: 2"
+    ] = None
+    num_layers: Annotated[int, at_least(1), "transformer layers"] = 4
+    num_heads: Annotated[int, at_least(1), "query heads of a layer"] = 4
+    num_kv_heads: Annotated[int | None, at_least(1), "key and value heads; default: num_heads"] = (
+        None
+    )
+    head_dim: Annotated[
+        int | None, at_least(2), "width of a head; default: hidden_size / num_heads"
+    ] = None
+    tie_embeddings: Annotated[bool, "the output projection is the embedding"] = True
+    max_positions: Annotated[int, at_least(1), "most tokens of a prompt with its completion"] = 512
+    rope_theta: Annotated[float, above(0), "base of the rotary positions' frequencies"] = 10000.0
     vocabulary: Annotated[
         str | None, "the tokenizer's characters; default: the task's alphabet"
     ] = None

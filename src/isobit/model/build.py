@@ -81,6 +81,35 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
     return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
 
 
+def with_adapter(
+    uses: Mapping[str, Working], precision: Precision, ops: Mapping[str, Ops], sources: Sources
+) -> dict[str, Working]:
+    """The same storage, frozen, with the factors of the `sources`' adapter in the place of others;
+    where uses share a weight they share its factors."""
+    made: dict[tuple[str, int], tuple[LowRank, ...]] = {}
+
+    def of(use: str, working: Working) -> Working:
+        def prepared(factor: Weight | Vector) -> Weight | Vector:
+            assert isinstance(factor, Weight)
+            assert isinstance(factor.working, Tensor)
+            return replace(factor, prepared=ops[use].prepare(factor.working))
+
+        def change(part: Weight | Vector) -> Weight | Vector:
+            if isinstance(part, Vector):
+                return replace(part, master=FROZEN)
+            key = part.name, id(part.prepared)
+            if key not in made:
+                made[key] = map_parts(sources.low_rank(part.name, precision.flow(use)), prepared)
+            bias = None if part.bias is None else FROZEN
+            frozen = replace(part, master=FROZEN, bias_master=bias, own_copy=False, several=None)
+            return replace(frozen, adapters=made[key])
+
+        found: Working = map_parts(working, change)
+        return found
+
+    return {use: of(use, working) for use, working in uses.items()}
+
+
 def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
     """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad
     quantizes the transposed weight again, so it needs the whole."""

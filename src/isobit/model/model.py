@@ -8,7 +8,7 @@ log-probabilities of given tokens.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,21 @@ class Model:
         """The frozen model over the same storage, with its adapter switched off."""
         model = Model(self.transformer.without_adapter(), self.tokenizer)
         model.generation = self.generation
+        return model
+
+    def adapted(self, adapter: str | Path | NewAdapter | Adapter) -> "Model":
+        """One more adapter to train over the frozen model: a new one, a PEFT folder, or factors,
+        which are copied. Nothing of the frozen model is copied or made again, and many such models
+        train and are served side by side. Raises IsobitError as `serving` for an adapter."""
+        base = "" if self.directory is None else str(self.directory.resolve())
+        if isinstance(adapter, NewAdapter):
+            given = new_adapter(self.config, adapter)
+        elif isinstance(adapter, Adapter):
+            given = adapter
+        else:
+            given = self._served(model_folder(adapter, "adapter"))
+        model = Model(self.transformer.adapted(replace(given, base=base)), self.tokenizer)
+        model.generation, model.directory = self.generation, self.directory
         return model
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":

@@ -33,7 +33,7 @@ from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.targets import projections
-from isobit.model.build import Made, Sources, factors, make_working
+from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs
 from isobit.model.forward.kv_scales import KVScales, scales_of
@@ -200,6 +200,26 @@ class Transformer:
         found._working = {use: map_parts(working, bare) for use, working in self._working.items()}
         found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
         found.checksums = Checksums(found._written_by_sync)
+        return found
+
+    @torch.no_grad()
+    def adapted(self, adapter: Adapter) -> "Transformer":
+        """A model over the same frozen storage whose masters are a copy of an adapter's factors."""
+        found, ops = copy(self), self.ops["learner"]
+        found.adapter, found.served = replace(adapter, tensors={}), None
+        copied = {name: factor.clone() for name, factor in adapter.tensors.items()}
+        ranks = self.masters.shards.ranks
+        found.masters = Masters(own_rows(copied, ranks), adapter.shapes, ops.device, ranks)
+        leaves = found.masters.leaves
+        sources = Sources({}, adapter, leaves)
+        found._working = with_adapter(self._working, self.precision, self.ops, sources)
+        found._version, found._kv_scales, found._watches = 0, None, {}
+        found._receiver = None if self.precision.shared else Receiver()
+        found.checksums = Checksums(found._written_by_sync)
+        if found.masters.apart:
+            remake(found._synced, ops, found.masters, leaves)
+        found._send(leaves)
+        ops.raise_faults()
         return found
 
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":

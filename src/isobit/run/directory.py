@@ -59,21 +59,19 @@ REWARDS_LOG = "rewards.log"
 
 
 class Lock:
-    """A run directory that no second process works on. Raises IsobitError where one does, or where
-    nothing can be written."""
+    """A run directory, or what else it is `called`, that no second process works on. Raises
+    IsobitError where one does, or where nothing can be written."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, called: str = "run directory") -> None:
         try:
             self._file = _own_file(directory / LOCK, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
-            raise IsobitError(
-                f"cannot write into run directory {directory}: {error.strerror}"
-            ) from None
+            raise IsobitError(f"cannot write into {called} {directory}: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise IsobitError(f"run directory {directory} is in use by another process") from None
+            raise IsobitError(f"{called} {directory} is in use by another process") from None
 
     def close(self) -> None:
         """Let others in."""

@@ -6,7 +6,6 @@ are then answered 503. Left out: TLS, which a proxy in front of it does.
 
 import asyncio
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 from isobit.serve.tinker import Tinker
 from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
@@ -113,11 +113,19 @@ class Server(uvicorn.Server):
 
 
 class Background:
-    """A server in a thread of its own, over a socket that listens, for whoever pumps its device."""
+    """A server in a thread of its own, for whoever pumps its device; of `options` the grace is for
+    connections alone, since the device is ended first. Raises IsobitError for a port that cannot be
+    had."""
 
-    def __init__(self, gateway: Gateway, tokens: tuple[str, ...], listening: socket.socket) -> None:
-        self._listening, self._started = listening, threading.Event()
-        self._server = Server(_config(gateway, tokens, ServerOptions(grace=1.0)), gateway, 1.0)
+    def __init__(self, gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> None:
+        config = _config(gateway, tokens, options)
+        config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off
+        try:
+            self._socket = config.bind_socket()
+        except SystemExit:
+            raise IsobitError(_taken("serve.port", options)) from None
+        self.port = int(self._socket.getsockname()[1])
+        self._server, self._started = Server(config, gateway, options.grace), threading.Event()
         self._server.on_start = lambda port: self._started.set()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -130,10 +138,10 @@ class Background:
         """End; what the device has not answered is cut off."""
         self._server.should_exit = True
         self._thread.join(_SECONDS_TO_START)
-        self._listening.close()
+        self._socket.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listening]))
+        asyncio.run(self._server.serve(sockets=[self._socket]))
 
 
 def run(
@@ -143,12 +151,13 @@ def run(
     tokens: tuple[str, ...],
     options: ServerOptions,
     on_start: Callable[[int], None] = lambda port: None,
+    state: State | None = None,
 ) -> None:
-    """Serve an engine's model, which serves adapters, until a signal ends it. Raises IsobitError
-    for an adapter that cannot be served and a port that cannot be had, RunFailed if the device
-    thread failed."""
+    """Serve an engine's model, which serves adapters, until a signal ends it; with a `state` it
+    also trains them. Raises IsobitError for an adapter that cannot be served and a port that cannot
+    be had, RunFailed if the device thread failed."""
     tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
-    gateway = Gateway(engine, name, tools, options.limits)
+    gateway = Gateway(engine, name, tools, options.limits, state)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
     config = _config(gateway, tokens, options)
@@ -158,13 +167,15 @@ def run(
     try:
         server.run()
     except SystemExit:  # uvicorn's, where it cannot listen
-        raise IsobitError(
-            f"--port {options.port}: cannot listen on {options.host}; is it in use?"
-        ) from None
+        raise IsobitError(_taken("--port", options)) from None
     if gateway.device.failure is not None:
         raise RunFailed(
             f"the server ended: {gateway.device.failure!r:.500}"
         ) from gateway.device.failure
+
+
+def _taken(option: str, options: ServerOptions) -> str:
+    return f"{option} {options.port}: cannot listen on {options.host}; is it in use?"
 
 
 def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> uvicorn.Config:

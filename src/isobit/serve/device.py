@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Request
-from isobit.errors import IsobitError, NonFiniteError
+from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
 from isobit.serve.snapshots import Snapshot, Snapshots
 
@@ -163,7 +163,8 @@ class Device:
         try:
             self._post(job.post, Done(job.work()))
         except IsobitError as error:
-            self._post(job.post, Failed(400, str(error)))
+            status = 500 if isinstance(error, RunFailed) else 400  # a full disk is not the client's
+            self._post(job.post, Failed(status, str(error)))
         except Exception as error:  # a fault of this piece of work, and of nothing else
             _LOG.error("a piece of work failed", exc_info=error)
             self._post(job.post, Failed(500, "the server failed; its log says why"))

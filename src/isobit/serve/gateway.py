@@ -20,6 +20,7 @@ from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.state import State
 from isobit.serve.tool_formats.base import ToolFormat
 
 _T = TypeVar("_T")
@@ -79,10 +80,12 @@ class Gateway:
         name: str,
         tools: ToolFormat,
         limits: Limits,
+        state: State | None = None,
         device: Callable[[Engine, Deliver], Device] = Device,
     ) -> None:
+        """`state`: what training runs are kept in; None: nothing is trained."""
         self.device = device(engine, self._deliver)
-        self.name, self.tools, self.limits = name, tools, limits
+        self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.metrics = Metrics(self.device)
         self.sessions = Sessions(self.tokenizer)

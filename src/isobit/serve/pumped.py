@@ -53,7 +53,7 @@ class PumpedDevice(Device):
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return self.alive and bool(self._open or self.num_waiting)
+        return self.alive and bool(self._open or self._samples or not self._inbox.empty())
 
     def pump(self, admit: bool = True) -> None:
         """One step of what is open, and of what waits where that may begin. A fault ends serving,

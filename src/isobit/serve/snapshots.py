@@ -6,7 +6,9 @@ to its end with the weights that it began with. A snapshot that is replaced or r
 model when nobody holds it any more. Only the device thread changes any of this.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from isobit.errors import IsobitError, listed
@@ -31,6 +33,8 @@ class Snapshots:
         self._model = model
         self._named: dict[str, Snapshot] = {}
         self._versions: dict[str, int] = {}
+        self._keyed: dict[str, Snapshot] = {}
+        self._opened = count()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +53,18 @@ class Snapshots:
         if before is not None:
             self.release(before)
         return version
+
+    def open(self, key: str, adapter: Callable[[], str | Path | Adapter]) -> Snapshot:
+        """Hold weights that clients do not ask for by a name, until they are released: those of
+        this `key`, which never means others. They are read once while somebody holds them. Raises
+        IsobitError as `put`."""
+        found = self._keyed.get(key)
+        if found is None:
+            found = Snapshot(f"{key}@{next(self._opened)}", 0)
+            self._model.add_adapter(found.served or "", adapter())
+            self._keyed[key] = found
+        found.holders += 1
+        return found
 
     def remove(self, name: str) -> None:
         """The name means nothing from now on. Raises IsobitError if it did not before."""
@@ -75,6 +91,7 @@ class Snapshots:
         snapshot.holders -= 1
         if not snapshot.holders and snapshot.served is not None:
             self._model.remove_adapter(snapshot.served)
+            self._keyed.pop(snapshot.served.rpartition("@")[0], None)
 
     def _find(self, name: str) -> Snapshot:
         if name not in self._named:

@@ -55,8 +55,13 @@ def error_response(request: Request, error: Exception) -> Response:
 
 
 async def read_fields(request: Request, limits: Limits) -> Fields:
-    """The JSON object that is a request's body. Raises BadRequest; a long body is refused before it
-    is read, and a slow one after `limits.body_seconds`."""
+    """The JSON object that is a request's body. Raises BadRequest as `read_body`."""
+    return Fields.parse(await read_body(request, limits))
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """A request's body. Raises BadRequest; a long body is refused before it is read, and a slow one
+    after `limits.body_seconds`."""
     too_long = BadRequest(f"the body is longer than {limits.body_bytes:,} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limits.body_bytes):
@@ -77,7 +82,7 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
-    return Fields.parse(b"".join(parts))
+    return b"".join(parts)
 
 
 class Guard:

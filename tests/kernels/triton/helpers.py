@@ -1,15 +1,18 @@
 """Where Triton kernels are tested: on the GPU where there is one, else in Triton's interpreter."""
 
 import os
+from typing import TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from isobit.kernels import KVStore
 from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.matrices import Operand
 from isobit.precision import QTensor
 
+Matrix = TypeVar("Matrix", Tensor, QTensor, Operand)
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
@@ -18,7 +21,7 @@ assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", (
 )
 
 
-def there(operand: Operand) -> Operand:
+def there(operand: Matrix) -> Matrix:
     """A copy on the device of the kernels, strides kept."""
     if isinstance(operand, QTensor):
         codes = there(operand.data.view(torch.uint8)).view(operand.data.dtype)
@@ -29,16 +32,15 @@ def there(operand: Operand) -> Operand:
 
 def moved(store: KVStore) -> KVStore:
     """A copy on the device of the kernels; calibrated scales stay views of one number."""
-    parts = (store.k, store.v, store.k_scale, store.v_scale)
-    copies = [None if part is None else part.clone().to(DEVICE) for part in parts]
-    if store.calibrated:
-        copies[2:] = [
-            part[:1, :1].clone().to(DEVICE).expand(part.shape)
-            for part in (store.k_scale, store.v_scale)
-        ]
-    return KVStore(
-        *copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE)
-    )
+
+    def copied(scale: Tensor | None) -> Tensor | None:
+        if scale is None or not store.calibrated:
+            return None if scale is None else scale.clone().to(DEVICE)
+        return scale[:1, :1].clone().to(DEVICE).expand(scale.shape)
+
+    k, v = (each.clone().to(DEVICE) for each in (store.k, store.v))
+    counts = None if store.counts is None else store.counts.clone().to(DEVICE)
+    return KVStore(k, v, copied(store.k_scale), copied(store.v_scale), store.kv, counts)
 
 
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:

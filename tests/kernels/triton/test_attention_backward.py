@@ -69,15 +69,18 @@ def make(
     store = KVStore.allocate(layout.num_slots, kv_heads, dim, kv, compute, scales)
     OPS.kv_write(store, k, v, layout)
     read = KVStore.allocate(layout.num_slots, kv_heads, dim, None, compute)
-    OPS.kv_write(read, *(x.to(compute.dtype) for x in store.gather(layout.slots)), layout)
+    k, v = (x.to(compute.dtype) for x in store.gather(layout.slots))
+    OPS.kv_write(read, k, v, layout)
     out, lse = OPS.attention(q, read, layout, 0.3)
     return (dout, q, out, lse, store, layout, 0.3), read
 
 
 def run(case: Case) -> tuple[Tensor, ...]:
     dout, q, out, lse, store, layout, scale = case
-    given = (x.to(DEVICE) for x in (dout, q, out, lse))
-    found = implementation.attention_backward(*given, moved(store), layout.to(DEVICE), scale)
+    dout, q, out, lse = (x.to(DEVICE) for x in (dout, q, out, lse))
+    found = implementation.attention_backward(
+        dout, q, out, lse, moved(store), layout.to(DEVICE), scale
+    )
     return tuple(x.cpu() for x in found)
 
 
@@ -155,14 +158,9 @@ def test_no_value_is_read_on_the_host() -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows, heads = empty(5000, 32, 128), empty(5000, 32, dtype=torch.float32)
-    where = (
-        empty(3, dtype=torch.int64),
-        empty(2, dtype=torch.int64),
-        empty(2, 256, dtype=torch.int32),
-    )
-    layout = Layout(
-        *where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192
-    )
+    starts, context, each = (empty(count, dtype=torch.int64) for count in (3, 2, 5000))
+    table = empty(2, 256, dtype=torch.int32)
+    layout = Layout(starts, context, table, 16, each, each.clone(), 4000, 4000, 8192)
     store = KVStore.allocate(8192, 4, 128, CACHES["bf16 ue8m0"][1], BF16, device="meta")
     with record_launches() as found:
         dq, dk, dv = implementation.attention_backward(rows, rows, rows, heads, store, layout, 0.1)
@@ -221,9 +219,9 @@ def test_rows_that_sequences_share(
     wanted = OPS.attention_backward(case.dout, case.q, out, lse, store, layout, 0.3, window)
 
     def distances() -> list[float]:
-        given = [x.to(DEVICE) for x in (case.dout, case.q, out, lse)]
+        there = [x.to(DEVICE) for x in (case.dout, case.q, out, lse)]
         found = implementation.attention_backward(
-            *given, moved(store), layout.to(DEVICE), 0.3, window
+            there[0], there[1], there[2], there[3], moved(store), layout.to(DEVICE), 0.3, window
         )
         return [
             float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())

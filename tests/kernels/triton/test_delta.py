@@ -288,8 +288,8 @@ def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.Mo
     rows, layout = sum(LENGTHS), Layout.packed(LENGTHS, PAGE)
     x, gates = drawn(dtype, rows)
     dy, dout = draw(5, rows, CHANNELS, dtype=dtype), draw(6, rows, *SIZES[1::2], dtype=dtype)
-    there = [each.to(DEVICE) for each in (dy, x, weight())]
-    found = [*convolution.short_convolution_backward(*there, layout)]
+    dy_there, x_there, weight_there = (each.to(DEVICE) for each in (dy, x, weight()))
+    found = [*convolution.short_convolution_backward(dy_there, x_there, weight_there, layout)]
     wanted = [*reference.short_convolution_backward(dy, x, weight(), layout)]
     given = dout.to(DEVICE), x.to(DEVICE), gates.to(DEVICE), heads(), layout
     found += delta_backward.delta_rule_backward(*given)

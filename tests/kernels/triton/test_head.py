@@ -273,10 +273,8 @@ def test_gradients_are_the_references(
     hidden, weight, tokens = operands(dtype)
     dlogprobs = draw(5, T, dtype=torch.float32)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * V)  # two chunks of rows
-    given = on_device(dlogprobs, hidden)
-    found = head.head_backward(
-        PRODUCTS, *given, head_on_device(weight), tokens.to(DEVICE), temperature
-    )
+    dy, x, targets = on_device(dlogprobs, hidden, tokens)
+    found = head.head_backward(PRODUCTS, dy, x, head_on_device(weight), targets, temperature)
     wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, temperature)
     z = REFERENCE.product(hidden, weight, None, torch.float32) / temperature
     slope = (dlogprobs / temperature).unsqueeze(1).double()
@@ -303,8 +301,8 @@ def test_a_wrong_token_breaks_the_gradients_bound() -> None:
     hidden, weight, tokens = operands(torch.float32)
     dlogprobs = draw(5, T, dtype=torch.float32)
     other = (tokens + 1) % V
-    given = on_device(dlogprobs, hidden)
-    found = head.head_backward(PRODUCTS, *given, head_on_device(weight), other.to(DEVICE), 1.0)
+    dy, x, targets = on_device(dlogprobs, hidden, other)
+    found = head.head_backward(PRODUCTS, dy, x, head_on_device(weight), targets, 1.0)
     wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 1.0)
     assert float((found[0].cpu() - wanted[0]).abs().max()) > 0.1
 
@@ -315,7 +313,8 @@ def test_gradients_of_logits_fill_every_element(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 5000)
     logits[:, :8] = 200.0
     tokens, dlogprobs = torch.tensor([0, 7, 4999]), torch.tensor([1.0, -2.0, 0.5])
-    gradient = head.logits_gradient(*on_device(dlogprobs, logits, tokens), 1.0, dtype).cpu().float()
+    dy, z, targets = on_device(dlogprobs, logits, tokens)
+    gradient = head.logits_gradient(dy, z, targets, 1.0, dtype).cpu().float()
     wanted = -torch.softmax(logits, -1)
     wanted[torch.arange(3), tokens] += 1
     assert torch.equal(gradient, wanted * dlogprobs.unsqueeze(1))

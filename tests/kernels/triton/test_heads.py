@@ -237,7 +237,7 @@ def test_nan_and_infinity_are_noted_and_spread(name: str, value: float) -> None:
     moved_back = (
         moved(store)
         if DEVICE.type == "cpu"
-        else KVStore(*(t.cpu() for t in (store.k, store.v)), None, None, None)
+        else KVStore(store.k.cpu(), store.v.cpu(), None, None, None)
     )
     assert same(moved_back.k, wanted.k)
     differs = (moved_back.v != wanted.v).any(-1).nonzero().tolist()
@@ -254,9 +254,11 @@ def test_the_error_says_what_could_not_be_stored(name: str) -> None:
     ops.raise_faults()
     k[2, 1, 9] = torch.nan
     ops.kv_write(moved(make_store(name, SHAPES[0], make_layout())), k, k, layout)
-    form = STORES[name][1].format
+    kv = STORES[name][1]
+    assert kv is not None
     with pytest.raises(
-        NonFiniteError, match=f"cannot quantize keys and values to {form}: it holds NaN or infinity"
+        NonFiniteError,
+        match=f"cannot quantize keys and values to {kv.format}: it holds NaN or infinity",
     ):
         ops.raise_faults()
 
@@ -267,14 +269,9 @@ def test_no_value_is_read_on_the_host() -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    where = (
-        empty(3, dtype=torch.int64),
-        empty(2, dtype=torch.int64),
-        empty(2, 256, dtype=torch.int32),
-    )
-    layout = Layout(
-        *where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192
-    )
+    starts, context, each = (empty(count, dtype=torch.int64) for count in (3, 2, 5000))
+    table = empty(2, 256, dtype=torch.int32)
+    layout = Layout(starts, context, table, 16, each, each.clone(), 4000, 4000, 8192)
     store = KVStore.allocate(8192, 4, 128, STORES["ue8m0"][1], BF16, device="meta")
     qkv, norm, table = empty(5000, 40, 128), empty(128), empty(4096, 64, dtype=torch.float32)
     how = Heads((norm, norm), EPS, (table, table))

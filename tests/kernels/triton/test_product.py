@@ -9,6 +9,7 @@ and so is tested on a GPU; the interpreter's dot keeps it by construction
 """
 
 from dataclasses import replace
+from typing import overload
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from isobit.kernels.triton.launch import compile_for
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same
-from .helpers import DEVICE, HAS_GPU, there
+from .helpers import DEVICE, HAS_GPU, Matrix, there
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 ROWS, WEIGHT = QuantSpec(E4M3, "1x128", "ue8m0"), QuantSpec(E4M3, "128x128", "ue8m0")
@@ -42,6 +43,10 @@ def run(
     return product(there(a), there(b), None if bias is None else bias.to(DEVICE), out).cpu()
 
 
+@overload
+def whole(seed: int, rows: int, columns: int) -> Tensor: ...
+@overload
+def whole(seed: int, rows: int, columns: int, spec: QuantSpec) -> QTensor: ...
 def whole(seed: int, rows: int, columns: int, spec: QuantSpec | None = None) -> Operand:
     """Integers of -3 to 3: plain in bfloat16, or as codes under scales of 1/2, 1 and 2. Sums are
     exact in float32."""
@@ -299,7 +304,7 @@ def test_chunks_apart_and_together_are_added_in_the_same_order(
     assert not same(together, found(backwards(a), backwards(b), 3, True))
 
 
-def backwards(operand: Operand) -> Operand:
+def backwards(operand: Matrix) -> Matrix:
     """The operand with its three thirds of K in the opposite order."""
     if isinstance(operand, QTensor):
         data = backwards(operand.data.view(torch.uint8)).view(E4M3.dtype)

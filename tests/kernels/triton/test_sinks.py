@@ -38,9 +38,9 @@ def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
     given, rounding = problem(cache, (6, 2, 16), LENGTHS), 2.0**-18 if cache == "fp32" else 2.0**-6
     q, dout, store, layout = given
     out, lse = forward(q, store, layout, SINKS)
-    arguments = (x.to(DEVICE) for x in (dout, q, out, lse))
+    there = [x.to(DEVICE) for x in (dout, q, out, lse)]
     gradients = attention_backward.attention_backward(
-        *arguments, moved(store), layout.to(DEVICE), SCALE, 40
+        there[0], there[1], there[2], there[3], moved(store), layout.to(DEVICE), SCALE, 40
     )
     found = [out, lse, *(x.cpu() for x in gradients), sinks_backward(dout, out, lse, SINKS)]
     wanted, others = (with_a_column(given, values, 40) for values in (SINKS, SINKS.flip(0)))

@@ -40,9 +40,9 @@ def computed(
     """(out, lse, dq, dk, dv)."""
     q, dout, store, layout = given
     out, lse = forward(q, store, layout, window)
-    arguments = (x.to(DEVICE) for x in (dout, q, out, lse))
+    there = [x.to(DEVICE) for x in (dout, q, out, lse)]
     gradients = attention_backward.attention_backward(
-        *arguments, moved(store), layout.to(DEVICE), SCALE, window
+        there[0], there[1], there[2], there[3], moved(store), layout.to(DEVICE), SCALE, window
     )
     return [out, lse, *(x.cpu() for x in gradients)]
 

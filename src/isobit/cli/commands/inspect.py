@@ -18,6 +18,7 @@ from isobit.evaluation.inspection.quantization import Health, activation_health,
 from isobit.model import Model
 from isobit.monitor.report.inspection import inspection_text, write_inspection
 from isobit.precision import precision_from
+from isobit.run.directory import RESOLVED, object_in
 
 _PROMPTS_AT_MOST = 32
 _DEFAULT_PROMPTS = 16
@@ -66,6 +67,7 @@ def inspect_command(
             if not flow.unified:
                 sources[flow.name] = decompose(model, flow, prompts, sampling, older)
     values = _plain(str(path), shown.name if shown is not None else "", tensors, gaps, sources)
+    values["resolved"] = _resolved(path)
     if reward_model is not None:
         answers, _ = roll_out(model, prompts, sampling)
         values["judgements"] = [
@@ -90,6 +92,13 @@ def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> lis
     step = max(1, len(usable) // _DEFAULT_PROMPTS)
     starts = usable[::step][:_DEFAULT_PROMPTS]
     return [[first, token] if first is not None else [token] for token in starts]
+
+
+def _resolved(path: Path) -> dict[str, Any]:
+    """What the run that saved the model computed with where its config left it open: of a model in
+    a run's `checkpoints`, or its best; empty for others."""
+    found = (object_in(folder / RESOLVED) for folder in path.resolve().parents[:2])
+    return next((each for each in found if each), {})
 
 
 def _plain(

@@ -28,6 +28,8 @@ def serve_model(
     chat_template: Path | None,
     tool_format: str,
     grace: float,
+    train: bool,
+    state: Path | None,
 ) -> None:
     """Serve the model at `path` under `flow`, (precision, backend, consistency), until a signal.
     Raises IsobitError for what cannot be served, and for a host beyond this machine without a
@@ -35,6 +37,7 @@ def serve_model(
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, read_or_make
+        from isobit.serve.state.state import State
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise
@@ -43,14 +46,20 @@ def serve_model(
         raise IsobitError(
             f"--host {host}: other machines could reach it; give the token's file with --token FILE"
         )
+    if state is not None and not train:
+        raise IsobitError("--state is where training runs are kept; give --train too")
     tokens, made = read_or_make(token or default_file())
     base = open_frozen(path, flow, TextRules(chat_template=chat_template))
     say_ends(base)
     serving = base.serving({})  # which refuses flows whose bits depend on the batch
-    model = serving if adapters else base  # whose decode steps a GPU captures
+    # without adapters a GPU captures decode steps
+    model = serving if adapters or train else base
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
     called = name or path.resolve().name
+    kept = None
+    if train:
+        kept = State(state or default_file().with_name(f"serve-{called}"))
 
     def started(chosen: int) -> None:
         address = f"[{host}]" if ":" in host else host
@@ -64,4 +73,8 @@ def serve_model(
         )
 
     options = app.ServerOptions(host, port, grace, tool_format)
-    app.run(engine, called, dict(adapters), tokens, options, started)
+    try:
+        app.run(engine, called, dict(adapters), tokens, options, started, kept)
+    finally:
+        if kept is not None:
+            kept.close()

@@ -14,6 +14,7 @@ from isobit.monitor.report.tables import html_table, text_table
 from isobit.run import durable
 
 PAGE, DATA = "inspection.html", "inspection.json"
+_RESOLVED = "What its run computed with"
 _BAR, _FULL_DB = 20, 40.0
 _FLAGS = (("saturated", 1e-3), ("flushed", 0.05), ("outliers", 50.0))
 """What is pointed at: more than this fraction clamped or turned to zero, or a channel that much
@@ -32,6 +33,8 @@ def inspection_text(values: Mapping[str, Any]) -> str:
             "Scores of the reward model against BF16\n"
             f"{text_table(_judgement_cells(values['judgements']))}"
         )
+    if values.get("resolved"):
+        parts.append(f"{_RESOLVED}\n{text_table(_resolved_cells(values['resolved']))}")
     return "\n\n".join(parts)
 
 
@@ -50,6 +53,8 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
         )
     if values["tensors"]:
         body += [_plots(values["tensors"]), _tensors_html(values["preset"], values["tensors"])]
+    if values.get("resolved"):
+        body.append(f"<h2>{_RESOLVED}</h2>{html_table(_resolved_cells(values['resolved']))}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         page = html_page(f"{values['model']} inspected", "\n".join([*body, "</main>"]))
@@ -90,6 +95,11 @@ def _tensors_text(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(
         lines + (["look at:", *(f"  {line}" for line in flagged[:8] + more)] if flagged else [])
     )
+
+
+def _resolved_cells(resolved: Mapping[str, Any]) -> list[list[str]]:
+    """A run's resolved.json, in its own order."""
+    return [["key", "value"], *([key, json.dumps(value)] for key, value in resolved.items())]
 
 
 def _by_role(tensors: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

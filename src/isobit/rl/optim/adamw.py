@@ -32,7 +32,7 @@ class AdamW:
     def __init__(
         self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
     ) -> None:
-        self._masters, self._settings = masters, settings
+        self._masters, self.settings = masters, settings
         self._state: dict[str, dict[str, Tensor]] = {}
 
     @staticmethod
@@ -45,7 +45,7 @@ class AdamW:
 
     def update(self, names: Sequence[str], rate: float) -> None:
         parameters = self._masters.parameters
-        for decay, some in self._masters.by_decay(names, self._settings.weight_decay):
+        for decay, some in self._masters.by_decay(names, self.settings.weight_decay):
             wide = [name for name in some if parameters[name].dtype == torch.float32]
             for group in grouped(((name, parameters[name].numel()) for name in wide), AT_ONCE):
                 self._update_wide(group, rate, decay)
@@ -117,10 +117,10 @@ class AdamW:
             steps,
             fused=True,
             amsgrad=False,
-            beta1=self._settings.betas[0],
-            beta2=self._settings.betas[1],
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
             lr=rate,
             weight_decay=weight_decay,
-            eps=self._settings.eps,
+            eps=self.settings.eps,
             maximize=False,
         )

@@ -57,6 +57,9 @@ class Optimizer(Protocol):
     """Whether an update needs all rows of a matrix: then every rank takes part in every
     `update`."""
 
+    settings: OptimizerSettings
+    """Of the next update."""
+
     def __init__(
         self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
     ) -> None:

@@ -139,7 +139,7 @@ class AdamW8bit:
     def __init__(
         self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
     ) -> None:
-        self._masters, self._settings = masters, settings
+        self._masters, self.settings = masters, settings
         self._moments: dict[str, dict[str, Moment]] = {}
         self._steps: dict[str, int] = {}
 
@@ -158,13 +158,13 @@ class AdamW8bit:
         return {"step": STEP} | moments
 
     def update(self, names: Sequence[str], rate: float) -> None:
-        for weight_decay, some in self._masters.by_decay(names, self._settings.weight_decay):
+        for weight_decay, some in self._masters.by_decay(names, self.settings.weight_decay):
             for name in some:
                 self._update(name, rate, weight_decay)
                 self._masters.free_gradients([name])
 
     def _update(self, name: str, rate: float, weight_decay: float) -> None:
-        beta1, beta2 = self._settings.betas
+        beta1, beta2 = self.settings.betas
         parameter = self._masters.parameters[name]
         moments = self._moments.setdefault(name, _fresh(parameter))
         step = self._steps[name] = self._steps.get(name, 0) + 1
@@ -172,12 +172,12 @@ class AdamW8bit:
             gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
             first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
             second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
-            second.clamp_min_(smallest_second(first, self._settings.betas, step))
+            second.clamp_min_(smallest_second(first, self.settings.betas, step))
             for key, values in (("exp_avg", first), ("exp_avg_sq", second)):
                 draw = partial(self._masters.draw, f"{key} {name}", name, part, step)
                 moments[key].write(part, values, draw)
             master.mul_(1 - rate * weight_decay)
-            denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self._settings.eps)
+            denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
             master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
             self._masters.put(name, part, master, step)
 

@@ -58,7 +58,7 @@ class Muon:
     def __init__(
         self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings
     ) -> None:
-        self._masters, self._settings, self._ops = masters, settings, masters.ops
+        self._masters, self.settings, self._ops = masters, settings, masters.ops
         self._shards, self._ranks = masters.shards, masters.shards.ranks
         self._assigned = _assigned(
             {name: self._shards.shapes[name] for name in names}, self._ranks.size
@@ -96,14 +96,14 @@ class Muon:
         for name, matrices in whole.items():
             heights = list(self._masters.matrices.get(name, (len(matrices),)))
             for matrix in matrices.split(heights):
-                found = orthogonalized(matrix, self._settings.ns_steps, self._ops)
-                matrix.copy_(found.mul_(adjustment(matrix.shape, self._settings.adjust_lr)))
+                found = orthogonalized(matrix, self.settings.ns_steps, self._ops)
+                matrix.copy_(found.mul_(adjustment(matrix.shape, self.settings.adjust_lr)))
         for name, change in self._own_rows(turn, whole).items():
             self._apply(name, change, rate)
 
     def _momentum(self, name: str) -> Tensor:
         """This rank's rows of what is orthogonalized, whose gradient is then freed."""
-        gradient, momentum = self._masters.holders[name].grad, self._settings.momentum
+        gradient, momentum = self._masters.holders[name].grad, self.settings.momentum
         assert gradient is not None
         buffer = self._buffers.get(name)
         if buffer is None:
@@ -113,7 +113,7 @@ class Muon:
         buffer.add_(gradient.sub(buffer).mul_(1 - momentum))
         found = (
             buffer.sub(gradient).mul_(momentum).add_(gradient)
-            if self._settings.nesterov
+            if self.settings.nesterov
             else buffer.clone()
         )
         self._masters.free_gradients([name])
@@ -163,7 +163,7 @@ class Muon:
         step = self._steps[name] = self._steps.get(name, 0) + 1
         for part in parts_of(change.numel()):
             master = self._masters.wide(name, part)
-            master.mul_(1 - rate * self._settings.weight_decay)
+            master.mul_(1 - rate * self.settings.weight_decay)
             master.sub_(change.view(-1)[part].mul_(rate))
             self._masters.put(name, part, master, step)
 

@@ -95,6 +95,14 @@ class ShardedOptimizer:
             model.named_parameters(), settings, masters.shards, model.ops, masters.holders, matrices
         )
 
+    def set(self, settings: OptimizerSettings) -> None:
+        """Other settings from the next step on, which must leave it as it is who updates what."""
+        kinds = [optimizer_type(n, shape, settings) for n, shape in self.shards.shapes.items()]
+        assert kinds == list(self._kinds.values()), "another optimizer has another state"
+        self.settings = settings
+        for optimizer in self._optimizers.values():
+            optimizer.settings = settings
+
     def zero_grad(self) -> None:
         self._masters.free_gradients(list(self.holders))
 

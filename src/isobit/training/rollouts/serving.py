@@ -9,7 +9,6 @@ one takes up no more than its own. Left out: evaluations, learning, checkpoints,
 wait; several ranks; fleets.
 """
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from isobit.serve.app import Background  # needs the extra isobit[serve]
     from isobit.serve.gateway import Gateway
 
-_HOST = "127.0.0.1"
+_GRACE_S = 1.0
 
 
 class Allowance:
@@ -145,7 +144,7 @@ class ServedRollouts:
 
 
 def open_serving(config: Config, model: Model) -> Serving | None:
-    """The server of a run that has one, which listens already and answers when it is entered.
+    """The server of a run that has one, whose port is taken now, and which answers when it is entered.
     Raises IsobitError for packages that are not here, a token's file that cannot be used, a port
     that cannot be had, and a precision under which what a request computes depends on more than the
     weights."""
@@ -154,7 +153,7 @@ def open_serving(config: Config, model: Model) -> Serving | None:
         return None
     try:
         from isobit.serve import keys
-        from isobit.serve.app import Background
+        from isobit.serve.app import Background, ServerOptions
         from isobit.serve.gateway import Gateway
         from isobit.serve.requests import Limits
         from isobit.serve.tool_formats.table import format_of
@@ -165,18 +164,18 @@ def open_serving(config: Config, model: Model) -> Serving | None:
     _check_precision(model)
     file = keys.default_file() if serve.token is None else Path(serve.token)
     tokens, made = keys.read_or_make(file, "serve.token")
-    listening = _listen(serve.port)
     size = replace(config.engine, max_sequences=serve.max_sequences, kv_pages=None)
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], serve.max_sequences, longest, size)
     name = Path(config.run.dir).name
     tools = format_of("auto", model.tokenizer.chat_template)
-    gateway = Gateway(engine, name, tools, Limits(), PumpedDevice)
+    gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)
+    server = Background(gateway, tokens, ServerOptions(port=serve.port, grace=_GRACE_S))
     lines = (
-        f"serving {name} on http://{_HOST}:{listening.getsockname()[1]}/v1 while it trains",
+        f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
         f"token: {tokens[0] if made else '(the one)'} in {file}",
     )
-    return Serving(gateway, Background(gateway, tokens, listening), serve.share, lines)
+    return Serving(gateway, server, serve.share, lines)
 
 
 def _check_precision(model: Model) -> None:
@@ -189,12 +188,3 @@ def _check_precision(model: Model) -> None:
             f"serve.port: precision {precision.name}: {reason}, so an answer would depend on more "
             "than the weights; take another precision, such as fp8"
         )
-
-
-def _listen(port: int) -> socket.socket:
-    try:
-        return socket.create_server((_HOST, port))
-    except OSError as error:
-        raise IsobitError(
-            f"serve.port {port}: cannot listen on {_HOST}: {error.strerror or error}"
-        ) from None

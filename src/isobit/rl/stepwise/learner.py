@@ -1,0 +1,207 @@
+"""`StepwiseLearner`: forward, gradients and optimizer steps, each when its caller asks for it.
+
+Gradients of several `forward_backward` add up in the order of the calls until `optim_step`, one
+micro-batch after the other, as those of one call with all the data do: where micro-batches end at
+the same data, so that the sums are rounded alike, the bits are the same. Log-probabilities have the
+bits of sampling wherever the model's flow promises them. A call that raises has changed nothing
+(tests/rl/stepwise/). Left out: several ranks, routes that a rollout recorded, and who calls what.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError, NonFiniteError, brief
+from isobit.model import Model
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.forward.accumulate_grad import adding_in_place
+from isobit.model.forward.recompute import Recompute
+from isobit.rl.learner.forward import forward
+from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.rl.stepwise.data import Datum, check, micro_batches, pack
+from isobit.rl.stepwise.losses import Loss, Rows, loss_of, options_of
+from isobit.rl.stepwise.saving import read_masters, read_moments, write
+
+_LARGEST_NORM = 1e18  # of a gradient: its square is still finite in AdamW's second moment
+_SMALLEST_EPS, _LARGEST = 1e-30, 1e6
+
+
+@dataclass(frozen=True)
+class Adam:
+    """AdamW's numbers for one step, with the defaults of Tinker's AdamParams; decay is decoupled,
+    and of `grad_clip_norm` 0 clips nothing. Raises IsobitError for what is no such number."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            least = _SMALLEST_EPS if name == "eps" else 0
+            if name.startswith("beta"):
+                expected, fits = "from 0 to below 1", number and 0 <= value < 1
+            else:
+                expected = f"from {least:g} to {_LARGEST:g}"
+                fits = number and least <= value <= _LARGEST
+            if not fits:
+                raise IsobitError(f"{name}: expected a number {expected}, got {brief(repr(value))}")
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """Of each datum the log-probabilities of its targets, float32 of their shape, on the CPU; and
+    by Tinker's names sums over all data: `loss:sum`."""
+
+    logprobs: Sequence[Tensor]
+    metrics: Mapping[str, float]
+
+
+class StepwiseLearner:
+    """Trains a model: the adapter of one that is `Model.adapted`, or a whole one. Data share
+    forwards up to `micro_batch_tokens` targets. Raises IsobitError for a model without masters, and
+    one that several ranks share."""
+
+    def __init__(
+        self, model: Model, *, micro_batch_tokens: int = 16384, recompute: Recompute = False
+    ) -> None:
+        if model.ranks.size > 1:
+            raise IsobitError("a learner that is called step by step runs on one rank")
+        if not model.named_parameters():
+            raise IsobitError("this model is frozen; train an adapter over it (Model.adapted)")
+        self.model = model
+        self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
+        self._optimizer = ShardedOptimizer.of(model, OptimizerSettings())
+
+    def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float]) -> Outputs:
+        """Log-probabilities and the loss. Raises IsobitError, in one line, for whatever is wrong
+        with the arguments."""
+        with torch.no_grad():
+            return self._run(data, loss, options)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
+    ) -> Outputs:
+        """The same, and the gradient of the loss is added to those since the last step. Raises
+        IsobitError as `forward`, and for a gradient that is not finite, or too large for AdamW."""
+        with self._gradients_kept():
+            found = self._run(data, loss, options)
+            if not (norm := self._optimizer.gradient_norm()) <= _LARGEST_NORM:
+                raise NonFiniteError(
+                    f"forward_backward: the gradient's norm is {norm:.3g}, and may be "
+                    f"{_LARGEST_NORM:g}; are weights, advantages or ratios too large?"
+                )
+        return found
+
+    def optim_step(self, adam: Adam) -> Mapping[str, float]:
+        """One AdamW update by the gradients since the last one, which are gone then, and working
+        weights of the new masters. Returns the gradient's norm, before it is clipped. Where nothing
+        was differentiated, nothing changes: the norm is 0."""
+        optimizer = self._optimizer
+        if all(holder.grad is None for holder in optimizer.holders.values()):
+            return {"grad_norm": 0.0}
+        norm = optimizer.gradient_norm()
+        settings = replace(
+            optimizer.settings,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_grad_norm=adam.grad_clip_norm or math.inf,
+        )
+        optimizer.set(settings)
+        optimizer.step(adam.learning_rate, norm)
+        optimizer.zero_grad()
+        self.model.sync()
+        return {"grad_norm": norm}
+
+    def adapter(self) -> Adapter:
+        """The present factors, a copy. Raises IsobitError of a whole model."""
+        adapter = self.model.transformer.adapter
+        if adapter is None:
+            raise IsobitError("this model is trained whole, and has no adapter")
+        masters = self.model.named_parameters()
+        copied = {name: rows.detach().to("cpu", copy=True) for name, rows in masters.items()}
+        return replace(adapter, tensors=copied)
+
+    def save(self, folder: Path, *, optimizer: bool) -> None:
+        """Write a PEFT folder, of a whole model a Hugging Face directory, with or without the
+        optimizer's state. Gradients that wait for a step are not in it. Raises IsobitError for a
+        folder that cannot be written."""
+        write(folder, self.model, self._optimizer if optimizer else None)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Go on from what `save` wrote; without the `optimizer` its state begins anew. Gradients
+        that waited for a step are gone. Raises IsobitError, before anything has changed, for a
+        folder that is damaged, of another model, rank or alpha, or has no state."""
+        masters = read_masters(folder, self.model)
+        state = read_moments(folder) if optimizer else {}
+        found = ShardedOptimizer.of(self.model, self._optimizer.settings)
+        found.load_state(state)
+        self._optimizer.zero_grad()
+        self._optimizer = found
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters().items():
+                parameter.copy_(masters[name])
+        self.model.sync()
+
+    def _run(self, data: Sequence[Datum], name: str, given: Mapping[str, float]) -> Outputs:
+        loss, config = loss_of(name), self.model.config
+        options = options_of(name, loss, given)
+        if not data:
+            raise IsobitError("data: expected at least one datum")
+        for place, datum in enumerate(data):
+            check(datum, place, loss, config.vocab_size, config.max_positions)
+        logprobs, total = list[Tensor](), 0.0
+        with adding_in_place(self.model.transformer.masters.leaves.values()):
+            for part in micro_batches(data, self._micro_batch_tokens):
+                found, value = self._micro_batch([data[i] for i in part], loss, options)
+                logprobs += found
+                total += value
+        self.model.ops.raise_faults()
+        return Outputs(logprobs, {"loss:sum": total})
+
+    def _micro_batch(
+        self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]
+    ) -> tuple[list[Tensor], float]:
+        """(log-probabilities of each datum, the loss); its gradient, where one is enabled."""
+        packed = pack(data)
+        logprobs, _ = forward(self.model, packed, 1.0, recompute=self._recompute)
+        wanted = {**dict.fromkeys(loss.inputs, 0.0), **options}
+        inputs = {
+            name: torch.cat([datum.of_rows(name, default) for datum in data])
+            for name, default in wanted.items()
+        }
+        losses = loss.of(Rows(logprobs, inputs, packed.sequence))
+        total = float(losses.detach().double().sum())
+        if not math.isfinite(total):
+            raise NonFiniteError(
+                "the loss is not finite; are weights, advantages or ratios too large?"
+            )
+        if torch.is_grad_enabled():
+            losses.sum().backward()
+        rows = logprobs.detach().split([datum.targets.numel() for datum in data])
+        return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], total
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the gradients as they were."""
+        holders = self._optimizer.holders
+        before = {n: None if h.grad is None else h.grad.clone() for n, h in holders.items()}
+        try:
+            yield
+        except BaseException:
+            for name, gradient in before.items():
+                holders[name].grad = gradient
+            with suppress(NonFiniteError):  # else it would be the next caller's
+                self.model.ops.raise_faults()
+            raise

@@ -1,0 +1,167 @@
+"""The folder of a server's state and the tables in it, opened so that nothing a stranger left there
+is believed.
+
+The folder is this user's alone (mode 700), and one server's at a time. Tables are strict; the file
+must have the tables of this version, no others, and be whole. Commits are on the disk before they
+are answered (write-ahead log, `synchronous=FULL`).
+"""
+
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+from isobit.data.foreign import reason_of
+from isobit.errors import IsobitError, brief
+from isobit.run.directory import Lock
+
+VERSION, _APPLICATION = 1, 0x15B17
+FILE, WEIGHTS = "state.sqlite", "weights"
+_OLDEST_SQLITE = (3, 37, 0)  # strict tables
+_TABLES = """
+CREATE TABLE sessions (
+  id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, metadata TEXT NOT NULL,
+  display_name TEXT
+) STRICT;
+CREATE TABLE runs (
+  id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, number INTEGER NOT NULL,
+  base TEXT NOT NULL, rank INTEGER, seed INTEGER NOT NULL, targets TEXT NOT NULL,
+  created REAL NOT NULL, requested REAL NOT NULL, metadata TEXT NOT NULL,
+  applied INTEGER NOT NULL, live INTEGER NOT NULL CHECK (live IN (0, 1)), UNIQUE (session, number)
+) STRICT;
+CREATE TABLE checkpoints (
+  id TEXT PRIMARY KEY CHECK (length(id) = 32 AND id NOT GLOB '*[^0-9a-f]*'),
+  run TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE,
+  kind TEXT NOT NULL CHECK (kind IN ('training', 'sampler', 'snapshot', 'present')),
+  name TEXT NOT NULL, bytes INTEGER NOT NULL CHECK (bytes >= 0), digest TEXT NOT NULL,
+  optimizer INTEGER NOT NULL CHECK (optimizer IN (0, 1)), created REAL NOT NULL, expires REAL,
+  metadata TEXT NOT NULL, UNIQUE (run, kind, name)
+) STRICT;
+CREATE TABLE samplers (
+  id TEXT PRIMARY KEY, tenant TEXT NOT NULL,
+  session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE, number INTEGER NOT NULL,
+  base TEXT NOT NULL, path TEXT, snapshot TEXT, UNIQUE (session, number)
+) STRICT;
+CREATE TABLE requests (
+  run TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, number INTEGER NOT NULL,
+  kind TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, media_type TEXT, answer BLOB,
+  PRIMARY KEY (run, number)
+) STRICT;
+"""
+
+
+def make_private(folder: Path) -> Path:
+    """The folder, made unless it is there. Raises IsobitError for one that others may enter, one of
+    another user, and what is no folder."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except (OSError, ValueError) as error:
+        raise IsobitError(f"--state {folder}: cannot be made: {reason_of(error)}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise IsobitError(f"--state {folder}: expected a folder, and no link to one")
+    if found.st_uid != os.getuid():
+        raise IsobitError(f"--state {folder}: it belongs to another user")
+    if found.st_mode & 0o077:
+        raise IsobitError(f"--state {folder}: others may enter it; run chmod 700 {folder}")
+    around = folder.resolve().parent.stat()
+    if around.st_mode & 0o002 and not around.st_mode & stat.S_ISVTX:
+        raise IsobitError(
+            f"--state {folder}: others may put another folder in its place; choose one in a folder "
+            "that only you may write"
+        )
+    return folder
+
+
+def open_database(folder: Path) -> tuple[sqlite3.Connection, Lock]:
+    """The tables in a private folder, which no second server opens meanwhile. Raises IsobitError
+    where one has, and for a file that is no state of this version."""
+    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+        raise IsobitError(
+            f"--state needs SQLite {'.'.join(map(str, _OLDEST_SQLITE))} or newer; this Python has "
+            f"{sqlite3.sqlite_version}"
+        )
+    lock = Lock(folder, "state")
+    try:
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-journal", WEIGHTS):
+            _check_own(folder / name, name == WEIGHTS)
+        connection = sqlite3.connect(
+            folder / FILE, isolation_level=None, check_same_thread=False, timeout=1
+        )
+        try:
+            _begin(connection, folder)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        lock.close()
+        raise IsobitError(
+            f"--state {folder}: {FILE} cannot be read: {brief(error, 200)}; give another folder, "
+            "or the last copy of this one"
+        ) from None
+    except OSError as error:
+        lock.close()
+        raise IsobitError(f"--state {folder}: {reason_of(error)}") from None
+    except BaseException:
+        lock.close()
+        raise
+    return connection, lock
+
+
+def _check_own(path: Path, directory: bool) -> None:
+    """Raise IsobitError for anything but a file, or a folder, of this user's."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    right = stat.S_ISDIR(found.st_mode) if directory else stat.S_ISREG(found.st_mode)
+    if not right or found.st_uid != os.getuid() or (not directory and found.st_nlink != 1):
+        what = "folder" if directory else "file"
+        raise IsobitError(f"--state {path.parent}: {path.name} is no {what} of this server's own")
+
+
+def _begin(connection: sqlite3.Connection, folder: Path) -> None:
+    for pragma in (
+        "trusted_schema=OFF",
+        "cell_size_check=ON",
+        "locking_mode=EXCLUSIVE",
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        "secure_delete=OFF",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+    if not _schema(connection) and not _number(connection, "user_version"):
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id={_APPLICATION}; "
+            f"PRAGMA user_version={VERSION}; COMMIT;"
+        )
+    version = _number(connection, "user_version")
+    if _number(connection, "application_id") != _APPLICATION:
+        raise IsobitError(f"--state {folder}: {FILE} is no state of a server")
+    if version != VERSION:
+        raise IsobitError(
+            f"--state {folder}: its version is {version}, and this isobit reads {VERSION}; give "
+            "another folder, or the isobit that wrote it"
+        )
+    with sqlite3.connect(":memory:") as model:
+        model.executescript(_TABLES)
+        expected = _schema(model)
+    model.close()
+    if _schema(connection) != expected:
+        raise IsobitError(f"--state {folder}: {FILE} has other tables than a server makes")
+    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok" or connection.execute("PRAGMA foreign_key_check").fetchone():
+        raise IsobitError(f"--state {folder}: {FILE} is damaged: {brief(found, 200)}")
+
+
+def _schema(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return connection.execute(
+        "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
+    ).fetchall()
+
+
+def _number(connection: sqlite3.Connection, pragma: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
+    return int(value)

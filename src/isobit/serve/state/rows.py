@@ -1,0 +1,173 @@
+"""What a server keeps, as values, and how a checkpoint is called.
+
+A checkpoint is `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`. Names are looked
+up in a table and never become part of a file's path.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from isobit.errors import brief
+from isobit.serve.requests import BadRequest
+
+Kind = Literal["training", "sampler", "snapshot", "present"]
+"""Of a checkpoint: saved by a client for training or for sampling; or kept by the server: what a
+sampling client that was given no name samples from, and what a run was when it was last kept."""
+SEGMENTS: Mapping[str, Kind] = {"weights": "training", "sampler_weights": "sampler"}
+_NAMES: Mapping[Kind, str] = {kind: segment for segment, kind in SEGMENTS.items()}
+_RUN, _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}"), re.compile(r"[\w-][\w.-]{0,99}")
+_HASH, _LONGEST = re.compile(r"[0-9a-f]{64}"), 1 << 16
+SCHEME = "tinker://"
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """A client's session, and what it says of itself."""
+
+    id: str
+    tenant: str
+    created: float
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    display_name: str | None = None
+
+
+@dataclass(frozen=True)
+class StoredSampler:
+    """A sampling client: the `number` that it has in its session, what it asked for, and the id of
+    the checkpoint that the server keeps for it where it was given no path."""
+
+    id: str
+    tenant: str
+    session: str
+    number: int
+    base: str
+    path: str | None = None
+    snapshot: str | None = None
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A training run. `rank`: of its adapter, None: the whole model is trained; `targets`: which
+    parts, as `train_attn`, `train_mlp` and `train_unembed`; `applied`: the number of the last
+    request that is in what the server has kept of it, -1: none; `live`: requests may come."""
+
+    id: str
+    tenant: str
+    session: str
+    number: int
+    base: str
+    rank: int | None
+    seed: int
+    targets: Mapping[str, bool]
+    created: float
+    requested: float
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    applied: int = -1
+    live: bool = True
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights that are kept: in a folder by their `id`. `bytes`: of all its files; `digest`: SHA-256
+    of the list of their SHA-256; `expires`: seconds since 1970, None: never."""
+
+    id: str
+    run: str
+    kind: Kind
+    name: str
+    bytes: int
+    digest: str
+    optimizer: bool
+    created: float
+    expires: float | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """As clients call it."""
+        return f"{SCHEME}{self.run}/{_NAMES.get(self.kind, self.kind)}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response: as it was, it is given again."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request to a run, in the order of its `number`; `body` as it came."""
+
+    run: str
+    number: int
+    kind: str
+    body: bytes
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    """What a client calls a checkpoint."""
+
+    run: str
+    kind: Kind
+    name: str
+
+    @staticmethod
+    def parse(path: str) -> "CheckpointName":
+        """Of `tinker://RUN/weights/NAME`. Raises BadRequest for anything else."""
+        run, slash, rest = path.removeprefix(SCHEME).partition("/")
+        if not path.startswith(SCHEME) or not slash or not _RUN.fullmatch(run):
+            raise BadRequest(
+                f"{brief(path, 200)}: expected tinker://RUN/weights/NAME or "
+                "tinker://RUN/sampler_weights/NAME",
+                "path",
+            )
+        return CheckpointName.within(run, rest)
+
+    @staticmethod
+    def within(run: str, checkpoint_id: str) -> "CheckpointName":
+        """Of a run, and `weights/NAME`. Raises BadRequest for anything else."""
+        segment, _, name = checkpoint_id.partition("/")
+        if segment not in SEGMENTS:
+            raise BadRequest(
+                f"{brief(checkpoint_id, 200)}: expected weights/NAME or sampler_weights/NAME",
+                "checkpoint_id",
+            )
+        return CheckpointName(run, SEGMENTS[segment], checked_name(name))
+
+
+def checked_name(name: str) -> str:
+    """A name that a client gives a checkpoint. Raises BadRequest for one that is none."""
+    if not _NAME.fullmatch(name) or not name.isascii() or ".." in name:
+        raise BadRequest(
+            f"checkpoint {brief(name, 120)!r}: expected a name of at most 100 letters, digits, "
+            "'.', '-' and '_', without '..'",
+            "path",
+        )
+    return name
+
+
+def checked_row(row: _Row) -> _Row:
+    """A row of a table. Raises ValueError or BadRequest for one that no server has written."""
+    values: Mapping[str, Any] = vars(row)
+    for key, kind in (("metadata", str), ("targets", bool)):
+        found = values.get(key, {})
+        if not isinstance(found, dict) or not all(type(each) is kind for each in found.values()):
+            raise ValueError(f"{key} is no table of {kind.__name__}")
+    for key in ("id", "run", "session", "tenant", "base"):
+        if not 0 < len(values.get(key, "-")) <= _LONGEST:
+            raise ValueError(f"{key} is empty, or too long")
+    if isinstance(row, StoredRun) and not _RUN.fullmatch(row.id):
+        raise ValueError("its id is none")
+    if isinstance(row, Checkpoint):
+        checked_name(row.name)
+        if not _HASH.fullmatch(row.digest):
+            raise ValueError("its digest is no SHA-256")
+    return row

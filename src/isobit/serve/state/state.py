@@ -1,0 +1,325 @@
+"""A server's state: its tables, and a folder of weights for each checkpoint.
+
+A checkpoint is written under a temporary name, hashed, flushed, renamed, and only then named in the
+tables, in one transaction with what else it changes; so a kill at any moment leaves the state before
+it or after it (tests/serve/test_kills.py). When a server begins, folders that no row names are
+removed, and rows without a folder are dropped. A checkpoint whose files are not those that were
+written is refused.
+
+What is not in a checkpoint is not lost either: requests to a run are kept until a state of the run
+is, and can be done again (`requests`, `keep_present`). Left out: what is in a checkpoint, which
+`write(folder)` knows.
+"""
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from isobit.errors import IsobitError, RunFailed, brief
+from isobit.run import checkpoints as folders
+from isobit.run.durable import make_directory
+from isobit.serve.requests import BadRequest
+from isobit.serve.state.database import WEIGHTS, make_private
+from isobit.serve.state.rows import (
+    Answer,
+    Checkpoint,
+    CheckpointName,
+    Kind,
+    StoredRun,
+    StoredSampler,
+    StoredSession,
+    checked_name,
+)
+from isobit.serve.state.store import MOST_ANSWERS, Store
+
+_MANIFEST = "manifest.json"
+MOST_BYTES, MOST_CHECKPOINTS = 1 << 38, 4096
+"""Of all checkpoints together, and of a tenant's."""
+Write = Callable[[Path], None]
+
+
+class State(Store):
+    """An open state. Methods may be called from any thread; those that write a checkpoint take as
+    long as their `write`, without a lock."""
+
+    def __init__(
+        self,
+        folder: Path,
+        owners: Mapping[str, str] | None = None,
+        most_bytes: int = MOST_BYTES,
+        most_checkpoints: int = MOST_CHECKPOINTS,
+    ) -> None:
+        """`owners`: by the names that requests have for tenants, what the tables call them. Raises
+        IsobitError for a folder that is no state, or not this user's alone, or in use."""
+        super().__init__(make_private(folder), owners or {})
+        self._most_bytes, self._most_checkpoints = most_bytes, most_checkpoints
+        self._weights = folder / WEIGHTS
+        self._writing = set[str]()  # ids of folders that no row names yet
+        try:
+            make_directory(self._weights)
+            self._weights.chmod(0o700)
+            self._check_rows()
+            self._tidy()
+        except BaseException:
+            self.close()
+            raise
+
+    # checkpoints
+
+    def save(
+        self,
+        run: str,
+        kind: Kind,
+        name: str,
+        write: Write,
+        *,
+        optimizer: bool = False,
+        ttl: float | None = None,
+        overwrite: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        answer: Callable[[Checkpoint], tuple[int, Answer]] | None = None,
+        sampler: Callable[[Checkpoint], StoredSampler] | None = None,
+    ) -> Checkpoint:
+        """Keep what `write(folder)` writes as a run's checkpoint. In the same transaction the
+        request that asked for it, (number, answer), is answered, and a `sampler` begins. Raises
+        BadRequest for a name that is taken or no name, and where there is no room; RunFailed if the
+        disk takes no more."""
+        checked_name(name)
+        self._check_free(run, kind, name, overwrite)
+        checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {})
+        try:
+            with self._transaction() as execute:
+                self._check_free(run, kind, name, overwrite)
+                execute(
+                    "DELETE FROM checkpoints WHERE run = ? AND kind = ? AND name = ?",
+                    *(run, kind, name),
+                )
+                self._insert(checkpoint)
+                if answer is not None:
+                    self.answer(run, *answer(checkpoint))
+                if sampler is not None:
+                    self._insert(sampler(checkpoint))
+        finally:
+            self._writing.discard(checkpoint.id)
+            self._tidy()
+        return checkpoint
+
+    def keep_present(self, run: str, number: int, write: Write) -> None:
+        """Keep a run as it is after its request `number`, weights and optimizer, in the place of
+        what was kept before; requests up to it need not be done again. Call it where no gradients
+        wait: after `optim_step` or `load_weights`. Raises RunFailed if the disk takes no more."""
+        checkpoint = self._written(run, "present", "present", write, True, None, {})
+        try:
+            with self._transaction() as execute:
+                execute("DELETE FROM checkpoints WHERE run = ? AND kind = 'present'", run)
+                self._insert(checkpoint)
+                execute("UPDATE runs SET applied = ? WHERE id = ?", number, run)
+                execute("UPDATE requests SET body = x'' WHERE run = ? AND number <= ?", run, number)
+                execute(
+                    "DELETE FROM requests WHERE run = ? AND number <= ?", run, number - MOST_ANSWERS
+                )
+        finally:
+            self._writing.discard(checkpoint.id)
+            self._tidy()
+
+    def present(self, run: str) -> Checkpoint | None:
+        """What a run was when it was last kept."""
+        return self._first(Checkpoint, "run = ? AND kind = 'present'", run)
+
+    def checkpoint(self, tenant: str, path: str | CheckpointName) -> Checkpoint:
+        """A tenant's, by its `tinker://` path. Raises BadRequest where there is none (404)."""
+        name = CheckpointName.parse(path) if isinstance(path, str) else path
+        self.drop_expired()
+        run = self.run(name.run)
+        found = self._first(
+            Checkpoint, "run = ? AND kind = ? AND name = ?", name.run, name.kind, name.name
+        )
+        if found is None or run is None or run.tenant != tenant:
+            shown = Checkpoint("", name.run, name.kind, name.name, 0, "", False, 0.0).path
+            raise BadRequest(f"no checkpoint {brief(shown, 300)}", "path", 404)
+        return found
+
+    def by_id(self, checkpoint: str) -> Checkpoint | None:
+        """Of any kind, as a sampling client names what it samples from."""
+        return self._first(Checkpoint, "id = ?", checkpoint)
+
+    def checkpoints(
+        self, tenant: str, run: str | None = None, limit: int = -1, offset: int = 0
+    ) -> tuple[list[Checkpoint], int]:
+        """(some, how many there are) of what a tenant, or one run, has saved, the newest first."""
+        self.drop_expired()
+        where = "kind IN ('training', 'sampler') AND run IN (SELECT id FROM runs WHERE tenant = ?"
+        values: list[object] = [self._owner(tenant)]
+        if run is not None:
+            where, values = where + " AND id = ?", [*values, run]
+        where += ")"
+        order = f"{where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        with self._guard:
+            found = self._all(Checkpoint, order, *values, limit, offset)
+            return found, self._count("checkpoints", where, *values)
+
+    def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Where its files are, which are those that were written. Raises IsobitError for others."""
+        folder = self._weights / checkpoint.id
+        problem = "it is no folder" if folder.is_symlink() else folders.damage(folder)
+        if problem is None and _digest(folder) != checkpoint.digest:
+            problem = f"{_MANIFEST} is not the one that was written"
+        if problem is not None:
+            raise IsobitError(f"checkpoint {checkpoint.path} is damaged: {problem}")
+        return folder
+
+    def set_ttl(self, tenant: str, path: str | CheckpointName, ttl: float | None) -> None:
+        """A checkpoint is dropped after so many seconds, None: never. Raises as `checkpoint`."""
+        found = self.checkpoint(tenant, path)
+        with self._transaction() as execute:
+            expires = None if ttl is None else time.time() + ttl
+            execute("UPDATE checkpoints SET expires = ? WHERE id = ?", expires, found.id)
+
+    def delete(self, tenant: str, path: str | CheckpointName) -> None:
+        """Drop a checkpoint. Raises as `checkpoint`."""
+        found = self.checkpoint(tenant, path)
+        with self._transaction() as execute:
+            execute("DELETE FROM checkpoints WHERE id = ?", found.id)
+            self._forget_empty()
+        self._tidy()
+
+    def drop_expired(self) -> None:
+        """Drop checkpoints whose time is over."""
+        with self._guard:
+            now = time.time()
+            if not self._count("checkpoints", "expires <= ?", now):
+                return
+            with self._transaction() as execute:
+                execute("DELETE FROM checkpoints WHERE expires <= ?", now)
+                self._forget_empty()
+        self._tidy()
+
+    def end_session(self, name: str) -> None:
+        """As `Store.end_session`; what its sampling clients had no path for goes too."""
+        with self._transaction() as execute:
+            execute(
+                "DELETE FROM checkpoints WHERE kind = 'snapshot' AND id IN "
+                "(SELECT snapshot FROM samplers WHERE session = ?)",
+                name,
+            )
+            super().end_session(name)
+        self._tidy()
+
+    def end_run(self, run: str) -> None:
+        """As `Store.end_run`, with its folders."""
+        super().end_run(run)
+        if not self._connection.in_transaction:
+            self._tidy()
+
+    @property
+    def bytes(self) -> int:
+        """Of all checkpoints."""
+        with self._guard:
+            (size,) = self._run("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
+        return int(size)
+
+    # what keeps folders and rows together
+
+    def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool) -> None:
+        if self.bytes >= self._most_bytes:
+            raise BadRequest(
+                f"saved weights have {self.bytes:,} bytes, and {self._most_bytes:,} is the most; "
+                "delete checkpoints",
+                status=429,
+            )
+        found = self.run(run)
+        if found is None:
+            raise BadRequest(f"no training run {brief(run)}", status=404)
+        where = "run IN (SELECT id FROM runs WHERE tenant = ?)"
+        if self._count("checkpoints", where, self._owner(found.tenant)) >= self._most_checkpoints:
+            raise BadRequest(
+                f"a tenant may have {self._most_checkpoints:,} checkpoints; delete some", status=429
+            )
+        taken = self._count("checkpoints", "run = ? AND kind = ? AND name = ?", run, kind, name)
+        if taken and not overwrite:
+            raise BadRequest(
+                f"checkpoint {name!r} is there already; choose another name, or set overwrite",
+                "path",
+                409,
+            )
+
+    def _written(
+        self,
+        run: str,
+        kind: Kind,
+        name: str,
+        write: Write,
+        optimizer: bool,
+        ttl: float | None,
+        metadata: Mapping[str, str],
+    ) -> Checkpoint:
+        """A folder is on the disk that no row names yet."""
+        self.drop_expired()
+        made, now = secrets.token_hex(16), time.time()
+        folder = self._weights / made
+        self._writing.add(made)
+        try:
+            folders.replace(folder, write)
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            digest = _digest(folder)
+            if self.bytes + size > self._most_bytes:
+                raise BadRequest(
+                    f"these weights have {size:,} bytes, and of {self._most_bytes:,} for all "
+                    f"{max(self._most_bytes - self.bytes, 0):,} are left; delete checkpoints",
+                    status=429,
+                )
+        except BaseException as error:
+            self._writing.discard(made)
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise RunFailed(f"state {self.folder}: {error.strerror}") from None
+            raise
+        expires = None if ttl is None else now + ttl
+        return Checkpoint(
+            made, run, kind, name, size, digest, optimizer, now, expires, dict(metadata)
+        )
+
+    def _forget_empty(self) -> None:
+        """Runs that have ended, and have nothing, are no runs."""
+        self._run("DELETE FROM runs WHERE NOT live AND id NOT IN (SELECT run FROM checkpoints)")
+
+    def _check_rows(self) -> None:
+        """Raise IsobitError for a row that no server has written; drop those without a folder. A run
+        whose present state is among them cannot go on."""
+        self._all(StoredSession, "true")
+        self._all(StoredRun, "true")
+        self._all(StoredSampler, "true")
+        gone = [
+            each.id
+            for each in self._all(Checkpoint, "true")
+            if (self._weights / each.id).is_symlink() or not (self._weights / each.id).is_dir()
+        ]
+        with self._transaction() as execute:
+            for each in gone:
+                execute("DELETE FROM checkpoints WHERE id = ?", each)
+            lost = execute(
+                "SELECT id FROM runs WHERE live AND applied >= 0 AND id NOT IN "
+                "(SELECT run FROM checkpoints WHERE kind = 'present')"
+            )
+            for (each,) in lost.fetchall():
+                Store.end_run(self, each)
+            self._forget_empty()
+
+    def _tidy(self) -> None:
+        """Remove folders that no row names."""
+        with self._guard:
+            rows = self._run("SELECT id FROM checkpoints").fetchall()
+            kept = {name for (name,) in rows} | self._writing
+            kept |= {f".writing-{name}" for name in self._writing}
+            for path in self._weights.iterdir():
+                if path.name not in kept:
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+
+
+def _digest(folder: Path) -> str:
+    return folders.file_digest(folder / _MANIFEST)

@@ -1,0 +1,249 @@
+"""The tables of a server's state: sessions, runs, sampling clients and requests, read and written
+one transaction at a time, from any thread.
+
+A tenant sees what is its own; what is another's is as if it was not there. A tenant is known by its
+token, so that a file of tokens whose lines change places gives nobody what is another's.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from isobit.data.foreign import BadJson, parse_json
+from isobit.errors import IsobitError, RunFailed, brief
+from isobit.serve.requests import BadRequest
+from isobit.serve.state.database import open_database
+from isobit.serve.state.rows import (
+    Answer,
+    Checkpoint,
+    StoredRequest,
+    StoredRun,
+    StoredSampler,
+    StoredSession,
+    checked_row,
+)
+
+_Row = TypeVar("_Row", StoredSession, StoredRun, StoredSampler, Checkpoint)
+_TABLES: Mapping[type, str] = {
+    StoredSession: "sessions",
+    StoredRun: "runs",
+    StoredSampler: "samplers",
+    Checkpoint: "checkpoints",
+}
+MOST_RUNS, MOST_ANSWERS, MOST_REQUEST_BYTES = 4096, 256, 1 << 30
+"""Runs of a tenant; answers that are kept of a run, beside those that may be asked for again; bytes
+of the requests that all runs keep."""
+
+
+class Store:
+    """Rows of a database that is open."""
+
+    def __init__(self, folder: Path, owners: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._owners, self._tenants = owners, {owner: name for name, owner in owners.items()}
+        self._guard = threading.RLock()
+        self._connection, self._lock = open_database(folder)
+
+    def close(self) -> None:
+        """Let another server open it."""
+        with self._guard:
+            self._connection.close()
+            self._lock.close()
+
+    # sessions and sampling clients
+
+    def add_session(self, session: StoredSession) -> None:
+        """A client begins."""
+        with self._transaction():
+            self._insert(session)
+
+    def session(self, name: str) -> StoredSession | None:
+        """One that has not ended."""
+        return self._first(StoredSession, "id = ?", name)
+
+    def sessions(self, tenant: str, limit: int, offset: int) -> list[StoredSession]:
+        """A tenant's, the newest first."""
+        order = "tenant = ? ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        return self._all(StoredSession, order, self._owner(tenant), limit, offset)
+
+    def end_session(self, name: str) -> None:
+        """It ends, with its sampling clients and what its runs have not saved. Checkpoints stay."""
+        with self._transaction() as run:
+            run("DELETE FROM sessions WHERE id = ?", name)
+            for (each,) in run("SELECT id FROM runs WHERE session = ? AND live", name).fetchall():
+                self.end_run(each)
+
+    def add_sampler(self, sampler: StoredSampler) -> None:
+        """A session has a new sampling client."""
+        with self._transaction():
+            self._insert(sampler)
+
+    def sampler(self, name: str) -> StoredSampler | None:
+        """One whose session has not ended."""
+        return self._first(StoredSampler, "id = ?", name)
+
+    def samplers(self, session: str) -> list[StoredSampler]:
+        """Those of a session."""
+        return self._all(StoredSampler, "session = ? ORDER BY number", session)
+
+    # runs and their requests
+
+    def add_run(self, run: StoredRun) -> StoredRun:
+        """A training run begins; asked again by the same number of the same session, it is the same
+        one."""
+        with self._transaction() as execute:
+            found = self._first(StoredRun, "session = ? AND number = ?", run.session, run.number)
+            if found is not None:
+                return found
+            (count,) = execute(
+                "SELECT count(*) FROM runs WHERE tenant = ?", self._owner(run.tenant)
+            ).fetchone()
+            if count >= MOST_RUNS:
+                raise BadRequest(
+                    f"{count:,} training runs are kept, which is the most; delete checkpoints of "
+                    "old ones",
+                    status=429,
+                )
+            self._insert(run)
+        return run
+
+    def run(self, name: str) -> StoredRun | None:
+        """By its id."""
+        return self._first(StoredRun, "id = ?", name)
+
+    def runs(self, tenant: str, limit: int, offset: int) -> tuple[list[StoredRun], int]:
+        """(some, how many there are) of a tenant's, the newest first."""
+        owner = self._owner(tenant)
+        order = "tenant = ? ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        with self._guard:
+            found = self._all(StoredRun, order, owner, limit, offset)
+            return found, self._count("runs", "tenant = ?", owner)
+
+    def runs_of(self, session: str) -> list[StoredRun]:
+        """Those of a session."""
+        return self._all(StoredRun, "session = ? ORDER BY number", session)
+
+    def end_run(self, run: str) -> None:
+        """No more requests come: what it has not saved is dropped; and the run itself, if it has no
+        checkpoint."""
+        with self._transaction() as execute:
+            execute("UPDATE runs SET live = 0 WHERE id = ?", run)
+            execute("DELETE FROM requests WHERE run = ?", run)
+            execute("DELETE FROM checkpoints WHERE run = ? AND kind = 'present'", run)
+            execute(
+                "DELETE FROM runs WHERE id = ? AND id NOT IN (SELECT run FROM checkpoints)", run
+            )
+
+    def accept(self, run: str, number: int, kind: str, body: bytes) -> None:
+        """A request to a run is on the disk: after a kill it can be done again. The same number
+        twice is the same request."""
+        with self._transaction() as execute:
+            (size,) = execute("SELECT coalesce(sum(length(body)), 0) FROM requests").fetchone()
+            if size + len(body) > MOST_REQUEST_BYTES:
+                raise BadRequest(
+                    f"requests that are not in a saved state have {size:,} bytes, which is the "
+                    "most; call optim_step",
+                    status=429,
+                )
+            row = (run, number, kind, body)
+            execute("INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, NULL, NULL, NULL)", *row)
+            execute("UPDATE runs SET requested = ? WHERE id = ?", time.time(), run)
+
+    def answer(self, run: str, number: int, answer: Answer) -> None:
+        """What a request was answered; a run that has ended keeps none."""
+        with self._transaction() as execute:
+            execute(
+                "UPDATE requests SET status = ?, media_type = ?, answer = ? "
+                "WHERE run = ? AND number = ?",
+                *(answer.status, answer.media_type, answer.body, run, number),
+            )
+
+    def requests(self, run: str) -> list[StoredRequest]:
+        """Those of a run that are kept, in their order: what was applied after the state that was
+        kept last, and older ones with their answers and without their bodies."""
+        with self._guard:
+            rows = self._run("SELECT * FROM requests WHERE run = ? ORDER BY number", run).fetchall()
+        return [
+            StoredRequest(
+                name, number, kind, body, None if status is None else Answer(status, media, answer)
+            )
+            for name, number, kind, body, status, media, answer in rows
+        ]
+
+    # rows
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """All that is done in it is on the disk at its end, or nothing. Raises RunFailed where the
+        disk takes no more."""
+        with self._guard:
+            if self._connection.in_transaction:
+                yield self._run
+                return
+            try:
+                self._run("BEGIN IMMEDIATE")
+                try:
+                    yield self._run
+                except BaseException:
+                    self._run("ROLLBACK")
+                    raise
+                self._run("COMMIT")
+            except sqlite3.OperationalError as error:
+                if self._connection.in_transaction:
+                    self._run("ROLLBACK")
+                raise RunFailed(f"state {self.folder}: {brief(error, 200)}") from None
+
+    def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    def _owner(self, tenant: str) -> str:
+        return self._owners.get(tenant, tenant)
+
+    def _insert(self, row: StoredSession | StoredRun | StoredSampler | Checkpoint) -> None:
+        values = dict(vars(row))
+        if "tenant" in values:
+            values["tenant"] = self._owner(values["tenant"])
+        for key in ("metadata", "targets"):
+            if key in values:
+                values[key] = json.dumps(values[key], sort_keys=True)
+        names = ", ".join(values)
+        marks = ", ".join("?" * len(values))
+        self._run(f"INSERT INTO {_TABLES[type(row)]} ({names}) VALUES ({marks})", *values.values())
+
+    def _count(self, table: str, where: str, *values: Any) -> int:
+        (count,) = self._run(f"SELECT count(*) FROM {table} WHERE {where}", *values).fetchone()
+        return int(count)
+
+    def _first(self, kind: type[_Row], where: str, *values: Any) -> _Row | None:
+        found = self._all(kind, where, *values)
+        return found[0] if found else None
+
+    def _all(self, kind: type[_Row], where: str, *values: Any) -> list[_Row]:
+        """Rows as values. Raises IsobitError for one that no server has written."""
+        with self._guard:
+            cursor = self._run(f"SELECT * FROM {_TABLES[kind]} WHERE {where}", *values)
+            names = [column[0] for column in cursor.description]
+            rows = [dict(zip(names, row)) for row in cursor.fetchall()]
+        return [self._made(kind, row) for row in rows]
+
+    def _made(self, kind: type[_Row], row: dict[str, Any]) -> _Row:
+        try:
+            for key in ("metadata", "targets"):
+                if key in row:
+                    row[key] = parse_json(row[key])
+            for key in ("live", "optimizer"):
+                if key in row:
+                    row[key] = bool(row[key])
+            if "tenant" in row:
+                row["tenant"] = self._tenants.get(row["tenant"], row["tenant"])
+            return checked_row(kind(**row))
+        except (BadJson, ValueError, BadRequest) as error:
+            raise IsobitError(
+                f"--state {self.folder}: table {_TABLES[kind]} has a row that no server writes, "
+                f"{brief(row.get('id'), 80)!r}: {brief(error, 200)}"
+            ) from None

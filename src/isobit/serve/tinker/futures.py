@@ -1,0 +1,92 @@
+"""Requests that are answered later: a future is done once, whoever asks for it again by its name.
+
+Its result is kept for a while, and gone after that (410). What goes wrong is the future's result,
+in Tinker's categories: `user`, or `server`.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from isobit.errors import brief
+from isobit.serve.gateway import Gateway
+from isobit.serve.requests import BadRequest
+from isobit.serve.wire import error_value, read_fields
+
+POLL_SECONDS = 20.0
+_MOST_RESULTS, _MOST_RESULT_BYTES = 4096, 1 << 28
+
+
+class Futures:
+    """All of a server, each of one tenant. A name says what was asked: a sampling session or a run,
+    and the request's number in it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._tasks: OrderedDict[tuple[str, str], asyncio.Task[Response]] = OrderedDict()
+        self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
+
+    def knows(self, tenant: str, name: str) -> bool:
+        """Whether this request has come before, and is not forgotten."""
+        return (tenant, name) in self._tasks
+
+    def begin(
+        self, tenant: str, name: str, work: Awaitable[Response], cancellable: bool = False
+    ) -> None:
+        """Do some work, whose response answers the future of this name, which is not known."""
+        assert not self.knows(tenant, name)
+        task = asyncio.create_task(_answered(work))
+        self._tasks[tenant, name] = task
+        if not cancellable:
+            self._kept.add(task)
+            task.add_done_callback(self._kept.discard)
+        self._forget_old()
+
+    async def retrieve(self, request: Request) -> Response:
+        """The result of a future, an error, or that it is to be asked for again."""
+        fields = await read_fields(request, self._gateway.limits)
+        name = fields.text("request_id") or ""
+        task = self._tasks.get((request.state.tenant, name))
+        if task is None:
+            raise BadRequest(f"no future {brief(name)}: it was forgotten", status=410)
+        await asyncio.wait({task}, timeout=POLL_SECONDS)
+        if not task.done():
+            return JSONResponse(
+                {"type": "try_again", "request_id": name, "queue_state": "active"}, 408
+            )
+        if task.cancelled():
+            return JSONResponse({"error": "the request was cancelled", "category": "user"})
+        return task.result()
+
+    async def cancel(self, request: Request) -> Response:
+        """Nobody waits for a sample: it ends. A request to a training run is done all the same."""
+        fields = await read_fields(request, self._gateway.limits)
+        task = self._tasks.get((request.state.tenant, fields.text("request_id") or ""))
+        if task is not None and not task.done() and task not in self._kept:
+            task.cancel()
+        return JSONResponse({})
+
+    def _forget_old(self) -> None:
+        """Keep the newest results; what is not done yet stays."""
+        done = {
+            key: task for key, task in self._tasks.items() if task.done() and not task.cancelled()
+        }
+        size = sum(len(task.result().body) for task in done.values())
+        for key, task in done.items():
+            if len(self._tasks) <= _MOST_RESULTS and size <= _MOST_RESULT_BYTES:
+                return
+            size -= len(task.result().body)
+            del self._tasks[key]
+
+
+async def _answered(work: Awaitable[Response]) -> Response:
+    """The response to a future: the answer, or what went wrong."""
+    try:
+        return await work
+    except Exception as error:
+        status, value = error_value(error)
+        category = "user" if status < 500 else "server"
+        return JSONResponse({"error": value["error"]["message"], "category": category})

@@ -1,0 +1,76 @@
+"""Requests to one training run, done one after the other in the order of their numbers, in whatever
+order they arrive: a client sends the first of several at once last.
+
+A number that does not come holds the line for `GAP_SECONDS`. Then those that wait fail, and the
+line goes on after them: a step without the gradients that belong to it would be a wrong result.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from isobit.serve.requests import BadRequest
+
+GAP_SECONDS = 120.0
+
+
+class Line:
+    """Of one run: the request of number `next` is done now, or has not arrived."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._busy = False
+        self._ended: BadRequest | None = None
+        self._watch: asyncio.TimerHandle | None = None
+
+    def end(self, error: BadRequest) -> None:
+        """Nothing is done from now on: who waits, and who comes, is told `error`."""
+        self._ended = error
+        self._fail_waiting(error)
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Wait until all requests of smaller numbers are over; then nobody else has a turn until
+        this one is over, however it ends. Raises BadRequest for a number whose turn has been, and
+        for one that can have none."""
+        if self._ended is not None:
+            raise self._ended
+        if number < self.next or number in self._waiting:
+            raise BadRequest(f"request {number} of this run came twice, or too late")
+        waits = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._advance()
+        await waits
+        try:
+            yield
+        finally:
+            self._busy, self.next = False, number + 1
+            self._advance()
+
+    def _advance(self) -> None:
+        """Give the turn to the next number, if it is there; watch for it, if others are."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._busy or not self._waiting:
+            return
+        if (waits := self._waiting.pop(self.next, None)) is not None:
+            self._busy = True
+            waits.set_result(None)
+        else:
+            self._watch = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        missing, self.next = self.next, max(self._waiting) + 1
+        self._fail_waiting(
+            BadRequest(
+                f"request {missing} of this run did not come within {GAP_SECONDS:g} seconds; this "
+                "one, which belongs after it, was not done"
+            )
+        )
+
+    def _fail_waiting(self, error: BadRequest) -> None:
+        for waits in self._waiting.values():
+            waits.set_exception(error)
+        self._waiting.clear()
+        self._advance()

@@ -1,0 +1,269 @@
+"""Training runs: each has an adapter of its own over the frozen model, and a line for its requests.
+
+A request to a run is a future, done once: its name is the run's and its number. In its turn it is
+a piece of work of its tenant, so the device does one request of a run, and then those of others.
+What is wrong with a request fails that one alone, and nothing has changed.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from isobit.errors import IsobitError, brief
+from isobit.model.adapters.low_rank import factor_shapes
+from isobit.model.adapters.targets import NewAdapter, projections, targeted
+from isobit.model.hub.config import ModelConfig
+from isobit.options.projections import MLP_PROJECTIONS
+from isobit.rl.stepwise import StepwiseLearner
+from isobit.serve.gateway import Gateway, Refused, in_thread
+from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.state.rows import StoredRun
+from isobit.serve.state.state import State
+from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.lines import Line
+from isobit.serve.tinker.sessions import Session, Sessions
+from isobit.serve.wire import read_fields
+
+ALPHA = 32.0
+"""Of every adapter, whatever its rank, as Tinker's are: a learning rate then fits all ranks."""
+PARTS = ("train_attn", "train_mlp", "train_unembed")
+_COPIES = 4  # of a run's factors: masters, gradients and two moments
+UNLOADED = BadRequest("the training run was unloaded", status=410)
+
+
+@dataclass(eq=False)
+class Run:
+    """A run. `learner` is the device thread's alone; `factor_bytes`: of its factors in FP32;
+    `waiting_bytes`: of bodies of requests that are not done."""
+
+    name: str
+    session: Session
+    base: str
+    rank: int
+    trained: Mapping[str, bool]
+    factor_bytes: int
+    line: Line = field(default_factory=lambda: Line(1))
+    learner: StepwiseLearner | None = None
+    waiting_bytes: int = 0
+    unnamed: deque[str] = field(default_factory=deque)
+    """Its sampling clients whose weights have no name, the oldest first."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.session.tenant
+
+    @property
+    def trains(self) -> StepwiseLearner:
+        """Its learner, on the device thread."""
+        if self.learner is None:
+            raise UNLOADED
+        return self.learner
+
+
+class Runs:
+    """All of a server, and what every request to one of them has in common."""
+
+    def __init__(
+        self, gateway: Gateway, sessions: Sessions, futures: Futures, state: State
+    ) -> None:
+        self._gateway, self._sessions, self._futures = gateway, sessions, futures
+        self.state = state
+        self._runs: dict[str, Run] = {}
+
+    def create(
+        self,
+        session: Session,
+        number: int,
+        stored: Callable[[str], StoredRun],
+        make: Callable[[], StepwiseLearner],
+        answer: Callable[[Run], Mapping[str, Any]],
+    ) -> str:
+        """The future of a new run: the `number` that it has in its session, and the first request
+        to it."""
+        name = f"{session.name}:train:{number}"
+        future = f"{name}:0"
+        if self._futures.knows(session.tenant, future):
+            return future
+        if name in self._runs:
+            raise BadRequest(f"the training run {name} is there already", status=410)
+        described = stored(name)
+        assert described.rank is not None
+        run = Run(
+            name,
+            session,
+            described.base,
+            described.rank,
+            described.targets,
+            self._room_for(session.tenant, described.rank, described.targets),
+        )
+        self._runs[name] = run
+
+        async def work() -> Response:
+            try:
+                run.learner = await self._gateway.work(run.tenant, make)
+                await in_thread(self.state.add_run, described)
+                if session.ended:
+                    raise UNLOADED
+            except BaseException:
+                await self._drop(run)
+                raise
+            session.closers.append(partial(self._unload, run))
+            return JSONResponse(answer(run))
+
+        self._futures.begin(session.tenant, future, work())
+        return future
+
+    async def ask(
+        self, request: Request, kind: str, work: Callable[[Run, Fields], Awaitable[Response]]
+    ) -> Response:
+        """A request in JSON: the future's name."""
+        fields = await read_fields(request, self._gateway.limits)
+        if fields.text("type", kind) != kind:
+            raise BadRequest(f"type: expected {kind}", "type")
+        run = self.find(request, fields.text("model_id"))
+        number = fields.whole("seq_id", 0, 1, 2**62)
+        return self.begin(run, number, 0, lambda: work(run, fields))
+
+    def begin(
+        self, run: Run, number: int, size: int, work: Callable[[], Awaitable[Response]]
+    ) -> Response:
+        """A request to a run, with a body of `size` bytes: it is done in its turn, once."""
+        limits = self._gateway.limits
+        future = f"{run.name}:{number}"
+        if not self._futures.knows(run.tenant, future):
+            if number < run.line.next:
+                raise BadRequest(
+                    f"request {number} of this run was done, and its result is forgotten", "", 410
+                )
+            if number > run.line.next + limits.run_requests or (
+                number != run.line.next and run.waiting_bytes + size > limits.run_bytes
+            ):
+                raise Refused(429, "too many requests to this run are waiting; ask again later")
+            self._gateway.check_room(0)
+            run.waiting_bytes += size
+
+            async def in_turn() -> Response:
+                try:
+                    async with run.line.turn(number):
+                        return await work()
+                finally:
+                    run.waiting_bytes -= size
+
+            self._futures.begin(run.tenant, future, in_turn())
+        return JSONResponse({"request_id": future, "model_id": run.name})
+
+    def find(self, request: Request, name: str | None) -> Run:
+        """The run that a request names; its session is heard of. Raises BadRequest for what is none
+        of its tenant."""
+        found = self._runs.get(name or "")
+        if found is None or found.tenant != request.state.tenant or found.learner is None:
+            raise BadRequest(f"no training run {brief(name)}: it was unloaded", status=404)
+        found.session.seen = time.monotonic()
+        return found
+
+    async def work(self, run: Run, function: Callable[[], Any]) -> Any:
+        """What the device thread makes of a function, for a run."""
+        return await self._gateway.work(run.tenant, function)
+
+    async def info(self, request: Request) -> Response:
+        """What a run trains."""
+        fields = await read_fields(request, self._gateway.limits)
+        run = self.find(request, fields.text("model_id"))
+        config, folder = self._gateway.model.config, str(self._gateway.model.directory)
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": run.name,
+                "model_name": run.base,
+                "model_data": {
+                    "arch": config.family,
+                    "model_name": run.base,
+                    "tokenizer_id": folder,
+                },
+                "is_lora": True,
+                "lora_rank": run.rank,
+            }
+        )
+
+    async def unload(self, request: Request) -> Response:
+        """A run ends: what it has not saved is dropped, and requests that wait fail."""
+        fields = await read_fields(request, self._gateway.limits)
+        run = self.find(request, fields.text("model_id"))
+        future = f"{run.name}:unload"
+
+        async def work() -> Response:
+            await self._unload(run)
+            return JSONResponse({"type": "unload_model", "model_id": run.name})
+
+        if not self._futures.knows(run.tenant, future):
+            self._futures.begin(run.tenant, future, work())
+        return JSONResponse({"request_id": future, "model_id": run.name})
+
+    async def _unload(self, run: Run) -> None:
+        if self._runs.get(run.name) is run:
+            await self._drop(run)
+            await in_thread(self.state.end_run, run.name)
+
+    async def _drop(self, run: Run) -> None:
+        """Let go of a run's memory."""
+        self._runs.pop(run.name, None)
+        run.line.end(UNLOADED)
+
+        def forget() -> None:
+            run.learner = None
+
+        await self._gateway.work(run.tenant, forget)
+
+    def _room_for(self, tenant: str, rank: int, trained: Mapping[str, bool]) -> int:
+        """Bytes of the factors of one more run. Raises BadRequest where there is no room for it."""
+        limits = self._gateway.limits
+        if sum(run.tenant == tenant for run in self._runs.values()) >= limits.runs:
+            raise BadRequest(
+                f"{limits.runs} training runs of yours are open, which is the most; unload one",
+                status=429,
+            )
+        config = self._gateway.model.config
+        shapes = factor_shapes(targeted(config, targets_of(config, trained)), rank)
+        size = 4 * sum(map(math.prod, shapes.values()))
+        held = sum(run.factor_bytes for run in self._runs.values())
+        if _COPIES * (held + size) > limits.adapter_bytes:
+            raise BadRequest(
+                f"an adapter of rank {rank:,} trains in {_COPIES * size:,} bytes, and all that "
+                f"train may have {limits.adapter_bytes:,}, of which {_COPIES * held:,} are taken; "
+                "choose a lower rank, or unload a run"
+            )
+        return size
+
+
+def new_adapter_of(
+    config: ModelConfig, rank: int, seed: int, trained: Mapping[str, bool]
+) -> NewAdapter:
+    """A new run's adapter. Raises IsobitError as `targets_of`."""
+    return NewAdapter(rank, ALPHA, targets_of(config, trained), seed)
+
+
+def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
+    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts."""
+    if trained["train_mlp"] and any(map(config.is_mixture, range(config.num_layers))):
+        raise IsobitError(
+            "lora_config.train_mlp: experts have no adapters yet; create the run with "
+            "train_mlp=False"
+        )
+    names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
+    found = [
+        name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]
+    ]
+    if not found:
+        raise IsobitError(
+            "lora_config: an adapter of the unembedding alone is not offered; set train_attn or "
+            "train_mlp"
+        )
+    return found

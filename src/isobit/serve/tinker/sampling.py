@@ -1,0 +1,221 @@
+"""Sampling clients: each is pinned to a snapshot, so what it samples from never changes under it.
+
+Left out, each refused in one line: images, log-probabilities of other tokens than the given ones,
+and stability records.
+"""
+
+import math
+import secrets
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from isobit.engine.prompts import encode_prompt
+from isobit.engine.types import Completion, Sampling
+from isobit.errors import brief
+from isobit.serve.gateway import Gateway, in_thread
+from isobit.serve.jobs import Done
+from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.rows import SCHEME
+from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.sessions import Session, Sessions
+from isobit.serve.tinker.wire import PROTOBUF, encoded
+from isobit.serve.wire import read_fields
+
+_MOST_SAMPLERS = 256
+_NOTHING = {
+    "topk_prompt_logprobs": 0,
+    "topk_sample_logprobs": 0,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+}
+"""Keys of a sample that are taken where they ask for nothing."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampling client: the model's name as it was given, and what it is pinned to."""
+
+    tenant: str
+    model: str
+    path: str | None
+    snapshot: Snapshot
+
+
+class Samplers:
+    """All of a server."""
+
+    def __init__(self, gateway: Gateway, sessions: Sessions, futures: Futures) -> None:
+        self._gateway, self._snapshots = gateway, gateway.device.snapshots
+        self._sessions, self._futures = sessions, futures
+        self._samplers: dict[str, Sampler] = {}
+        self._numbered: dict[tuple[str, int], str] = {}  # of a session, by its number
+        self._of_session: dict[str, list[str]] = {}
+        self._dropped: dict[str, tuple[str, str]] = {}  # by id: its session, and why
+
+    async def create(self, request: Request) -> Response:
+        """A sampling client of a session, pinned to what its model is now. Asked again by the same
+        number, it is the same."""
+        fields = await read_fields(request, self._gateway.limits)
+        session = self._sessions.find(request, fields.text("session_id"))
+        number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
+        base, path = fields.text("base_model"), fields.text("model_path")
+        if (session.name, number) not in self._numbered:
+            self.check_room(session)
+            snapshot = await self._snapshot(session.tenant, base, path)
+            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot)
+            await self.add(session, number, made)
+        name = self._numbered[session.name, number]
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
+
+    def check_room(self, session: Session) -> None:
+        """Raise BadRequest unless a session may have one more."""
+        if len(self._of_session.get(session.name, ())) >= _MOST_SAMPLERS:
+            raise BadRequest(f"a session may have {_MOST_SAMPLERS} sampling clients")
+
+    async def add(self, session: Session, number: int, sampler: Sampler) -> str:
+        """The name of a session's sampling client, which holds its snapshot; the one that there is
+        if the number was taken meanwhile. Raises BadRequest if the session has ended."""
+        if session.ended or (session.name, number) in self._numbered:
+            await self._release(sampler)
+            if session.ended:
+                raise BadRequest("the session has ended", status=410)
+            return self._numbered[session.name, number]
+        name = secrets.token_hex(16)
+        if session.name not in self._of_session:
+            session.closers.append(partial(self._close, session))
+        self._of_session.setdefault(session.name, []).append(name)
+        self._numbered[session.name, number], self._samplers[name] = name, sampler
+        return name
+
+    async def drop(self, session: Session, name: str, why: str) -> None:
+        """A sampling client's weights are no longer kept; it is told so when it asks."""
+        self._dropped[name] = session.name, why
+        self._of_session[session.name].remove(name)
+        await self._release(self._samplers.pop(name))
+
+    async def show(self, request: Request) -> Response:
+        """What a sampling client samples from."""
+        name = request.path_params["name"]
+        found = self._find(request, name)
+        return JSONResponse(
+            {"sampler_id": name, "base_model": found.model, "model_path": found.path}
+        )
+
+    async def sample(self, request: Request) -> Response:
+        """Begin to sample: the future's name, which the sampling client and the request's number
+        make."""
+        fields = await read_fields(request, self._gateway.limits)
+        name, number = fields.text("sampling_session_id"), fields.whole("seq_id", 0, 0, 2**62)
+        found = self._find(request, name)
+        future = f"{name}:{number}"
+        count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
+        asked = self._asked(fields, count)
+        if not self._futures.knows(found.tenant, future):
+            self._gateway.check_room(count)
+            self._futures.begin(
+                found.tenant,
+                future,
+                self._answer(found.tenant, found.snapshot, *asked),
+                cancellable=True,
+            )
+        ids = [f"{future}:{place}" for place in range(count)]
+        return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
+
+    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int]:
+        """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are
+        asked)."""
+        chunks = fields.inner("prompt").take("chunks")
+        tokens = list[int]()
+        for chunk in chunks if isinstance(chunks, list) else [None]:
+            inner = Fields(chunk, "prompt.chunks")
+            if inner.take("type") != "encoded_text":
+                raise BadRequest(
+                    "prompt: only chunks of type encoded_text are offered, which are tokens",
+                    "prompt",
+                )
+            tokens += token_list(inner.take("tokens"), "prompt")
+        prompt = encode_prompt(
+            "prompt", tokens, self._gateway.tokenizer, self._gateway.model.config.vocab_size
+        )
+        for key, value in _NOTHING.items():
+            if fields.take(key, value) != value:
+                raise BadRequest(f"{key}: not offered", key)
+        given = fields.take("sampling_params", {})
+        if not isinstance(given, dict):
+            raise BadRequest("sampling_params: expected an object", "sampling_params")
+        stop = given.get("stop")
+        if stop == []:
+            given = {**given, "stop": None, "ignore_eos": True}
+        elif isinstance(stop, list) and all(type(token) is int for token in stop):
+            given = {**given, "stop": None, "stop_token_ids": stop}
+        params = Fields({**given, "n": count}, "sampling_params")
+        sampling = sampling_of(
+            params, self._gateway.limits, self._gateway.model.config.max_positions
+        )
+        params.finish()
+        scored = 0
+        if fields.flag("prompt_logprobs"):
+            scored = fields.whole("prompt_logprobs_last_n", len(prompt), 1, len(prompt))
+        for key in ("base_model", "model_path", "type"):
+            fields.take(key)
+        fields.finish()
+        return prompt, sampling, scored
+
+    async def _answer(
+        self, tenant: str, snapshot: Snapshot, prompt: list[int], sampling: Sampling, scored: int
+    ) -> Response:
+        """The answers to a prompt."""
+        completions = list[Completion]()
+        async with self._gateway.ask(
+            tenant, [prompt], sampling, snapshot, streamed=False
+        ) as events:
+            async for _, event in events:
+                if isinstance(event, Done):
+                    completions.append(event.completion)
+        score = partial(self._score, prompt, snapshot, scored)
+        logprobs = await self._gateway.work(tenant, score) if scored else None
+        completions.sort(key=lambda completion: completion.sample_index)
+        return Response(await in_thread(encoded, completions, logprobs), media_type=PROTOBUF)
+
+    def _score(self, prompt: list[int], snapshot: Snapshot, scored: int) -> list[float]:
+        """On the device thread: log-probabilities of a prompt's last tokens; NaN before them."""
+        found = [
+            math.nan,
+            *self._gateway.model.logprobs([prompt], adapter=snapshot.served)[0].tolist(),
+        ]
+        return [math.nan] * (len(prompt) - scored) + found[len(prompt) - scored :]
+
+    async def _snapshot(self, tenant: str, base: str | None, path: str | None) -> Snapshot:
+        """What a new client holds: the base, an adapter by its name, or saved weights."""
+        name, state = (path or "").removeprefix(SCHEME), self._gateway.state
+        if path is None or state is None or name in self._snapshots.names:
+            adapter = self._gateway.adapter_of(base if path is None else name)
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter))
+        checkpoint = await in_thread(state.checkpoint, tenant, path)
+        folder = await in_thread(state.folder_of, checkpoint)
+        return await self._gateway.work(
+            tenant, partial(self._snapshots.open, checkpoint.id, lambda: folder)
+        )
+
+    def _find(self, request: Request, name: str | None) -> Sampler:
+        found = self._samplers.get(name or "")
+        if found is None or found.tenant != request.state.tenant:
+            _, why = self._dropped.get(name or "", ("", "it has ended"))
+            raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
+        return found
+
+    async def _close(self, session: Session) -> None:
+        """Let go of what a session's sampling clients held."""
+        for key in [key for key in self._numbered if key[0] == session.name]:
+            del self._numbered[key]
+        for name in [name for name, (whose, _) in self._dropped.items() if whose == session.name]:
+            del self._dropped[name]
+        for name in self._of_session.pop(session.name):
+            await self._release(self._samplers.pop(name))
+
+    async def _release(self, sampler: Sampler) -> None:
+        await self._gateway.work(sampler.tenant, partial(self._snapshots.release, sampler.snapshot))

@@ -1,0 +1,74 @@
+"""A client's session: what it has is dropped when it ends, or when it is not heard of any more."""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from isobit.errors import brief
+from isobit.serve.gateway import Gateway
+from isobit.serve.requests import BadRequest
+from isobit.serve.wire import read_fields
+
+IDLE_SECONDS = 1800.0
+"""After so long without a heartbeat a session, and what its clients hold, is dropped."""
+_MOST_SESSIONS = 1024
+
+
+class Session:
+    """A client's session. `seen`: when it was last heard of, by the monotonic clock."""
+
+    def __init__(self, name: str, tenant: str) -> None:
+        self.name, self.tenant, self.seen = name, tenant, time.monotonic()
+        self.ended = False
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """Called when it ends; they let go of what it has."""
+
+
+class Sessions:
+    """All of a server."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._sessions: dict[str, Session] = {}
+
+    async def create(self, request: Request) -> Response:
+        """A client begins."""
+        await read_fields(request, self._gateway.limits)
+        await self._drop_idle()
+        if len(self._sessions) >= _MOST_SESSIONS:
+            raise BadRequest(f"{_MOST_SESSIONS:,} sessions are open; finish some", status=429)
+        name = secrets.token_hex(16)
+        self._sessions[name] = Session(name, request.state.tenant)
+        return JSONResponse({"type": "create_session", "session_id": name})
+
+    async def heartbeat(self, request: Request) -> Response:
+        """A client is there."""
+        fields = await read_fields(request, self._gateway.limits)
+        self.find(request, fields.text("session_id")).seen = time.monotonic()
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        """A client ends."""
+        await self._end(self.find(request, request.path_params["name"]))
+        return JSONResponse({"status": "ok"})
+
+    def find(self, request: Request, name: str | None) -> Session:
+        """The session that a request names. Raises BadRequest for what is none of its tenant."""
+        found = self._sessions.get(name or "")
+        if found is None or found.tenant != request.state.tenant:
+            raise BadRequest(f"no session {brief(name)}: it has ended", status=410)
+        return found
+
+    async def _drop_idle(self) -> None:
+        for session in list(self._sessions.values()):
+            if time.monotonic() - session.seen > IDLE_SECONDS:
+                await self._end(session)
+
+    async def _end(self, session: Session) -> None:
+        del self._sessions[session.name]
+        session.ended = True
+        for close in session.closers:
+            await close()

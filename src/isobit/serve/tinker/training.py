@@ -1,0 +1,316 @@
+"""What is asked of a training run: gradients, steps, and weights that are saved, loaded and sampled
+from.
+
+Left out, each refused in one line: full-parameter runs, optimizers other than AdamW, sampling
+clients whose weights change under them, and what is another account's.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import fields as names_of
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.targets import NewAdapter
+from isobit.rl.stepwise import Adam, StepwiseLearner
+from isobit.serve.gateway import Gateway, in_thread
+from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.state.rows import Checkpoint, StoredRun
+from isobit.serve.state.state import State
+from isobit.serve.tinker.runs import PARTS, Run, Runs, new_adapter_of
+from isobit.serve.tinker.sampling import Sampler, Samplers
+from isobit.serve.tinker.sessions import Session, Sessions
+from isobit.serve.tinker.wire import (
+    PROTOBUF,
+    read_batch,
+    read_message,
+    unpacked,
+    write_outputs,
+)
+from isobit.serve.wire import read_body, read_fields
+
+_MOST_UNNAMED = 16
+"""Sampling clients of a run whose weights have no name: those of the newest are kept."""
+_HIGHEST_RANK = 1 << 16
+
+
+class Training:
+    """The routes of a gateway that trains."""
+
+    def __init__(
+        self, gateway: Gateway, sessions: Sessions, samplers: Samplers, runs: Runs, state: State
+    ) -> None:
+        self._gateway, self._sessions, self._samplers = gateway, sessions, samplers
+        self._runs, self._state = runs, state
+
+    async def create_model(self, request: Request) -> Response:
+        """A run with a new adapter begins."""
+        fields = await read_fields(request, self._gateway.limits)
+        session = self._sessions.find(request, fields.text("session_id"))
+        number = fields.whole("model_seq_id", 0, 0, 2**62)
+        base = self._base_of(fields)
+        self._check_optimizer(fields, "optimizer_config")
+        if fields.take("lora_config") is None:
+            raise BadRequest("lora_config: only adapters are trained here", "lora_config")
+        lora = fields.inner("lora_config")
+        rank = lora.whole("rank", 0, 1, _HIGHEST_RANK)
+        seed = lora.whole("seed", secrets.randbits(62), -(2**63), 2**63 - 1)
+        trained = {part: lora.flag(part, True) for part in PARTS}
+        lora.finish()
+        metadata = _metadata(fields)
+        fields.take("type")
+        fields.finish()
+        trained["train_unembed"] = False  # no adapter is of it, whatever was asked
+        given = new_adapter_of(self._gateway.model.config, rank, seed, trained)
+
+        def stored(name: str) -> StoredRun:
+            return self._stored(session, number, name, base, rank, seed, trained, metadata)
+
+        future = self._runs.create(
+            session,
+            number,
+            stored,
+            partial(self._learner, given),
+            lambda run: {"type": "create_model", "model_id": run.name},
+        )
+        return JSONResponse({"request_id": future})
+
+    async def load_weights(self, request: Request) -> Response:
+        """A run goes on from saved weights: one that there is, or a new one."""
+        fields = await read_fields(request, self._gateway.limits)
+        path, optimizer = fields.text("path") or "", fields.flag("optimizer")
+        if fields.text("weights_access_token") is not None:
+            raise BadRequest("weights_access_token: weights of other accounts are not offered")
+        self._check_optimizer(fields, "optimizer_config")
+        if fields.text("session_id") is not None:
+            return await self._create_from(request, fields, path, optimizer)
+        run = self._runs.find(request, fields.text("model_id"))
+        number = fields.whole("seq_id", 0, 1, 2**62)
+
+        async def work() -> Response:
+            _, folder = await self._saved(run.tenant, path, optimizer)
+            await self._runs.work(run, lambda: run.trains.load(folder, optimizer=optimizer))
+            return JSONResponse({"type": "load_weights", "path": path, "model_id": run.name})
+
+        return self._runs.begin(run, number, 0, work)
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Gradients of a loss, which add up until a step; or the loss alone."""
+        limits = self._gateway.limits
+        body = await read_body(request, limits)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding not in ("identity", "zstd"):
+            raise BadRequest("Content-Encoding: expected zstd, or none", status=415)
+        if encoding == "zstd":
+            body = await in_thread(unpacked, body, limits.body_bytes)
+        message = await in_thread(read_message, body)
+        run = self._runs.find(request, message.model_id)
+        if not 1 <= message.seq_id < 2**62:
+            raise BadRequest("seq_id: expected a whole number from 1", "seq_id")
+
+        async def work() -> Response:
+            batch = await in_thread(read_batch, message)
+
+            def compute() -> bytes:
+                learner = run.trains
+                asked = learner.forward if batch.forward_only else learner.forward_backward
+                return write_outputs(asked(batch.data, batch.loss, batch.options))
+
+            return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
+
+        return self._runs.begin(run, message.seq_id, len(body), work)
+
+    async def optim_step(self, request: Request) -> Response:
+        """One step by the gradients so far."""
+        return await self._runs.ask(request, "optim_step", self._optim_step)
+
+    async def _optim_step(self, run: Run, fields: Fields) -> Response:
+        if fields.take("optimizer_params") is not None:
+            raise BadRequest("optimizer_params: only AdamW is offered", "optimizer_params")
+        adam = _adam_of(fields.inner("adam_params"))
+        fields.finish()
+        metrics = await self._runs.work(run, lambda: dict(run.trains.optim_step(adam)))
+        return JSONResponse({"type": "optim_step", "metrics": metrics})
+
+    async def save_weights(self, request: Request) -> Response:
+        """A checkpoint to train from, with the optimizer's state."""
+        return await self._runs.ask(request, "save_weights", self._save_weights)
+
+    async def _save_weights(self, run: Run, fields: Fields) -> Response:
+        saved = await self._save(run, fields, "training", fields.flag("overwrite"))
+        return JSONResponse({"type": "save_weights", "path": saved.path})
+
+    async def save_weights_for_sampler(self, request: Request) -> Response:
+        """A checkpoint to sample from; without a name a sampling client of the weights as they are
+        now."""
+        return await self._runs.ask(
+            request, "save_weights_for_sampler", self._save_weights_for_sampler
+        )
+
+    async def _save_weights_for_sampler(self, run: Run, fields: Fields) -> Response:
+        kind = "save_weights_for_sampler"
+        if fields.text("kind", "snapshot") != "snapshot":
+            raise BadRequest("kind: only snapshot is offered, whose weights never change", "kind")
+        number = fields.take("sampling_session_seq_id")
+        if number is None:
+            saved = await self._save(run, fields, "sampler", True)
+            return JSONResponse({"type": kind, "path": saved.path})
+        number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
+        for key in ("ttl_seconds", "user_metadata", "seq_id"):
+            fields.take(key)
+        fields.finish()
+        return JSONResponse({"type": kind, "sampling_session_id": await self._unnamed(run, number)})
+
+    async def _unnamed(self, run: Run, number: int) -> str:
+        """A new sampling client of a run's present weights; those of the oldest are dropped."""
+        snapshots = self._gateway.device.snapshots
+        while len(run.unnamed) >= _MOST_UNNAMED:
+            await self._samplers.drop(
+                run.session,
+                run.unnamed.popleft(),
+                f"it was of weights without a name, and {_MOST_UNNAMED} newer ones of its run were "
+                "made; save weights by a name to keep them",
+            )
+        self._samplers.check_room(run.session)
+        snapshot = await self._runs.work(
+            run, lambda: snapshots.open(secrets.token_hex(8), run.trains.adapter)
+        )
+        made = Sampler(run.tenant, run.base, None, snapshot)
+        name = await self._samplers.add(run.session, number, made)
+        run.unnamed.append(name)
+        return name
+
+    async def weights_info(self, request: Request) -> Response:
+        """What a checkpoint is of."""
+        fields = await read_fields(request, self._gateway.limits)
+        path = fields.text("tinker_path") or ""
+        checkpoint = await in_thread(self._state.checkpoint, request.state.tenant, path)
+        run = await in_thread(self._state.run, checkpoint.run)
+        assert run is not None
+        return JSONResponse(
+            {
+                "base_model": run.base,
+                "is_lora": run.rank is not None,
+                "lora_rank": run.rank,
+                **run.targets,
+            }
+        )
+
+    async def _create_from(
+        self, request: Request, fields: Fields, path: str, optimizer: bool
+    ) -> Response:
+        session = self._sessions.find(request, fields.text("session_id"))
+        number = fields.whole("model_seq_id", 0, 0, 2**62)
+        metadata = _metadata(fields)
+        base = self._base_of(fields)
+        fields.take("type")
+        fields.finish()
+        checkpoint, folder = await self._saved(session.tenant, path, optimizer)
+        old = await in_thread(self._state.run, checkpoint.run)
+        assert old is not None
+        assert old.rank is not None
+
+        def stored(name: str) -> StoredRun:
+            assert old is not None
+            return self._stored(
+                session, number, name, base, old.rank or 0, old.seed, old.targets, metadata
+            )
+
+        def make() -> StepwiseLearner:
+            learner = self._learner(folder)
+            if optimizer:
+                learner.load(folder, optimizer=True)
+            return learner
+
+        def answer(run: Run) -> Mapping[str, Any]:
+            return {"type": "load_weights", "path": path, "model_id": run.name}
+
+        future = self._runs.create(session, number, stored, make, answer)
+        return JSONResponse({"request_id": future})
+
+    def _learner(self, adapter: NewAdapter | Adapter | Path) -> StepwiseLearner:
+        return StepwiseLearner(self._gateway.model.adapted(adapter))
+
+    def _stored(
+        self,
+        session: Session,
+        number: int,
+        name: str,
+        base: str,
+        rank: int,
+        seed: int,
+        trained: Mapping[str, bool],
+        metadata: Mapping[str, str],
+    ) -> StoredRun:
+        now = time.time()
+        return StoredRun(
+            *(name, session.tenant, session.name, number, base, rank, seed, trained),
+            created=now,
+            requested=now,
+            metadata=metadata,
+        )
+
+    async def _save(self, run: Run, fields: Fields, kind: Any, overwrite: bool) -> Checkpoint:
+        optimizer = kind == "training"
+        number = fields.whole("seq_id", 0, 1, 2**62)
+        name = fields.text("path") or f"request-{number}"
+        ttl = fields.take("ttl_seconds")
+        if ttl is not None:
+            ttl = float(fields.whole("ttl_seconds", 0, 3600, 3660 * 86400))
+        metadata = _metadata(fields)
+        fields.finish()
+
+        def save() -> Checkpoint:
+            learner = run.trains
+            return self._state.save(
+                run.name,
+                kind,
+                name,
+                lambda folder: learner.save(folder, optimizer=optimizer),
+                optimizer=optimizer,
+                ttl=ttl,
+                overwrite=overwrite,
+                metadata=metadata,
+            )
+
+        found: Checkpoint = await self._runs.work(run, save)
+        return found
+
+    async def _saved(self, tenant: str, path: str, optimizer: bool) -> tuple[Checkpoint, Path]:
+        """A tenant's checkpoint, and its folder. Raises BadRequest."""
+        checkpoint = await in_thread(self._state.checkpoint, tenant, path)
+        if optimizer and not checkpoint.optimizer:
+            raise BadRequest(
+                f"{path}: it was saved for sampling, without the optimizer's state", "optimizer"
+            )
+        return checkpoint, await in_thread(self._state.folder_of, checkpoint)
+
+    def _base_of(self, fields: Fields) -> str:
+        """The model's name, as a client gives it. Raises BadRequest for another's."""
+        base = fields.text("base_model") or self._gateway.name
+        if self._gateway.adapter_of(base) is not None:
+            raise BadRequest(f"base_model: {base} is an adapter; train the model", "base_model")
+        return base
+
+    def _check_optimizer(self, fields: Fields, key: str) -> None:
+        config = fields.inner(key)
+        if config.text("type", "adamw") != "adamw":
+            raise BadRequest(f"{key}: only adamw is offered", key)
+        config.finish()
+
+
+def _adam_of(given: Fields) -> Adam:
+    taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
+    given.finish()
+    return Adam(**taken)
+
+
+def _metadata(fields: Fields) -> dict[str, str]:
+    found = fields.inner("user_metadata")
+    return {key: found.text(key) or "" for key in fields.take("user_metadata", {})}
