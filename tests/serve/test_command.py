@@ -78,6 +78,36 @@ def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: 
         assert process.stderr.readline() == f"token: (the one) in {file}\n"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Tinker's client needs Python 3.11")
+def test_it_trains(folder: Path, tmp_path: Path) -> None:
+    """A run of the official client's; what a client left half asked does not hold its end."""
+    tinker = pytest.importorskip("tinker")
+    from .training import data, message, train
+
+    file, state = tmp_path / "token", tmp_path / "state"
+    words = ("--train", "--state", state, "--token", file, "--name", "mine")
+    with started(folder / "base", *words, TINKER_TELEMETRY="0") as (process, url):
+        assert process.stderr is not None
+        process.stderr.readline()
+        token = file.read_text().strip()
+        service = tinker.ServiceClient(base_url=url, api_key=token)
+        client = service.create_lora_training_client(base_model="mine", rank=4, seed=1).result()
+        train(client, 1, 1)
+        assert client.save_state("end").result().path.endswith("/weights/end")
+        found = httpx.post(
+            f"{url}/api/v1/forward_backward",
+            content=message(client.model_id, 9, data(1)),
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/x-protobuf"},
+        )
+        assert found.status_code == 200
+        service.holder.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+    assert state.stat().st_mode & 0o777 == 0o700
+    assert list(state.rglob("adapter_model.safetensors"))
+
+
 def test_a_listener_beyond_the_machine_is_noticed() -> None:
     """The control."""
     assert sockets.beyond_loopback([("0.0.0.0", 80), ("127.0.0.1", 80)]) == [("0.0.0.0", 80)]
@@ -104,6 +134,11 @@ def test_what_it_refuses(
         monkeypatch, capsys, base, "--host", "0.0.0.0"
     )
     assert "nothing" in said(monkeypatch, capsys, tmp_path / "nothing", *token)
+    assert "give --train too" in said(monkeypatch, capsys, base, "--state", tmp_path, *token)
+    (open_to_all := tmp_path / "open").mkdir(mode=0o755)
+    assert "others may enter it" in said(
+        monkeypatch, capsys, base, "--train", "--state", open_to_all, *token
+    )
     assert "did you mean 'hermes'" in said(
         monkeypatch, capsys, base, "--tool-format", "hermess", *token
     )

@@ -194,20 +194,25 @@ def test_limits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         assert "2 training runs of yours are open" in refused.text
         answer(server, server.post("/api/v1/unload_model", {"model_id": f"{session}:train:1"}))
+        asked = {"model_id": run, "sampling_session_seq_id": 1, "seq_id": 1}
+        monkeypatch.setattr(server.gateway.device.snapshots, "most_bytes", 10)
+        full = answer(server, server.post("/api/v1/save_weights_for_sampler", asked)).json()
+        assert full["category"] == "user"
+        assert "would have more than 10 bytes together" in full["error"]
         large = created(server, session, 2, rank=4000)
         assert (large.status_code, "choose a lower rank" in large.text) == (400, True)
         assert created(server, session, 3, rank=1 << 40).status_code == 400
-        for number in (2, 3, 4):
+        for number in (3, 4, 5):
             assert gradients(server, run, number, data(1)).status_code == 200
-        many = gradients(server, run, 5, data(1))
+        many = gradients(server, run, 6, data(1))
         assert (many.status_code, "are waiting" in many.text) == (429, True)
-        long = gradients(server, run, 1, [datum([5] * 2000)])
+        long = gradients(server, run, 2, [datum([5] * 2000)])
         assert (long.status_code, "longer than 20,000 bytes" in long.text) == (413, True)
         monkeypatch.setattr(sessions, "IDLE_SECONDS", 0.0)
         learner = run_of(server, run)
         started(server)
         assert learner.learner is None
-        assert step(server, run, 1).status_code == 404
+        assert step(server, run, 2).status_code == 404
 
 
 def test_a_server_without_train_says_so(running: Running) -> None:

@@ -18,6 +18,16 @@ StateFolder = Annotated[
         help="where --train keeps what it trains; for this user alone (700)",
     ),
 ]
+StateEvery = Annotated[
+    int,
+    typer.Option(
+        "--state-every",
+        metavar="N",
+        min=1,
+        help="optimizer steps of a run between two states of it; later ones are computed again "
+        "where a server was killed",
+    ),
+]
 
 
 @app.command()
@@ -52,6 +62,7 @@ def serve(
     ] = "auto",
     train: Train = False,
     state: StateFolder = None,
+    state_every: StateEvery = 10,
     kv_pages: Annotated[
         int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,
@@ -90,4 +101,5 @@ def serve(
         grace=grace,
         train=train,
         state=state,
+        state_every=state_every,
     )

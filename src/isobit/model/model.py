@@ -187,10 +187,8 @@ class Model:
         base = "" if self.directory is None else str(self.directory.resolve())
         if isinstance(adapter, NewAdapter):
             given = new_adapter(self.config, adapter)
-        elif isinstance(adapter, Adapter):
-            given = adapter
         else:
-            given = self._served(model_folder(adapter, "adapter"))
+            given = self.read_adapter(adapter)
         model = Model(self.transformer.adapted(replace(given, base=base)), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
@@ -217,12 +215,14 @@ class Model:
         open. Raises IsobitError as `serving`, for a name that another adapter had before, and in a
         model that serves none."""
         self._multi_lora()
-        found = (
-            adapter
-            if isinstance(adapter, Adapter)
-            else self._served(model_folder(adapter, "adapter"))
-        )
-        self.transformer.add_adapter(name, found)
+        self.transformer.add_adapter(name, self.read_adapter(adapter))
+
+    def read_adapter(self, adapter: str | Path | Adapter) -> Adapter:
+        """The factors of a PEFT folder, if this model can serve them. Raises IsobitError as
+        `serving`."""
+        if isinstance(adapter, Adapter):
+            return adapter
+        return self._served(model_folder(adapter, "adapter"))
 
     def remove_adapter(self, name: str) -> None:
         """Serve an adapter no longer; open requests by it can only be cancelled then. Raises

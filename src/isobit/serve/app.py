@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         """Listen, and begin to work."""
         await super().startup(sockets)
         if self.started:
-            self._gateway.start()
+            await self._gateway.start()
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:

@@ -85,19 +85,26 @@ class Gateway:
     ) -> None:
         """`state`: what training runs are kept in; None: nothing is trained."""
         self.device = device(engine, self._deliver)
+        self.device.snapshots.most_bytes = limits.snapshot_bytes
         self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.metrics = Metrics(self.device)
         self.sessions = Sessions(self.tokenizer)
+        self.ready = asyncio.Event()
+        """Set when requests may come: what a state has kept of an earlier server is there again."""
+        self.resume: Callable[[], Awaitable[None]] | None = None
         self.started = int(time.time())
         self.draining = False
         self._open_samples = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self) -> None:
-        """Begin to work, in the running event loop."""
+    async def start(self) -> None:
+        """Begin to work, in the running event loop, where an earlier server of this state ended."""
         self._loop = asyncio.get_running_loop()
         self.device.start()
+        if self.resume is not None:
+            await self.resume()
+        self.ready.set()
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the base. Raises BadRequest for

@@ -4,6 +4,7 @@ each.
 They are compared in constant time. Left out: what a tenant may do, which is the same for all.
 """
 
+import hashlib
 import hmac
 import os
 import re
@@ -55,6 +56,14 @@ def _read(path: Path, option: str) -> tuple[str, ...]:
             "without spaces"
         )
     return tokens
+
+
+def owners_of(tokens: tuple[str, ...]) -> dict[str, str]:
+    """By tenants, what a state calls them: a tenant is who has the token, in whatever line."""
+    return {
+        str(place): hashlib.sha256(token.encode()).hexdigest()[:32]
+        for place, token in enumerate(tokens)
+    }
 
 
 def tenant_of(authorization: bytes, key: bytes, tokens: tuple[str, ...]) -> str | None:

@@ -66,6 +66,7 @@ class Limits:
     stop_characters: Annotated[int, at_least(1)] = 1024  # of all stop strings of a request
     runs: Annotated[int, at_least(1)] = 16  # of a tenant, that train at the same time
     adapter_bytes: Annotated[int, at_least(1)] = 32 << 30  # of all that trains, in FP32
+    snapshot_bytes: Annotated[int, at_least(1)] = 32 << 30  # of what is sampled from, in FP32
     run_requests: Annotated[int, at_least(1)] = 1024  # that wait for their turn in a run
     run_bytes: Annotated[int, at_least(1)] = 256 << 20  # of their bodies
 

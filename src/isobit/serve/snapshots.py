@@ -6,6 +6,7 @@ to its end with the weights that it began with. A snapshot that is replaced or r
 model when nobody holds it any more. Only the device thread changes any of this.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -19,11 +20,12 @@ from isobit.model.adapters.low_rank import Adapter
 @dataclass(eq=False)
 class Snapshot:
     """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
-    open requests, and the name while it means this snapshot."""
+    open requests, and the name while it means this snapshot. `bytes`: of those with a key."""
 
     served: str | None
     version: int
     holders: int = 0
+    bytes: int = 0
 
 
 class Snapshots:
@@ -34,6 +36,8 @@ class Snapshots:
         self._named: dict[str, Snapshot] = {}
         self._versions: dict[str, int] = {}
         self._keyed: dict[str, Snapshot] = {}
+        self.most_bytes: float = math.inf
+        """Of all that is open by a key, the factors in FP32."""
         self._opened = count()
 
     @property
@@ -57,11 +61,18 @@ class Snapshots:
     def open(self, key: str, adapter: Callable[[], str | Path | Adapter]) -> Snapshot:
         """Hold weights that clients do not ask for by a name, until they are released: those of
         this `key`, which never means others. They are read once while somebody holds them. Raises
-        IsobitError as `put`."""
+        IsobitError as `put`, and where there is no room for more."""
         found = self._keyed.get(key)
         if found is None:
-            found = Snapshot(f"{key}@{next(self._opened)}", 0)
-            self._model.add_adapter(found.served or "", adapter())
+            read = self._model.read_adapter(adapter())
+            size = 4 * sum(map(math.prod, read.shapes.values()))
+            if size + sum(one.bytes for one in self._keyed.values()) > self.most_bytes:
+                raise IsobitError(
+                    f"weights that are sampled from would have more than {self.most_bytes:,} bytes "
+                    "together; end sessions whose sampling clients are not needed"
+                )
+            found = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size)
+            self._model.add_adapter(found.served or "", read)
             self._keyed[key] = found
         found.holders += 1
         return found

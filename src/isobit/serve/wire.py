@@ -82,7 +82,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
-    return b"".join(parts)
+    body = b"".join(parts)
+    request.state.body = body  # as it came, for what keeps requests
+    return body
 
 
 class Guard:
@@ -116,6 +118,8 @@ class Guard:
             await error_response(Request(scope), error)(scope, receive, watched)
         else:
             scope.setdefault("state", {})["tenant"] = tenant or ""
+            if path not in OPEN_TO_ALL:
+                await self._gateway.ready.wait()
             await self._app(scope, receive, watched)
         known = getattr(scope.get("route"), "path", "other")
         self._gateway.metrics.requests.labels(known, tenant or "", str(status)).inc()

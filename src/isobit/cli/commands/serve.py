@@ -30,13 +30,14 @@ def serve_model(
     grace: float,
     train: bool,
     state: Path | None,
+    state_every: int,
 ) -> None:
     """Serve the model at `path` under `flow`, (precision, backend, consistency), until a signal.
     Raises IsobitError for what cannot be served, and for a host beyond this machine without a
     token."""
     try:
         from isobit.serve import app
-        from isobit.serve.keys import default_file, read_or_make
+        from isobit.serve.keys import default_file, owners_of, read_or_make
         from isobit.serve.state.state import State
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
@@ -59,7 +60,8 @@ def serve_model(
     called = name or path.resolve().name
     kept = None
     if train:
-        kept = State(state or default_file().with_name(f"serve-{called}"))
+        folder = state or default_file().with_name(f"serve-{called}")
+        kept = State(folder, owners_of(tokens), every=state_every)
 
     def started(chosen: int) -> None:
         address = f"[{host}]" if ":" in host else host

@@ -119,6 +119,11 @@ class CheckpointName:
     kind: Kind
     name: str
 
+    @property
+    def checkpoint_id(self) -> str:
+        """Its name within its run: `weights/NAME`."""
+        return f"{_NAMES[self.kind]}/{self.name}"
+
     @staticmethod
     def parse(path: str) -> "CheckpointName":
         """Of `tinker://RUN/weights/NAME`. Raises BadRequest for anything else."""
@@ -134,6 +139,8 @@ class CheckpointName:
     @staticmethod
     def within(run: str, checkpoint_id: str) -> "CheckpointName":
         """Of a run, and `weights/NAME`. Raises BadRequest for anything else."""
+        if not _RUN.fullmatch(run):
+            raise BadRequest(f"no training run {brief(run)}", status=404)
         segment, _, name = checkpoint_id.partition("/")
         if segment not in SEGMENTS:
             raise BadRequest(

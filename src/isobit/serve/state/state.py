@@ -50,11 +50,14 @@ class State(Store):
         owners: Mapping[str, str] | None = None,
         most_bytes: int = MOST_BYTES,
         most_checkpoints: int = MOST_CHECKPOINTS,
+        every: int = 10,
     ) -> None:
-        """`owners`: by the names that requests have for tenants, what the tables call them. Raises
+        """`owners`: by the names that requests have for tenants, what the tables call them;
+        `every`: so many optimizer steps of a run are computed again after a kill, at most. Raises
         IsobitError for a folder that is no state, or not this user's alone, or in use."""
         super().__init__(make_private(folder), owners or {})
         self._most_bytes, self._most_checkpoints = most_bytes, most_checkpoints
+        self.every = every
         self._weights = folder / WEIGHTS
         self._writing = set[str]()  # ids of folders that no row names yet
         try:
@@ -106,16 +109,21 @@ class State(Store):
             self._tidy()
         return checkpoint
 
-    def keep_present(self, run: str, number: int, write: Write) -> None:
+    def keep_present(
+        self, run: str, number: int, write: Write, answer: Answer | None = None
+    ) -> None:
         """Keep a run as it is after its request `number`, weights and optimizer, in the place of
-        what was kept before; requests up to it need not be done again. Call it where no gradients
-        wait: after `optim_step` or `load_weights`. Raises RunFailed if the disk takes no more."""
+        what was kept before, and the request's answer; requests up to it need not be done again.
+        Call it where no gradients wait: after `optim_step` or `load_weights`. Raises RunFailed if
+        the disk takes no more."""
         checkpoint = self._written(run, "present", "present", write, True, None, {})
         try:
             with self._transaction() as execute:
                 execute("DELETE FROM checkpoints WHERE run = ? AND kind = 'present'", run)
                 self._insert(checkpoint)
                 execute("UPDATE runs SET applied = ? WHERE id = ?", number, run)
+                if answer is not None:
+                    self.answer(run, number, answer)
                 execute("UPDATE requests SET body = x'' WHERE run = ? AND number <= ?", run, number)
                 execute(
                     "DELETE FROM requests WHERE run = ? AND number <= ?", run, number - MOST_ANSWERS
@@ -140,6 +148,14 @@ class State(Store):
             shown = Checkpoint("", name.run, name.kind, name.name, 0, "", False, 0.0).path
             raise BadRequest(f"no checkpoint {brief(shown, 300)}", "path", 404)
         return found
+
+    def live_runs(self) -> list[StoredRun]:
+        """Those to which requests may come, the oldest first."""
+        return self._all(StoredRun, "live ORDER BY created")
+
+    def all_sessions(self) -> list[StoredSession]:
+        """Those that have not ended, the oldest first."""
+        return self._all(StoredSession, "true ORDER BY created")
 
     def by_id(self, checkpoint: str) -> Checkpoint | None:
         """Of any kind, as a sampling client names what it samples from."""
@@ -205,6 +221,17 @@ class State(Store):
                 name,
             )
             super().end_session(name)
+        self._tidy()
+
+    def drop_sampler(self, name: str) -> None:
+        """A sampling client ends, with what it had no path for."""
+        with self._transaction() as execute:
+            execute(
+                "DELETE FROM checkpoints WHERE kind = 'snapshot' AND id IN "
+                "(SELECT snapshot FROM samplers WHERE id = ?)",
+                name,
+            )
+            execute("DELETE FROM samplers WHERE id = ?", name)
         self._tidy()
 
     def end_run(self, run: str) -> None:

@@ -78,10 +78,14 @@ class Store:
             for (each,) in run("SELECT id FROM runs WHERE session = ? AND live", name).fetchall():
                 self.end_run(each)
 
-    def add_sampler(self, sampler: StoredSampler) -> None:
-        """A session has a new sampling client."""
+    def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
+        """A session has a new sampling client; asked again by the same number, it is the same."""
         with self._transaction():
-            self._insert(sampler)
+            where = "session = ? AND number = ?"
+            found = self._first(StoredSampler, where, sampler.session, sampler.number)
+            if found is None:
+                self._insert(sampler)
+        return found or sampler
 
     def sampler(self, name: str) -> StoredSampler | None:
         """One whose session has not ended."""
@@ -150,8 +154,11 @@ class Store:
                     "most; call optim_step",
                     status=429,
                 )
-            row = (run, number, kind, body)
-            execute("INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, NULL, NULL, NULL)", *row)
+            execute(
+                "INSERT OR IGNORE INTO requests SELECT ?, ?, ?, ?, NULL, NULL, NULL "
+                "WHERE EXISTS (SELECT 1 FROM runs WHERE id = ? AND live)",
+                *(run, number, kind, body, run),
+            )
             execute("UPDATE runs SET requested = ? WHERE id = ?", time.time(), run)
 
     def answer(self, run: str, number: int, answer: Answer) -> None:
@@ -193,6 +200,8 @@ class Store:
                     self._run("ROLLBACK")
                     raise
                 self._run("COMMIT")
+            except sqlite3.IntegrityError:  # of a row that another one names
+                raise BadRequest("what this belongs to has ended", status=410) from None
             except sqlite3.OperationalError as error:
                 if self._connection.in_transaction:
                     self._run("ROLLBACK")

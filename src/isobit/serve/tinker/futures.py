@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.errors import brief
-from isobit.serve.gateway import Gateway
+from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.requests import BadRequest
 from isobit.serve.wire import error_value, read_fields
 
@@ -38,12 +38,17 @@ class Futures:
     ) -> None:
         """Do some work, whose response answers the future of this name, which is not known."""
         assert not self.knows(tenant, name)
-        task = asyncio.create_task(_answered(work))
+        task = asyncio.create_task(answered(work))
         self._tasks[tenant, name] = task
         if not cancellable:
             self._kept.add(task)
             task.add_done_callback(self._kept.discard)
         self._forget_old()
+
+    def done(self, tenant: str, name: str, response: Response) -> None:
+        """The answer of a future that was done before, by an earlier server."""
+        if not self.knows(tenant, name):
+            self.begin(tenant, name, _at_once(response))
 
     async def retrieve(self, request: Request) -> Response:
         """The result of a future, an error, or that it is to be asked for again."""
@@ -72,7 +77,9 @@ class Futures:
     def _forget_old(self) -> None:
         """Keep the newest results; what is not done yet stays."""
         done = {
-            key: task for key, task in self._tasks.items() if task.done() and not task.cancelled()
+            key: task
+            for key, task in self._tasks.items()
+            if task.done() and not task.cancelled() and task.exception() is None
         }
         size = sum(len(task.result().body) for task in done.values())
         for key, task in done.items():
@@ -82,11 +89,18 @@ class Futures:
             del self._tasks[key]
 
 
-async def _answered(work: Awaitable[Response]) -> Response:
-    """The response to a future: the answer, or what went wrong."""
+async def _at_once(response: Response) -> Response:
+    return response
+
+
+async def answered(work: Awaitable[Response]) -> Response:
+    """The response to a future: the answer, or what went wrong. Raises Refused where the server
+    ends: then it is no answer, and the client asks the next server again."""
     try:
         return await work
     except Exception as error:
+        if isinstance(error, Refused) and error.status == 503:
+            raise
         status, value = error_value(error)
         category = "user" if status < 500 else "server"
         return JSONResponse({"error": value["error"]["message"], "category": category})

@@ -11,7 +11,9 @@ from starlette.routing import Route
 from isobit.errors import brief
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
+from isobit.serve.tinker.archive import Archive
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.resume import Resume
 from isobit.serve.tinker.runs import Runs
 from isobit.serve.tinker.sampling import Samplers
 from isobit.serve.tinker.sessions import Sessions
@@ -29,6 +31,18 @@ TRAINING = (
     "save_weights_for_sampler",
     "weights_info",
 )
+_CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
+KEPT = (
+    ("GET", "training_runs", "runs"),
+    ("GET", "training_runs/{run}", "run"),
+    ("GET", "training_runs/{run}/checkpoints", "checkpoints"),
+    ("GET", "checkpoints", "all_checkpoints"),
+    ("PUT", f"{_CHECKPOINT}/ttl", "set_ttl"),
+    ("GET", f"{_CHECKPOINT}/archive", "download"),
+    ("DELETE", _CHECKPOINT, "delete"),
+    ("GET", "sessions", "sessions"),
+    ("GET", "sessions/{name}", "session"),
+)
 _CHUNK_BYTES = 5_000_000  # the client's own: of data that it sends in one request
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -41,13 +55,18 @@ class Tinker:
         self._sessions, self._futures = Sessions(gateway), Futures(gateway)
         self._samplers = Samplers(gateway, self._sessions, self._futures)
         self._training: list[tuple[str, Handler]] = [(path, _no_training) for path in TRAINING]
+        self._kept: list[tuple[str, str, Handler]] = [(*each[:2], _no_training) for each in KEPT]
         if gateway.state is not None:
+            archive = Archive(gateway, gateway.state)
+            self._kept = [(*each[:2], getattr(archive, each[2])) for each in KEPT]
             runs = Runs(gateway, self._sessions, self._futures, gateway.state)
             training = Training(gateway, self._sessions, self._samplers, runs, gateway.state)
             found = {"get_info": runs.info, "unload_model": runs.unload}
             self._training = [
                 (path, found.get(path) or getattr(training, path)) for path in TRAINING
             ]
+            parts = (self._sessions, self._samplers, runs, self._futures)
+            gateway.resume = Resume(gateway, gateway.state, *parts, dict(self._training)).all
 
     def routes(self) -> list[Route]:
         """All of them, and last the one that refuses all others."""
@@ -67,6 +86,7 @@ class Tinker:
             ("POST", "retrieve_future", self._futures.retrieve),
             ("POST", "cancel_future", self._futures.cancel),
             *(("POST", path, handler) for path, handler in self._training),
+            *self._kept,
         ]
         routes = [
             Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found

@@ -5,6 +5,7 @@ a piece of work of its tenant, so the device does one request of a run, and then
 What is wrong with a request fails that one alone, and nothing has changed.
 """
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -24,9 +25,9 @@ from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest, Fields
-from isobit.serve.state.rows import StoredRun
+from isobit.serve.state.rows import Answer, StoredRun
 from isobit.serve.state.state import State
-from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.wire import read_fields
@@ -52,6 +53,11 @@ class Run:
     line: Line = field(default_factory=lambda: Line(1))
     learner: StepwiseLearner | None = None
     waiting_bytes: int = 0
+    steps: int = 0
+    kept: "asyncio.Future[None] | None" = None
+    """Done when the state has the request that began it."""
+    again: int | None = None
+    """The number of the request that is done again, while those of an earlier server are."""
     unnamed: deque[str] = field(default_factory=deque)
     """Its sampling clients whose weights have no name, the oldest first."""
 
@@ -78,48 +84,68 @@ class Runs:
         self.state = state
         self._runs: dict[str, Run] = {}
 
-    def create(
+    async def create(
         self,
+        request: Request,
         session: Session,
         number: int,
         stored: Callable[[str], StoredRun],
         make: Callable[[], StepwiseLearner],
-        answer: Callable[[Run], Mapping[str, Any]],
+        answer: Callable[[str], Mapping[str, Any]],
     ) -> str:
         """The future of a new run: the `number` that it has in its session, and the first request
-        to it."""
+        to it. The run is kept as it begins."""
         name = f"{session.name}:train:{number}"
         future = f"{name}:0"
         if self._futures.knows(session.tenant, future):
+            if name in self._runs and (kept := self._runs[name].kept) is not None:
+                await asyncio.wait({kept})
             return future
         if name in self._runs:
             raise BadRequest(f"the training run {name} is there already", status=410)
         described = stored(name)
-        assert described.rank is not None
-        run = Run(
-            name,
-            session,
-            described.base,
-            described.rank,
-            described.targets,
-            self._room_for(session.tenant, described.rank, described.targets),
-        )
-        self._runs[name] = run
+        run = self.opened(session, described)
+        kept = asyncio.ensure_future(in_thread(self._keep_first, described, *as_it_came(request)))
+        run.kept = kept
+
+        def first() -> Response:
+            learner, response = make(), JSONResponse(answer(name))
+            save = partial(learner.save, optimizer=True)
+            self.state.keep_present(name, 0, save, answer_of(response))
+            run.learner = learner
+            return response
 
         async def work() -> Response:
             try:
-                run.learner = await self._gateway.work(run.tenant, make)
-                await in_thread(self.state.add_run, described)
+                await kept
+                response: Response = await self._gateway.work(run.tenant, first)
                 if session.ended:
                     raise UNLOADED
-            except BaseException:
+            except BaseException as error:
                 await self._drop(run)
+                if not (isinstance(error, Refused) and error.status == 503):
+                    await in_thread(self.state.end_run, name)
                 raise
-            session.closers.append(partial(self._unload, run))
-            return JSONResponse(answer(run))
+            return response
 
         self._futures.begin(session.tenant, future, work())
+        await asyncio.wait({kept})
         return future
+
+    def _keep_first(self, described: StoredRun, kind: str, body: bytes) -> None:
+        self.state.add_run(described)
+        self.state.accept(described.id, 0, kind, body)
+
+    def opened(self, session: Session, described: StoredRun) -> Run:
+        """A run of a session, whose learner is to come. Raises BadRequest where there is no
+        room."""
+        assert described.rank is not None
+        size = self._room_for(session.tenant, described.rank, described.targets)
+        rank, targets = described.rank, described.targets
+        run = Run(described.id, session, described.base, rank, targets, size)
+        self._runs[run.name] = run
+        session.closers.append(partial(self._unload, run))
+        return run
 
     async def ask(
         self, request: Request, kind: str, work: Callable[[Run, Fields], Awaitable[Response]]
@@ -130,14 +156,19 @@ class Runs:
             raise BadRequest(f"type: expected {kind}", "type")
         run = self.find(request, fields.text("model_id"))
         number = fields.whole("seq_id", 0, 1, 2**62)
-        return self.begin(run, number, 0, lambda: work(run, fields))
+        return await self.begin(request, run, number, lambda: work(run, fields))
 
-    def begin(
-        self, run: Run, number: int, size: int, work: Callable[[], Awaitable[Response]]
+    async def begin(
+        self, request: Request, run: Run, number: int, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """A request to a run, with a body of `size` bytes: it is done in its turn, once."""
+        """A request to a run: it is kept, and done in its turn, once. While requests of an earlier
+        server are done again, their turn is now."""
+        if run.again is not None:
+            return await work() if number == run.again else JSONResponse({})
         limits = self._gateway.limits
         future = f"{run.name}:{number}"
+        kind, body = as_it_came(request)
+        size = len(body)
         if not self._futures.knows(run.tenant, future):
             if number < run.line.next:
                 raise BadRequest(
@@ -148,6 +179,8 @@ class Runs:
             ):
                 raise Refused(429, "too many requests to this run are waiting; ask again later")
             self._gateway.check_room(0)
+            await in_thread(self.state.accept, run.name, number, kind, body)
+        if not self._futures.knows(run.tenant, future):  # nor came again meanwhile
             run.waiting_bytes += size
 
             async def in_turn() -> Response:
@@ -157,7 +190,12 @@ class Runs:
                 finally:
                     run.waiting_bytes -= size
 
-            self._futures.begin(run.tenant, future, in_turn())
+            async def kept() -> Response:
+                response = await answered(in_turn())
+                await in_thread(self.state.answer, run.name, number, answer_of(response))
+                return response
+
+            self._futures.begin(run.tenant, future, kept())
         return JSONResponse({"request_id": future, "model_id": run.name})
 
     def find(self, request: Request, name: str | None) -> Run:
@@ -172,6 +210,23 @@ class Runs:
     async def work(self, run: Run, function: Callable[[], Any]) -> Any:
         """What the device thread makes of a function, for a run."""
         return await self._gateway.work(run.tenant, function)
+
+    async def change(
+        self, run: Run, number: int, function: Callable[[], Mapping[str, Any]], always: bool
+    ) -> Response:
+        """What the device thread makes of a function that leaves a run without gradients. The run
+        is kept after it: `always`, or as often as the state asks."""
+
+        def changed() -> Response:
+            response = JSONResponse(function())
+            run.steps += 1
+            if always or run.steps % self.state.every == 0:
+                save = partial(run.trains.save, optimizer=True)
+                self.state.keep_present(run.name, number, save, answer_of(response))
+            return response
+
+        found: Response = await self._gateway.work(run.tenant, changed)
+        return found
 
     async def info(self, request: Request) -> Response:
         """What a run trains."""
@@ -192,6 +247,12 @@ class Runs:
                 "lora_rank": run.rank,
             }
         )
+
+    def count_unnamed(self, snapshot: str | None, sampler: str) -> None:
+        """A sampling client of a run's weights without a name is there again."""
+        kept = None if snapshot is None else self.state.by_id(snapshot)
+        if kept is not None and kept.run in self._runs:
+            self._runs[kept.run].unnamed.append(sampler)
 
     async def unload(self, request: Request) -> Response:
         """A run ends: what it has not saved is dropped, and requests that wait fail."""
@@ -241,6 +302,18 @@ class Runs:
                 "choose a lower rank, or unload a run"
             )
         return size
+
+
+def as_it_came(request: Request) -> tuple[str, bytes]:
+    """A request's kind, and its body; of a packed one the encoding stands behind the kind."""
+    kind = request.url.path.rpartition("/")[2]
+    encoding = request.headers.get("content-encoding", "")
+    return f"{kind}:{encoding}" if encoding else kind, request.state.body
+
+
+def answer_of(response: Response) -> Answer:
+    """What is kept of a response."""
+    return Answer(response.status_code, response.media_type or "", bytes(response.body))
 
 
 def new_adapter_of(

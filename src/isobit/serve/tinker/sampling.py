@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.engine.prompts import encode_prompt
 from isobit.engine.types import Completion, Sampling
-from isobit.errors import brief
+from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.snapshots import Snapshot
-from isobit.serve.state.rows import SCHEME
+from isobit.serve.state.rows import SCHEME, StoredSampler
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded
@@ -76,23 +76,51 @@ class Samplers:
         if len(self._of_session.get(session.name, ())) >= _MOST_SAMPLERS:
             raise BadRequest(f"a session may have {_MOST_SAMPLERS} sampling clients")
 
-    async def add(self, session: Session, number: int, sampler: Sampler) -> str:
+    async def add(
+        self, session: Session, number: int, sampler: Sampler, name: str | None = None
+    ) -> str:
         """The name of a session's sampling client, which holds its snapshot; the one that there is
-        if the number was taken meanwhile. Raises BadRequest if the session has ended."""
+        if the number was taken meanwhile. `name`: that it has in the state already. Raises
+        BadRequest if the session has ended."""
+        if name is None:
+            name = secrets.token_hex(16)
+            if self._gateway.state is not None and not session.ended:
+                row = StoredSampler(
+                    *(name, session.tenant, session.name, number, sampler.model), path=sampler.path
+                )
+                name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
                 raise BadRequest("the session has ended", status=410)
             return self._numbered[session.name, number]
-        name = secrets.token_hex(16)
         if session.name not in self._of_session:
             session.closers.append(partial(self._close, session))
         self._of_session.setdefault(session.name, []).append(name)
         self._numbered[session.name, number], self._samplers[name] = name, sampler
         return name
 
+    async def begin_again(self, session: Session, row: StoredSampler) -> None:
+        """A sampling client of an earlier server. Raises IsobitError where its weights are not
+        kept."""
+        state = self._gateway.state
+        kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
+        if row.snapshot is None:
+            snapshot = await self._snapshot(row.tenant, row.base, row.path)
+        elif kept is None or state is None:
+            raise IsobitError(f"the weights of sampling client {row.id} are not kept")
+        else:
+            folder = await in_thread(state.folder_of, kept)
+            opened = partial(self._snapshots.open, kept.id, lambda: folder)
+            snapshot = await self._gateway.work(row.tenant, opened)
+        await self.add(
+            session, row.number, Sampler(row.tenant, row.base, row.path, snapshot), row.id
+        )
+
     async def drop(self, session: Session, name: str, why: str) -> None:
         """A sampling client's weights are no longer kept; it is told so when it asks."""
+        if self._gateway.state is not None:
+            await in_thread(self._gateway.state.drop_sampler, name)
         self._dropped[name] = session.name, why
         self._of_session[session.name].remove(name)
         await self._release(self._samplers.pop(name))

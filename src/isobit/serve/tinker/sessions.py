@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.errors import brief
-from isobit.serve.gateway import Gateway
-from isobit.serve.requests import BadRequest
+from isobit.serve.gateway import Gateway, in_thread
+from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.state.rows import StoredSession
 from isobit.serve.wire import read_fields
 
 IDLE_SECONDS = 1800.0
@@ -36,13 +37,22 @@ class Sessions:
 
     async def create(self, request: Request) -> Response:
         """A client begins."""
-        await read_fields(request, self._gateway.limits)
+        fields = await read_fields(request, self._gateway.limits)
         await self._drop_idle()
         if len(self._sessions) >= _MOST_SESSIONS:
             raise BadRequest(f"{_MOST_SESSIONS:,} sessions are open; finish some", status=429)
         name = secrets.token_hex(16)
-        self._sessions[name] = Session(name, request.state.tenant)
+        if self._gateway.state is not None:
+            await in_thread(
+                self._gateway.state.add_session, _stored(name, request.state.tenant, fields)
+            )
+        self.begin(name, request.state.tenant)
         return JSONResponse({"type": "create_session", "session_id": name})
+
+    def begin(self, name: str, tenant: str) -> Session:
+        """A session, new or of an earlier server."""
+        self._sessions[name] = Session(name, tenant)
+        return self._sessions[name]
 
     async def heartbeat(self, request: Request) -> Response:
         """A client is there."""
@@ -72,3 +82,16 @@ class Sessions:
         session.ended = True
         for close in session.closers:
             await close()
+        if self._gateway.state is not None:
+            await in_thread(self._gateway.state.end_session, session.name)
+
+
+def _stored(name: str, tenant: str, fields: Fields) -> StoredSession:
+    given = fields.take("user_metadata")
+    metadata = (
+        {str(key)[:256]: str(value)[:1024] for key, value in list((given or {}).items())[:64]}
+        if isinstance(given, dict)
+        else {}
+    )
+    display = fields.text("display_name")
+    return StoredSession(name, tenant, time.time(), metadata, display and display[:256])

@@ -5,6 +5,7 @@ Left out, each refused in one line: full-parameter runs, optimizers other than A
 clients whose weights change under them, and what is another account's.
 """
 
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -21,9 +22,10 @@ from isobit.model.adapters.targets import NewAdapter
 from isobit.rl.stepwise import Adam, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest, Fields
-from isobit.serve.state.rows import Checkpoint, StoredRun
+from isobit.serve.snapshots import Snapshot
+from isobit.serve.state.rows import Checkpoint, StoredRun, StoredSampler
 from isobit.serve.state.state import State
-from isobit.serve.tinker.runs import PARTS, Run, Runs, new_adapter_of
+from isobit.serve.tinker.runs import PARTS, Run, Runs, answer_of, new_adapter_of
 from isobit.serve.tinker.sampling import Sampler, Samplers
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import (
@@ -60,7 +62,10 @@ class Training:
             raise BadRequest("lora_config: only adapters are trained here", "lora_config")
         lora = fields.inner("lora_config")
         rank = lora.whole("rank", 0, 1, _HIGHEST_RANK)
-        seed = lora.whole("seed", secrets.randbits(62), -(2**63), 2**63 - 1)
+        chosen = int.from_bytes(
+            hashlib.sha256(f"{session.name}:{number}".encode()).digest()[:7], "big"
+        )
+        seed = lora.whole("seed", chosen, -(2**63), 2**63 - 1)
         trained = {part: lora.flag(part, True) for part in PARTS}
         lora.finish()
         metadata = _metadata(fields)
@@ -72,12 +77,13 @@ class Training:
         def stored(name: str) -> StoredRun:
             return self._stored(session, number, name, base, rank, seed, trained, metadata)
 
-        future = self._runs.create(
+        future = await self._runs.create(
+            request,
             session,
             number,
             stored,
             partial(self._learner, given),
-            lambda run: {"type": "create_model", "model_id": run.name},
+            lambda name: {"type": "create_model", "model_id": name},
         )
         return JSONResponse({"request_id": future})
 
@@ -95,10 +101,14 @@ class Training:
 
         async def work() -> Response:
             _, folder = await self._saved(run.tenant, path, optimizer)
-            await self._runs.work(run, lambda: run.trains.load(folder, optimizer=optimizer))
-            return JSONResponse({"type": "load_weights", "path": path, "model_id": run.name})
 
-        return self._runs.begin(run, number, 0, work)
+            def load() -> Mapping[str, Any]:
+                run.trains.load(folder, optimizer=optimizer)
+                return {"type": "load_weights", "path": path, "model_id": run.name}
+
+            return await self._runs.change(run, number, load, always=True)
+
+        return await self._runs.begin(request, run, number, work)
 
     async def forward_backward(self, request: Request) -> Response:
         """Gradients of a loss, which add up until a step; or the loss alone."""
@@ -124,7 +134,7 @@ class Training:
 
             return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
 
-        return self._runs.begin(run, message.seq_id, len(body), work)
+        return await self._runs.begin(request, run, message.seq_id, work)
 
     async def optim_step(self, request: Request) -> Response:
         """One step by the gradients so far."""
@@ -134,17 +144,20 @@ class Training:
         if fields.take("optimizer_params") is not None:
             raise BadRequest("optimizer_params: only AdamW is offered", "optimizer_params")
         adam = _adam_of(fields.inner("adam_params"))
+        number = fields.whole("seq_id", 0, 1, 2**62)
         fields.finish()
-        metrics = await self._runs.work(run, lambda: dict(run.trains.optim_step(adam)))
-        return JSONResponse({"type": "optim_step", "metrics": metrics})
+
+        def step() -> Mapping[str, Any]:
+            return {"type": "optim_step", "metrics": dict(run.trains.optim_step(adam))}
+
+        return await self._runs.change(run, number, step, always=False)
 
     async def save_weights(self, request: Request) -> Response:
         """A checkpoint to train from, with the optimizer's state."""
         return await self._runs.ask(request, "save_weights", self._save_weights)
 
     async def _save_weights(self, run: Run, fields: Fields) -> Response:
-        saved = await self._save(run, fields, "training", fields.flag("overwrite"))
-        return JSONResponse({"type": "save_weights", "path": saved.path})
+        return await self._save(run, fields, "training", fields.flag("overwrite"))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         """A checkpoint to sample from; without a name a sampling client of the weights as they are
@@ -154,21 +167,21 @@ class Training:
         )
 
     async def _save_weights_for_sampler(self, run: Run, fields: Fields) -> Response:
-        kind = "save_weights_for_sampler"
         if fields.text("kind", "snapshot") != "snapshot":
             raise BadRequest("kind: only snapshot is offered, whose weights never change", "kind")
         number = fields.take("sampling_session_seq_id")
         if number is None:
-            saved = await self._save(run, fields, "sampler", True)
-            return JSONResponse({"type": kind, "path": saved.path})
+            return await self._save(run, fields, "sampler", True)
         number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
-        for key in ("ttl_seconds", "user_metadata", "seq_id"):
+        asked = fields.whole("seq_id", 0, 1, 2**62)
+        for key in ("ttl_seconds", "user_metadata"):
             fields.take(key)
         fields.finish()
-        return JSONResponse({"type": kind, "sampling_session_id": await self._unnamed(run, number)})
+        return await self._unnamed(run, asked, number)
 
-    async def _unnamed(self, run: Run, number: int) -> str:
-        """A new sampling client of a run's present weights; those of the oldest are dropped."""
+    async def _unnamed(self, run: Run, asked: int, number: int) -> Response:
+        """The response to request `asked`: a new sampling client of a run's present weights, which
+        are kept as long as it is; those of the oldest are dropped."""
         snapshots = self._gateway.device.snapshots
         while len(run.unnamed) >= _MOST_UNNAMED:
             await self._samplers.drop(
@@ -178,13 +191,30 @@ class Training:
                 "made; save weights by a name to keep them",
             )
         self._samplers.check_room(run.session)
-        snapshot = await self._runs.work(
-            run, lambda: snapshots.open(secrets.token_hex(8), run.trains.adapter)
-        )
+        name = secrets.token_hex(16)
+        kind = "save_weights_for_sampler"
+        response = JSONResponse({"type": kind, "sampling_session_id": name})
+
+        def keep() -> Snapshot:
+            def row(kept: Checkpoint) -> StoredSampler:
+                whose = (name, run.tenant, run.session.name, number, run.base)
+                return StoredSampler(*whose, snapshot=kept.id)
+
+            kept = self._state.save(
+                run.name,
+                "snapshot",
+                f"sampler-{number}",
+                partial(run.trains.save, optimizer=False),
+                overwrite=True,
+                answer=lambda _: (asked, answer_of(response)),
+                sampler=row,
+            )
+            return snapshots.open(kept.id, run.trains.adapter)
+
+        snapshot = await self._runs.work(run, keep)
         made = Sampler(run.tenant, run.base, None, snapshot)
-        name = await self._samplers.add(run.session, number, made)
-        run.unnamed.append(name)
-        return name
+        run.unnamed.append(await self._samplers.add(run.session, number, made, name))
+        return response
 
     async def weights_info(self, request: Request) -> Response:
         """What a checkpoint is of."""
@@ -228,10 +258,10 @@ class Training:
                 learner.load(folder, optimizer=True)
             return learner
 
-        def answer(run: Run) -> Mapping[str, Any]:
-            return {"type": "load_weights", "path": path, "model_id": run.name}
+        def answer(name: str) -> Mapping[str, Any]:
+            return {"type": "load_weights", "path": path, "model_id": name}
 
-        future = self._runs.create(session, number, stored, make, answer)
+        future = await self._runs.create(request, session, number, stored, make, answer)
         return JSONResponse({"request_id": future})
 
     def _learner(self, adapter: NewAdapter | Adapter | Path) -> StepwiseLearner:
@@ -256,7 +286,7 @@ class Training:
             metadata=metadata,
         )
 
-    async def _save(self, run: Run, fields: Fields, kind: Any, overwrite: bool) -> Checkpoint:
+    async def _save(self, run: Run, fields: Fields, kind: Any, overwrite: bool) -> Response:
         optimizer = kind == "training"
         number = fields.whole("seq_id", 0, 1, 2**62)
         name = fields.text("path") or f"request-{number}"
@@ -266,21 +296,26 @@ class Training:
         metadata = _metadata(fields)
         fields.finish()
 
-        def save() -> Checkpoint:
-            learner = run.trains
-            return self._state.save(
+        def shown(saved: Checkpoint) -> Response:
+            asked = "save_weights" if optimizer else "save_weights_for_sampler"
+            return JSONResponse({"type": asked, "path": saved.path})
+
+        def save() -> Response:
+            saved = self._state.save(
                 run.name,
                 kind,
                 name,
-                lambda folder: learner.save(folder, optimizer=optimizer),
+                partial(run.trains.save, optimizer=optimizer),
                 optimizer=optimizer,
                 ttl=ttl,
                 overwrite=overwrite,
                 metadata=metadata,
+                answer=lambda saved: (number, answer_of(shown(saved))),
             )
+            return shown(saved)
 
-        found: Checkpoint = await self._runs.work(run, save)
-        return found
+        response: Response = await self._runs.work(run, save)
+        return response
 
     async def _saved(self, tenant: str, path: str, optimizer: bool) -> tuple[Checkpoint, Path]:
         """A tenant's checkpoint, and its folder. Raises BadRequest."""

@@ -1,0 +1,198 @@
+"""What is kept, by the routes of Tinker's `RestClient`: training runs, sessions, checkpoints; an
+archive of a checkpoint's files.
+
+An archive is a tar file, the same bytes each time it is asked for: an adapter's is what PEFT and
+vLLM load. Left out: publishing, projects, and links that need no token.
+"""
+
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from isobit.errors import brief
+from isobit.serve.gateway import Gateway, in_thread
+from isobit.serve.requests import BadRequest
+from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
+from isobit.serve.state.state import State
+from isobit.serve.wire import read_fields
+
+SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
+_MOST_LISTED, _BLOCK = 1000, 1 << 18
+
+
+class Archive:
+    """The routes over a state."""
+
+    def __init__(self, gateway: Gateway, state: State) -> None:
+        self._gateway, self._state = gateway, state
+
+    async def runs(self, request: Request) -> Response:
+        """A tenant's training runs, the newest first."""
+        limit, offset = _page(request, 20)
+        found, count = await in_thread(self._state.runs, request.state.tenant, limit, offset)
+        listed = [await in_thread(self._run_value, run) for run in found]
+        return JSONResponse({"training_runs": listed, "cursor": _cursor(limit, offset, count)})
+
+    async def run(self, request: Request) -> Response:
+        """One of them."""
+        return JSONResponse(await in_thread(self._run_value, await self._find(request)))
+
+    async def checkpoints(self, request: Request) -> Response:
+        """What a run has saved."""
+        run = await self._find(request)
+        found, _ = await in_thread(self._state.checkpoints, run.tenant, run.id)
+        return JSONResponse({"checkpoints": [_value(each) for each in found]})
+
+    async def all_checkpoints(self, request: Request) -> Response:
+        """What a tenant's runs have saved, the newest first."""
+        limit, offset = _page(request, 100)
+        tenant = request.state.tenant
+        found, count = await in_thread(self._state.checkpoints, tenant, None, limit, offset)
+        values = [_value(each) for each in found]
+        return JSONResponse({"checkpoints": values, "cursor": _cursor(limit, offset, count)})
+
+    async def delete(self, request: Request) -> Response:
+        """Drop a checkpoint. Sampling clients that have it keep it until they end."""
+        await in_thread(self._state.delete, request.state.tenant, _name(request))
+        return Response(status_code=204)
+
+    async def set_ttl(self, request: Request) -> Response:
+        """When a checkpoint is dropped; null: never."""
+        fields = await read_fields(request, self._gateway.limits)
+        ttl = None
+        if fields.take("ttl_seconds") is not None:
+            ttl = float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
+        fields.finish()
+        await in_thread(self._state.set_ttl, request.state.tenant, _name(request), ttl)
+        return Response(status_code=204)
+
+    async def download(self, request: Request) -> Response:
+        """A checkpoint's files, as a tar."""
+        tenant, name = request.state.tenant, _name(request)
+        checkpoint = await in_thread(self._state.checkpoint, tenant, name)
+        folder = await in_thread(self._state.folder_of, checkpoint)
+        files = await in_thread(_opened, folder, checkpoint.created)
+        size = sum(512 + -(-entry.size // 512) * 512 for entry, _ in files) + 1024
+        file = f"{checkpoint.run.replace(':', '-')}-{checkpoint.name}.tar"
+        headers = {
+            "Content-Length": str(size),
+            "Content-Disposition": f'attachment; filename="{file}"',
+        }
+        return StreamingResponse(_tar(files), media_type="application/x-tar", headers=headers)
+
+    async def sessions(self, request: Request) -> Response:
+        """A tenant's sessions that have not ended, the newest first."""
+        limit, offset = _page(request, 20)
+        found = await in_thread(self._state.sessions, request.state.tenant, limit, offset)
+        return JSONResponse({"sessions": [each.id for each in found]})
+
+    async def session(self, request: Request) -> Response:
+        """What one of them has."""
+        name = request.path_params["name"]
+        found = await in_thread(self._state.session, name)
+        if found is None or found.tenant != request.state.tenant:
+            raise BadRequest(f"no session {brief(name)}: it has ended", status=404)
+        runs = await in_thread(self._state.runs_of, name)
+        samplers = await in_thread(self._state.samplers, name)
+        value = {
+            "training_run_ids": [each.id for each in runs],
+            "sampler_ids": [each.id for each in samplers],
+            "user_metadata": dict(found.metadata) or None,
+            "display_name": found.display_name,
+        }
+        return JSONResponse(value)
+
+    async def _find(self, request: Request) -> StoredRun:
+        name = request.path_params["run"]
+        found = await in_thread(self._state.run, name)
+        if found is None or found.tenant != request.state.tenant:
+            raise BadRequest(f"no training run {brief(name)}", status=404)
+        return found
+
+    def _run_value(self, run: StoredRun) -> dict[str, Any]:
+        saved, _ = self._state.checkpoints(run.tenant, run.id)
+
+        def last(kind: str) -> Any:
+            return next((_value(each) for each in saved if each.kind == kind), None)
+
+        return {
+            "training_run_id": run.id,
+            "base_model": run.base,
+            "model_owner": f"tenant-{run.tenant}",
+            "is_lora": run.rank is not None,
+            "lora_rank": run.rank,
+            "last_request_time": _time(run.requested),
+            "last_checkpoint": last("training"),
+            "last_sampler_checkpoint": last("sampler"),
+            "user_metadata": dict(run.metadata) or None,
+        }
+
+
+def _value(checkpoint: Checkpoint) -> dict[str, Any]:
+    expires = checkpoint.expires
+    name = CheckpointName(checkpoint.run, checkpoint.kind, checkpoint.name)
+    return {
+        "checkpoint_id": name.checkpoint_id,
+        "checkpoint_type": checkpoint.kind,
+        "time": _time(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.bytes,
+        "public": False,
+        "user_metadata": dict(checkpoint.metadata) or None,
+        "expires_at": None if expires is None else _time(expires),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _name(request: Request) -> CheckpointName:
+    return CheckpointName.within(request.path_params["run"], request.path_params["checkpoint"])
+
+
+def _page(request: Request, default: int) -> tuple[int, int]:
+    """(limit, offset)."""
+    found = []
+    for key, value in (("limit", default), ("offset", 0)):
+        text = request.query_params.get(key, str(value))
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise BadRequest(f"{key}: expected a whole number, got {brief(text)!r}", key)
+        found.append(int(text))
+    return min(found[0], _MOST_LISTED), found[1]
+
+
+def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": count}
+
+
+def _opened(folder: Path, created: float) -> list[tuple[tarfile.TarInfo, IO[bytes]]]:
+    """Entries of an archive, and their files, which stay readable when they are deleted."""
+    found = list[tuple[tarfile.TarInfo, IO[bytes]]]()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "manifest.json":
+            entry = tarfile.TarInfo(str(path.relative_to(folder)))
+            file = path.open("rb")
+            entry.size = os.fstat(file.fileno()).st_size
+            entry.mode, entry.mtime = 0o600, int(created)
+            found.append((entry, file))
+    return found
+
+
+async def _tar(files: list[tuple[tarfile.TarInfo, IO[bytes]]]) -> AsyncIterator[bytes]:
+    try:
+        for entry, file in files:
+            yield entry.tobuf(tarfile.USTAR_FORMAT)
+            while block := await in_thread(file.read, _BLOCK):
+                yield block
+            yield b"\0" * (-entry.size % 512)
+        yield b"\0" * 1024
+    finally:
+        for _, file in files:
+            file.close()

@@ -1,0 +1,181 @@
+"""A server goes on where an earlier one of its state ended: runs, sessions, sampling clients."""
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from isobit.serve.tinker import resume
+
+from .helpers import KEY, Running, serving
+
+tinker: Any = pytest.importorskip("tinker")
+
+from . import kills  # noqa: E402
+from .test_runs import answer, created, gradients, new, started, step, weights  # noqa: E402
+from .training import data, sampled  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.serve.helpers.TOKENS", (KEY,))
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Any:
+    """Begins a server on the same state."""
+
+    def begin() -> Any:
+        return serving(folder / "base", state=tmp_path / "state")
+
+    return begin
+
+
+def mine(server: Running) -> Running:
+    server.token = KEY
+    return server
+
+
+def in_one_life(served: Any) -> str:
+    """The weights of a run that no restart has interrupted."""
+    with served() as server:
+        mine(server)
+        run = new(server)
+        for number in (1, 2):
+            answer(server, gradients(server, run, number, data(number)))
+        answer(server, step(server, run, 3))
+        return weights(server, run)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_gradients_before_a_restart_count_after_it(
+    served: Any, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answers, and the same weights; the control does nothing again."""
+    expected = in_one_life(served)
+    with served() as server:
+        run = new(mine(server))
+        first = answer(server, gradients(server, run, 1, data(1)))
+    if forgets:
+        monkeypatch.setattr(resume, "_CHANGING", ())
+    with served() as server:
+        asked = gradients(mine(server), run, 1, data(1))  # a client that has no answer yet
+        assert answer(server, asked).content == first.content
+        answer(server, gradients(server, run, 2, data(2)))
+        answer(server, step(server, run, 3))
+        assert (weights(server, run) == expected) is not forgets
+
+
+def test_a_request_that_was_taken_is_done_by_the_next_server(served: Any) -> None:
+    """Also one whose turn has not come: the number before it comes after the restart."""
+    expected = in_one_life(served)
+    with served() as server:
+        run = new(mine(server))
+        later = [gradients(server, run, 2, data(2)), step(server, run, 3)]
+    with served() as server:
+        answer(mine(server), gradients(server, run, 1, data(1)))
+        for each in later:
+            assert answer(server, each).status_code == 200
+        assert weights(server, run) == expected
+
+
+def test_create_is_answered_again(served: Any) -> None:
+    with served() as server:
+        session = started(mine(server))
+        asked = created(server, session)
+        first = answer(server, asked).json()
+    with served() as server:
+        assert answer(mine(server), asked).json() == first
+        assert answer(server, created(server, session)).json() == first
+        unloaded = server.post("/api/v1/unload_model", {"model_id": first["model_id"]})
+        answer(server, unloaded)
+    with served() as server:
+        assert step(mine(server), first["model_id"], 1).status_code == 404
+
+
+def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
+    """A sampling client of a path, one of weights without a name, and training that goes on from a
+    state with its optimizer, bit for bit. The control has a new optimizer."""
+
+    def stepped(server: Running, path: str, optimizer: bool) -> str:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        made = (
+            service.create_training_client_from_state_with_optimizer
+            if optimizer
+            else service.create_training_client_from_state
+        )
+        client = made(path).result()
+        client.forward_backward(data(5), "cross_entropy").result()
+        client.optim_step(tinker.AdamParams(learning_rate=3e-2)).result()
+        found = weights(server, client.model_id)
+        service.close("success").result()
+        return found
+
+    with served() as server:
+        service = tinker.ServiceClient(base_url=mine(server).url, api_key=KEY)
+        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        for seed in (1, 2):
+            client.forward_backward(data(seed), "cross_entropy").result()
+            client.optim_step(tinker.AdamParams(learning_rate=3e-2)).result()
+        path = client.save_weights_for_sampler("a").result().path
+        state = client.save_state("a").result().path
+        unnamed = client.save_weights_and_get_sampling_client().result()
+        before = sampled(unnamed, 4)
+        assert sampled(service.create_sampling_client(model_path=path).result(), 4) == before
+        name, went_on = unnamed._sampling_session_id, stepped(server, state, True)
+    with served() as server:
+        service.close("success")  # of the server that is gone
+        again = tinker.ServiceClient(base_url=mine(server).url, api_key=KEY)
+        assert sampled(again.create_sampling_client(model_path=path).result(), 4) == before
+        assert server.get(f"/api/v1/samplers/{name}").status_code == 200
+        assert stepped(server, state, True) == went_on
+        assert stepped(server, state, False) != went_on
+        again.close("success").result()
+
+
+def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Path) -> None:
+    with served() as server:
+        runs = [new(mine(server)) for _ in range(2)]
+        state = server.gateway.state
+        assert state is not None
+        present = state.present(runs[0])
+        assert present is not None
+        file = state.folder_of(present) / "adapter_model.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with served() as server:
+        assert step(mine(server), runs[0], 1).status_code == 404
+        assert answer(server, step(server, runs[1], 1)).status_code == 200
+
+
+def test_sigterm_leaves_the_state_whole_and_open_requests_to_the_next_server(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The official client waits for the next server, and gets its answers from it."""
+    server = kills.Server(folder / "base", tmp_path)
+    server.start()
+    try:
+        server.wait(threading.Event())
+        expected = kills.work(server.url)
+        with ThreadPoolExecutor(1) as pool:
+            going = pool.submit(kills.work, server.url)
+            headers = {"X-Api-Key": KEY}
+            listed = f"{server.url}/api/v1/training_runs"
+            while httpx.get(listed, headers=headers).json()["cursor"]["total_count"] < 2:
+                assert not going.done()
+            server.stop(signal.SIGTERM)
+            assert server.process is not None
+            assert server.process.returncode == 0
+            server.start()
+            assert going.result() == expected
+    finally:
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait(60)
+    assert "Traceback" not in server.log

@@ -1,0 +1,121 @@
+"""Tinker's protobuf: what the client writes is read as it meant it, and what we write it reads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isobit.rl.stepwise import Outputs
+from isobit.serve.requests import BadRequest
+
+tinker: Any = pytest.importorskip("tinker")
+
+from tinker.proto.response_conv import deserialize_forward_backward_output  # noqa: E402
+
+from isobit.serve.tinker import wire  # noqa: E402
+
+from .training import message  # noqa: E402
+
+
+def read(tokens: list[int], **inputs: Any) -> wire.Batch:
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    return wire.read_batch(wire.read_message(message("r", 1, [datum])))
+
+
+def test_dense_and_sparse_tensors_are_read_alike() -> None:
+    """The client writes a matrix with few entries as a sparse one; the control has another entry."""
+    targets, weights = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(9, 6)
+    targets[2, 3], targets[8, 0], weights[2, 3], weights[5, 5] = 7, 9, 0.5, -1.0
+    batch = read(list(range(9)), target_tokens=targets, weights=weights)
+    assert message("r", 1, [_datum(targets, weights)]).find(b"weights") > 0
+    (found,) = batch.data
+    assert found.tokens == tuple(range(9))
+    assert torch.equal(found.inputs["target_tokens"], targets)
+    assert torch.equal(found.inputs["weights"], weights)
+    dense = {
+        "target_tokens": tinker.TensorData.from_torch(targets),
+        "weights": tinker.TensorData.from_torch(weights),
+    }
+    (same,) = read(list(range(9)), **dense).data
+    assert torch.equal(same.inputs["weights"], weights)
+    other = weights.clone()
+    other[0, 0] = 1
+    (changed,) = read(list(range(9)), target_tokens=targets, weights=other).data
+    assert not torch.equal(changed.inputs["weights"], weights)
+
+
+def _datum(targets: torch.Tensor, weights: torch.Tensor) -> Any:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(list(range(len(targets)))),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )
+
+
+def sparse(**given: Any) -> Any:
+    """A request whose weights are a sparse [3, 2], with something wrong."""
+    messages = wire.package()
+    request = messages.ForwardBackwardRequest(model_id="r", seq_id=1)
+    datum = request.data.add()
+    tensor = datum.loss_fn_inputs["weights"]
+    tensor.dtype = messages.DTYPE_FLOAT32
+    tensor.shape.extend(given.get("shape", (3, 2)))
+    csr = tensor.sparse_csr
+    csr.values = np.ones(given.get("values", 2), np.float32).tobytes()
+    csr.crow_indices = np.array(given.get("rows", [0, 1, 1, 2]), np.int64).tobytes()
+    csr.col_indices = np.array(given.get("columns", [1, 0]), np.int64).tobytes()
+    return request
+
+
+def test_a_sparse_matrix_must_be_one() -> None:
+    (datum,) = wire.read_batch(sparse()).data
+    assert datum.inputs["weights"].tolist() == [[0, 1], [0, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rows": [0, 2, 1, 2]},
+        {"rows": [0, 1, 2]},
+        {"rows": [1, 1, 1, 2]},
+        {"rows": [0, 1, 1, 3]},
+        {"columns": [1, 2]},
+        {"columns": [-1, 0]},
+        {"columns": [1]},
+        {"values": 3},
+        {"shape": (6,)},
+        {"shape": (3, -2)},
+        {"shape": (1 << 40, 1 << 40)},
+        {"shape": (1 << 13, 1 << 13)},
+    ],
+)
+def test_what_is_no_sparse_matrix_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=r"shape|entries"):
+        wire.read_batch(sparse(**given))
+
+
+def test_images_and_texts_of_a_loss_are_refused() -> None:
+    messages = wire.package()
+    request = messages.ForwardBackwardRequest()
+    request.data.add().model_input.add().image.data = b"x"
+    with pytest.raises(BadRequest, match="only tokens are offered"):
+        wire.read_batch(request)
+    request = messages.ForwardBackwardRequest()
+    request.loss_fn_config_v2["kl"].text = "x"
+    with pytest.raises(BadRequest, match="kl: expected a number"):
+        wire.read_batch(request)
+    with pytest.raises(BadRequest, match="no ForwardBackwardRequest"):
+        wire.read_message(b"\xff" * 9)
+
+
+def test_outputs_are_those_that_the_client_reads() -> None:
+    """Of one and of several targets to a position, one after the other."""
+    shapes = [(3,), (1,), (4, 2), (2, 2), (2, 5), (5,)]
+    random = torch.Generator().manual_seed(1)
+    logprobs = [torch.randn(shape, generator=random) for shape in shapes]
+    written = wire.write_outputs(Outputs(logprobs, {"loss:sum": 0.5}))
+    found = deserialize_forward_backward_output(written)
+    assert found.metrics == {"loss:sum": 0.5}
+    read = [torch.from_numpy(each["logprobs"].to_numpy()) for each in found.loss_fn_outputs]
+    assert len(read) == len(logprobs)
+    assert all(torch.equal(a, b) for a, b in zip(read, logprobs, strict=True))
