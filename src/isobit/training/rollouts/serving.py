@@ -143,11 +143,11 @@ class ServedRollouts:
         return replace(rollout, metrics=added(rollout.metrics, self.serving.metrics()))
 
 
-def open_serving(config: Config, model: Model) -> Serving | None:
-    """The server of a run that has one, whose port is taken now, and which answers when it is entered.
-    Raises IsobitError for packages that are not here, a token's file that cannot be used, a port
-    that cannot be had, and a precision under which what a request computes depends on more than the
-    weights."""
+def open_serving(config: Config, model: Model, reserved: int) -> Serving | None:
+    """The server of a run that has one, whose port is taken now, and which answers when it is
+    entered; `reserved`: bytes of the GPU that the first update will take. Raises IsobitError for
+    packages that are not here, a token's file that cannot be used, a port that cannot be had, and a
+    precision under which what a request computes depends on more than the weights."""
     serve = config.serve
     if serve.port is None:
         return None
@@ -166,7 +166,7 @@ def open_serving(config: Config, model: Model) -> Serving | None:
     tokens, made = keys.read_or_make(file, "serve.token")
     size = replace(config.engine, max_sequences=serve.max_sequences, kv_pages=None)
     longest = model.config.max_positions
-    engine = Engine.sized_for(model, [[0]], serve.max_sequences, longest, size)
+    engine = Engine.sized_for(model, [[0]], serve.max_sequences, longest, size, reserved)
     name = Path(config.run.dir).name
     tools = format_of("auto", model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)

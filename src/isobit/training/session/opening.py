@@ -81,7 +81,9 @@ def _open_all(
         opened = ranks.run_on_all(
             lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
         )
-        return replace(parts, fleet=opened, serving=open_serving(parts.config, parts.model))
+        coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
+        serving = open_serving(parts.config, parts.model, coming)
+        return replace(parts, fleet=opened, serving=serving)
     except BaseException:
         parts.rewards.close()
         raise
