@@ -53,9 +53,11 @@ def train(client: Any, seed: int, steps: int, rate: float = 3e-2) -> None:
 
 def run_of(server: Running, name: str) -> Run:
     """A server's run."""
+    assert server.app is not None
+    routes: list[Any] = list(server.app.routes)
     (tinker_routes,) = [
         route.endpoint.__self__
-        for route in server.app.routes
+        for route in routes
         if getattr(route, "path", "") == "/api/v1/get_info"
     ]
     return tinker_routes._runs[name]
