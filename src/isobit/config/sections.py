@@ -173,7 +173,8 @@ class ServeConfig:
         float,
         above(0),
         below(1),
-        "the part of the run's time that requests may take, so that a step never waits for one",
+        "the part of the run's time that requests may take, beside that in which it waits for "
+        "rewards; no step waits for a request",
     ] = 0.2
     max_sequences: Annotated[
         int, at_least(1), "answers that are sampled at the same time, beside the rollout's"
