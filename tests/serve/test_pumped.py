@@ -14,7 +14,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.serve import pumped
 from isobit.serve.device import STOPPING
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, WorkJob
 from isobit.serve.pumped import PumpedDevice
 
 PROMPT = (10, 11, 12, 13, 14)
@@ -158,3 +158,10 @@ def test_the_end_answers_everyone(asked: Asked) -> None:
     asked.pump()
     asked.device.stop()
     assert late == [STOPPING]
+
+
+def test_work_between_steps_is_refused(asked: Asked) -> None:
+    found: list[Event] = []
+    asked.device.submit(WorkJob("t", lambda: 1, found.append))
+    assert found == [Failed(400, "this is not offered by a run that trains")]
+    assert not asked.device.busy

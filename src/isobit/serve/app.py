@@ -34,6 +34,9 @@ from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
 _SECONDS_TO_START = 60.0
+KEEP_ALIVE_SECONDS = 60
+"""After so long an idle connection is closed. Clients close theirs sooner, httpx after 5 seconds:
+else a request would meet a connection that closes."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -
         ws="none",
         http="h11",
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(options.grace) + 10,
         server_header=False,
     )

@@ -12,7 +12,7 @@ from collections import Counter
 
 from isobit.engine.engine import Engine
 from isobit.serve.device import STOPPING, Deliver, Device, _Open
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Turns
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Turns, WorkJob
 
 MOST_BEGINNINGS = 8
 _LOG = logging.getLogger("isobit.serve")
@@ -44,6 +44,13 @@ class PumpedDevice(Device):
 
     def join(self, seconds: float | None = None) -> None:
         """There is no thread."""
+
+    def submit(self, job: SampleJob | WorkJob) -> None:
+        """Ask for something. Work between steps is refused: its result would name no version."""
+        if isinstance(job, WorkJob):
+            job.post(Failed(400, "this is not offered by a run that trains"))
+        else:
+            super().submit(job)
 
     @property
     def alive(self) -> bool:
