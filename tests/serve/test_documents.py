@@ -29,7 +29,7 @@ def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
         if method != "HEAD"
     }
     refused = {name for name in found if name.endswith("/api/v1/{path:path}")}
-    rows = re.findall(r"^\| (`(?:GET|POST) [^|]*) \|", PAGE, re.M)
+    rows = re.findall(r"^\| (`(?:GET|POST|PUT|DELETE) [^|]*) \|", PAGE, re.M)
     said = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     assert len(refused) == 4
     assert set(said) == found - refused
