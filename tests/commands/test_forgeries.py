@@ -260,6 +260,21 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def test_what_the_chain_does_not_hold_is_not_said_to_be_held(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accuracies and times are in no hash, and the verdict says so; `test_each_is_noticed` has the
+    metrics that are."""
+
+    def better(rows: list[Row]) -> None:
+        rows[2] |= {"accuracy/held_out": 1.0, "time/step": 0.0}
+
+    _lines("metrics.jsonl", better)(run)
+    verify_command(run, None)
+    said = capsys.readouterr().out
+    assert "but for times and evaluations, which it does not hold" in said
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_each_is_noticed(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forge, said = FORGERIES[name]

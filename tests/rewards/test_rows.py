@@ -53,7 +53,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
         ASSERTS,
         {"tests": ["assert f(1)"]},
         {"tests": "x = 1"},
-        "no test in it: nothing asserts or calls",
+        "no test in it: nothing asserts, or calls",
     ),
     (
         "code",

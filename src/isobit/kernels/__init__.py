@@ -6,6 +6,7 @@ from isobit.kernels.backends.composed import Composed
 from isobit.kernels.copies import Copies
 from isobit.kernels.experts.definition import grouped_input_gradient
 from isobit.kernels.gpu import computed_by, versions
+from isobit.kernels.low_rank.definition import Factors
 from isobit.kernels.matrices import (
     Operand,
     Packed,
@@ -29,6 +30,7 @@ __all__ = [
     "Composed",
     "Copies",
     "DeltaHeads",
+    "Factors",
     "Heads",
     "KVStore",
     "Keys",

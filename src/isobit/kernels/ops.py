@@ -10,7 +10,7 @@ and the arithmetic (`reference`, `native`, `triton`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from isobit.kernels.copies import Copies
 from isobit.kernels.matrices import Gradients, Operand, Prepared, Stacked
 from isobit.kernels.stores import KVStore, StateStore
 from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
+
+if TYPE_CHECKING:
+    from isobit.kernels.low_rank.definition import Factors
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
@@ -219,6 +222,26 @@ class Ops(Protocol):
         the experts have any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e;
         offsets [E + 1] int64, offsets[E] = R. With `rows` [R] int64, row r is a's at rows[r]. Rows
         do not share scales."""
+
+    def prepare_factors(
+        self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
+    ) -> "Factors":
+        """One adapter's factors of a weight: for rows lo to hi of it a [r, K], b [hi - lo, r], lo
+        and hi. They are packed as `prepare` packs a weight."""
+
+    def add_low_rank(
+        self,
+        total: Tensor,
+        x: Operand,
+        adapters: "Sequence[Factors]",
+        rows: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add to `total` [T, N] float32, contiguous, what adapters make of x [T, K] in `dtype`,
+        each of its own rows (`low_rank/definition.py`): those of adapter i are rows[offsets[i]] to
+        rows[offsets[i + 1]]. rows [R] int64 on the operators' device, none twice; offsets int64 on
+        the CPU."""
 
     def grouped_weight_gradient(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.kernels import Ops, Stacked, StoredWeight
+from isobit.kernels import Factors, Ops, Stacked, StoredWeight
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import (
@@ -70,15 +70,18 @@ class Sources:
         )
 
 
-def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[LowRank, ...]:
-    """An adapter's factors of one weight that nothing trains, prepared for `ops`."""
+def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:
+    """An adapter's factors of one weight that nothing trains, prepared for `ops`; None: it has
+    none."""
 
-    def factor(name: str) -> Weight:
-        working = adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
-        return Weight(name, FROZEN, ops.prepare(working), None, None)
+    def working(name: str) -> Tensor:
+        return adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
 
-    pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
-    return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
+    parts = []
+    for one in adapter.of(name):
+        a, b = map(working, one.masters)
+        parts.append((a, b, one.lo, one.hi))
+    return ops.prepare_factors(parts, adapter.scale) if parts else None
 
 
 def with_adapter(

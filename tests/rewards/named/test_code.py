@@ -255,7 +255,9 @@ def test_nothing_of_one_run_is_alive_in_the_next() -> None:
 BAD_ROWS = [
     ({}, {"tests": 3}, "column 'tests': expected Python source or a list of it, got 3"),
     ({}, {"tests": "assert ("}, "column 'tests': not Python"),
-    ({}, {"tests": "x = 1"}, "column 'tests': no test in it: nothing asserts or calls"),
+    ({}, {"tests": "x = 1"}, "column 'tests': no test in it: nothing asserts, or calls what"),
+    ({}, {"tests": "import unittest\nunittest.main(exit=False)"}, "no test in it"),
+    ({}, {"tests": ["import math", "print(1)"]}, "column 'tests': no test in it"),
     ({}, {"tests": []}, "column 'tests': no test in it"),
     (
         {"tests": "stdin"},
@@ -286,6 +288,14 @@ def test_rows_that_cannot_be_used(
 ) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         rate(GOOD, options, **row)
+
+
+@pytest.mark.parametrize("tests", ["assert 1", "def f():\n    pass\nassert f() is None"])
+def test_a_row_that_asks_nothing_of_the_program_is_refused_at_the_start(tests: str) -> None:
+    reward = build("code", {})
+    with pytest.raises(ValueError, match="column 'tests': the tests use no name of the program"):
+        reward.check({"tests": tests})
+    reward.check({"tests": TESTS})
 
 
 def test_steps_tell_tests_from_what_prepares_them() -> None:

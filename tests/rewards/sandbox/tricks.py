@@ -240,7 +240,67 @@ PROCESS = {
     "AssertionError": "import builtins\nclass AssertionError(Exception):\n    pass\n"
     "builtins.AssertionError = AssertionError\n" + _WRONG,
 }
+BOUNDS = "assert 3.9 < f(2) < 4.1\nassert f(2) in range(3, 10)\nassert f(2) in (3.5, 4, 4.5)\n"
+_FINDS = (
+    "import gc, sys\nclass N({base}):\n    pass\ndef f(x):\n    return N(0)\nn = 0\n"
+    "def content(v):\n    global n\n    n += 1\n    return {value}\n"
+    "sys.modules['__main__'].wire.content = content\nfor o in gc.get_objects():\n"
+    "    if type(o).__name__ == 'Program':\n        o.operations['content'] = content\n"
+)
+CHANGING = {
+    "above and below": _FINDS.format(base="float", value="1e9 if n % 2 else -1e9"),
+    "counts up": _FINDS.format(base="int", value="n"),
+    "counts up by halves": _FINDS.format(base="float", value="n / 2"),
+}
+IDENTITY = (
+    "import copy\nb = Box()\nassert clone(b) is not b\nassert Only() is Only()\n"
+    "before = copy.deepcopy(b)\ngiven = look(b)\n"
+    "assert before is not b and before.x == b.x == [1]\n"
+)
+RIGHT_IDENTITY = (
+    "import copy\nclass Box:\n    def __init__(self):\n        self.x = [1]\n"
+    "class Only:\n    it = None\n    def __new__(cls):\n"
+    "        cls.it = cls.it or object.__new__(cls)\n        return cls.it\n"
+    "def clone(b):\n    return copy.copy(b)\ndef look(b):\n    pass\n"
+)
+IDENTITIES = {
+    "the same for a copy": "class Only:\n    pass\nclass Box:\n    x = [2]\n"
+    "def clone(b):\n    return b\ndef look(b):\n    b.x = [5]\n",
+    "changes what was copied": "class Only:\n    pass\nclass Box:\n    def __init__(self):\n"
+    "        self.x = [1]\ndef clone(b):\n    return b\ndef look(b):\n    b.x.append(2)\n",
+}
+NOTHING = (
+    "import random, sys, warnings\nrandom.seed(0)\nsys.setrecursionlimit(10_000)\n"
+    "warnings.simplefilter('ignore')\nprint('testing', sorted([3, 1]))\nassert f(2) == 4\n"
+)
+ITEMS = ["import math", "def near(a, b):\n    return abs(a - b) < 1e-6", "random.seed(0)"]
+ITEMS += ["assert near(f(2), 4)"]
+PASSIVE = {"no program": "pass\n", "a wrong one": "def f(x):\n    return 0\n"}
+UNITS = (
+    "import unittest\nclass Case(unittest.TestCase):\n    def test_square(self):\n"
+    "        self.assertEqual(f(2), 4)\n    def test_parts(self):\n        for x in (1, 2):\n"
+    "            with self.subTest(x=x):\n                self.assertEqual(f(x), x * x)\n"
+    "suite = unittest.defaultTestLoader.loadTestsFromTestCase(Case)\n"
+    "unittest.TextTestRunner().run(suite)\n"
+)
+PARTS = UNITS.replace("test_square", "square")
+TEXTS = "assert f.__doc__\nassert f.__annotations__ == {'x': int}\n"
 TASKS = {
+    "bounds": Task(BOUNDS, "def f(x):\n    return x * x\n", CHANGING),
+    "identity": Task(IDENTITY, RIGHT_IDENTITY, IDENTITIES),
+    "what tests nothing": Task(NOTHING, "def f(x):\n    return x * x\n", PASSIVE),
+    "items that test nothing": Task(ITEMS, "def f(x):\n    return x * x\n", PASSIVE),
+    "unittest": Task(
+        UNITS,
+        "def f(x):\n    return x * x\n",
+        {**PASSIVE, "raises": "def f(x):\n    raise ValueError\n"},
+    ),
+    "subtests": Task(
+        PARTS, "def f(x):\n    return x * x\n", {**PASSIVE, "one": "def f(x):\n    return 1\n"}
+    ),
+    "texts": Task(
+        TEXTS, "def f(x: int):\n    'Text.'\n    return x\n", {"none": "def f(x):\n    pass\n"}
+    ),
     "names": Task(COUNTED, "def apply(f, x):\n    f(x)\n    f(x)\n    f(x)\n", NAMES),
     "true": Task(TRUE, "def run(f):\n    f(4)\n", {"True": "done = True\ndef run(f):\n    pass\n"}),
     "text": Task(

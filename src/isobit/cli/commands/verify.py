@@ -106,8 +106,8 @@ def _held(records: Records) -> str:
     assert chain is not None
     return (
         f"certificate: {records.held:,} completions, their rewards and the metrics of steps "
-        f"{chain.first} to "
-        f"{chain.last} are as they were recorded (SHA-256); its last hash: {chain.head}"
+        f"{chain.first} to {chain.last} are as they were recorded (SHA-256), but for times and "
+        f"evaluations, which it does not hold; its last hash: {chain.head}"
     )
 
 

@@ -11,6 +11,7 @@ from isobit.kernels.attention import definition as attention
 from isobit.kernels.experts import definition as experts
 from isobit.kernels.head import definition as head
 from isobit.kernels.heads import definition as heads
+from isobit.kernels.low_rank import definition as low_rank
 from isobit.kernels.norms import definition as norms
 from isobit.kernels.ops import Ops
 from isobit.kernels.optim import definition as optim
@@ -39,6 +40,8 @@ class Composed(Ops):
 
     by_expert = staticmethod(experts.by_expert)
     grouped_product = experts.grouped_product
+    prepare_factors = low_rank.prepare_factors
+    add_low_rank = low_rank.add_low_rank
     grouped_weight_gradient = experts.grouped_weight_gradient
     grouped_bias_gradient = staticmethod(experts.grouped_bias_gradient)
     sum_of_rows = staticmethod(experts.sum_of_rows)

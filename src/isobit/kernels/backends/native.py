@@ -19,6 +19,7 @@ from isobit.kernels.delta import native as delta
 from isobit.kernels.experts import definition as routing
 from isobit.kernels.experts import native as experts
 from isobit.kernels.heads import native as heads
+from isobit.kernels.low_rank import native as low_rank
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.build import library
 from isobit.kernels.norms import native as norms
@@ -64,6 +65,8 @@ class NativeOps(NativeBase, Composed):
     prepare = product_native.prepare
     product = product_native.product
     grouped_product = experts.grouped_product
+    prepare_factors = low_rank.prepare_factors
+    add_low_rank = low_rank.add_low_rank
     rms_norm = norms.rms_norm
     rms_norm_quantized = norms.rms_norm_quantized
     rms_norm_backward = norms.rms_norm_backward

@@ -30,6 +30,7 @@ from isobit.kernels.head import triton as head
 from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
 from isobit.kernels.heads.triton.forward import attention_inputs as head_inputs
+from isobit.kernels.low_rank import definition as low_rank
 from isobit.kernels.matrices import Gradients, Operand, Prepared, by_rows, plain, weight_of
 from isobit.kernels.norms.triton import gate, norm
 from isobit.kernels.ops import Activation, Heads, Layout, Ops
@@ -177,6 +178,8 @@ class TritonOps(Ops):
     by_expert = staticmethod(routing.by_expert)
     route = staticmethod(routing.route)
     grouped_product = staticmethod(grouped.grouped_product)
+    prepare_factors = low_rank.prepare_factors
+    add_low_rank = low_rank.add_low_rank
     grouped_bias_gradient = staticmethod(grouped.grouped_bias_gradient)
     sum_of_rows = staticmethod(grouped.sum_of_rows)
     sum_of_rows_backward = staticmethod(grouped.sum_of_rows_backward)

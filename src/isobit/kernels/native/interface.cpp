@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "delta/delta.h"
 #include "heads/heads.h"
+#include "low_rank/low_rank.h"
 #include "product/product.h"
 
 namespace {
@@ -19,6 +20,20 @@ const Field product[] = {
     FIELD(kind_a), FIELD(m), FIELD(n), FIELD(k), FIELD(a), FIELD(a_row), FIELD(a_column), FIELD(kind_b), FIELD(packed),
     FIELD(bias), FIELD(bias_kind), FIELD(out), FIELD(out_kind), FIELD(threads), FIELD(scaled), FIELD(scale_a),
     FIELD(scale_b), FIELD(isa), FIELD(order), FIELD(small_scales), FIELD(common), {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT LowRankPart
+const Field low_rank_part[] = {FIELD(b), FIELD(rank), FIELD(lo), FIELD(hi), {nullptr, 0, sizeof(STRUCT)}};
+#undef STRUCT
+#define STRUCT LowRankFactors
+const Field low_rank_factors[] = {
+    FIELD(a), FIELD(ranks), FIELD(parts), FIELD(count), FIELD(scale), {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT LowRank
+const Field low_rank[] = {
+    FIELD(x), FIELD(x_row), FIELD(k), FIELD(total), FIELD(columns), FIELD(rows), FIELD(offsets), FIELD(adapters),
+    FIELD(count), FIELD(threads), FIELD(isa), FIELD(isa_of_few), FIELD(order), {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT Attention
@@ -63,6 +78,9 @@ const Field delta_gradients[] = {
 
 // The fields of a struct, the last one without a name and as large as the struct.
 EXPORT const Field* isobit_product_fields() { return product; }
+EXPORT const Field* isobit_low_rank_part_fields() { return low_rank_part; }
+EXPORT const Field* isobit_low_rank_factors_fields() { return low_rank_factors; }
+EXPORT const Field* isobit_low_rank_fields() { return low_rank; }
 EXPORT const Field* isobit_attention_fields() { return attention; }
 EXPORT const Field* isobit_head_inputs_fields() { return head_inputs; }
 EXPORT const Field* isobit_sequences_fields() { return sequences; }

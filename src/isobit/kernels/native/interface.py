@@ -144,6 +144,28 @@ class DeltaGradientArguments(ctypes.Structure):
     ]  # fmt: skip
 
 
+class LowRankPartArguments(ctypes.Structure):
+    """`struct LowRankPart` of low_rank.h."""
+
+    _fields_ = [("b", _P), ("rank", _I), ("lo", _I), ("hi", _I)]
+
+
+class LowRankFactorsArguments(ctypes.Structure):
+    """`struct LowRankFactors` of low_rank.h."""
+
+    _fields_ = [("a", _P), ("ranks", _I), ("parts", _P), ("count", _I), ("scale", _D)]
+
+
+class LowRankArguments(ctypes.Structure):
+    """`struct LowRank` of low_rank.h."""
+
+    _fields_ = [
+        ("x", _P), ("x_row", _I), ("k", _I), ("total", _P), ("columns", _I), ("rows", _P),
+        ("offsets", _P), ("adapters", _P), ("count", _I), ("threads", _I), ("isa", _I),
+        ("isa_of_few", _I), ("order", _I),
+    ]  # fmt: skip
+
+
 class _Field(ctypes.Structure):
     """A field as C++ has it; the last one has no name and the size of the struct."""
 
@@ -152,6 +174,9 @@ class _Field(ctypes.Structure):
 
 _STRUCTS = {
     "isobit_product_fields": ProductArguments,
+    "isobit_low_rank_part_fields": LowRankPartArguments,
+    "isobit_low_rank_factors_fields": LowRankFactorsArguments,
+    "isobit_low_rank_fields": LowRankArguments,
     "isobit_attention_fields": AttentionArguments,
     "isobit_head_inputs_fields": HeadInputArguments,
     "isobit_sequences_fields": SequenceArguments,
@@ -166,6 +191,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_ordered_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_ordered_product": (None, [_P]),
     "isobit_ordered_products": (None, [_P, _I, _I]),
+    "isobit_low_rank": (None, [_P]),
     "isobit_rows32_self_test": (_I, []),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_requantize": (_I, [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I]),

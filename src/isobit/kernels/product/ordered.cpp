@@ -8,7 +8,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <xmmintrin.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,32 +20,15 @@ namespace {
 
 enum Isa : int64_t { PORTABLE, NEON, AVX2, AVX512, AMX, AVX512_BF16, ISAS };
 
-// Subnormal numbers are zeros in this thread, until the end of the scope.
-class Flushing {
-#if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
+}  // namespace
 
-  public:
-    Flushing() { _mm_setcsr(before | 0x8040); }
-    ~Flushing() { _mm_setcsr(before); }
-#elif defined(__aarch64__)
-    uint64_t before;
-
-  public:
-    Flushing() {
-        asm volatile("mrs %0, fpcr" : "=r"(before));
-        asm volatile("msr fpcr, %0" : : "r"(before | (1ull << 24)));
-    }
-    ~Flushing() { asm volatile("msr fpcr, %0" : : "r"(before)); }
-#endif
-    Flushing(const Flushing&) = delete;
-};
-
-OrderedPart part_of(int64_t isa) {
+OrderedPart ordered_path(int64_t isa) {
     const OrderedPart parts[ISAS] = {ordered_portable, ordered_neon, ordered_avx2,
                                      ordered_avx512,   ordered_amx,  ordered_bf16};
     return isa >= 0 && isa < ISAS ? parts[isa] : nullptr;
 }
+
+namespace {
 
 bool computes(int64_t isa, int64_t order) {
     return isa == AMX ? order == TDP32 : isa == AVX512_BF16 ? order == VDP32 : true;
@@ -170,7 +152,7 @@ int64_t differing(const float* found, const float* wanted, int64_t count) {
 // The best instruction set of this processor and this build for an order, or -1 where `wanted` >= 0 is not there.
 EXPORT int64_t isobit_ordered_isa(int64_t wanted, int64_t order) {
     for (int64_t isa = wanted < 0 ? ISAS - 1 : wanted; isa >= 0; isa--) {
-        if (part_of(isa) && computes(isa, order) && processor_has(isa)) return isa;
+        if (ordered_path(isa) && computes(isa, order) && processor_has(isa)) return isa;
         if (wanted >= 0) return -1;
     }
     return -1;
@@ -187,7 +169,7 @@ EXPORT void isobit_ordered_pack(int64_t kind, const void* b, int64_t n, int64_t 
 EXPORT void isobit_ordered_product(const Product* arguments) {
     const Product& g = *arguments;
     if (g.m == 0 || g.n == 0) return;
-    const OrderedPart run = part_of(g.isa);
+    const OrderedPart run = ordered_path(g.isa);
     const int64_t panels = padded(g.n, PANEL) / PANEL;
     const int parts = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
     const bool by_rows = g.m >= 128 || (panels < 2 * parts && g.m >= 16);
@@ -234,7 +216,7 @@ EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t 
             const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
             const Product& g = each[i];
             const int64_t panels = padded(g.n, PANEL) / PANEL, from = (t - first[i]) * GROUP;
-            part_of(g.isa)(g, 0, g.m, from, from + GROUP < panels ? from + GROUP : panels);
+            ordered_path(g.isa)(g, 0, g.m, from, from + GROUP < panels ? from + GROUP : panels);
         }
     }
 }

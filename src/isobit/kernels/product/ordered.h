@@ -18,6 +18,10 @@
 
 #include "product/product.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 enum Scaling : int64_t { FOLD_A = 1, FOLD_B = 2, BLOCKS = 4 };
 enum Order : int64_t { TDP32, VDP32 };
 
@@ -25,6 +29,30 @@ enum Order : int64_t { TDP32, VDP32 };
 // instructions.
 typedef void (*OrderedPart)(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1);
 extern const OrderedPart ordered_portable, ordered_neon, ordered_avx2, ordered_avx512, ordered_amx, ordered_bf16;
+
+// That of an instruction set, by its index in ordered.cpp; null for what is none.
+OrderedPart ordered_path(int64_t isa);
+
+// Subnormal numbers are zeros in this thread, until the end of the scope.
+class Flushing {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+
+  public:
+    Flushing() { _mm_setcsr(before | 0x8040); }
+    ~Flushing() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+    uint64_t before;
+
+  public:
+    Flushing() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        asm volatile("msr fpcr, %0" : : "r"(before | (1ull << 24)));
+    }
+    ~Flushing() { asm volatile("msr fpcr, %0" : : "r"(before)); }
+#endif
+    Flushing(const Flushing&) = delete;
+};
 
 constexpr int64_t DEPTH = 32;  // K is padded to a multiple
 

@@ -18,7 +18,16 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, rows_of, values, weight_of
 from isobit.kernels.native.build import differing, library
-from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
+from isobit.kernels.native.interface import (
+    KINDS,
+    PLAIN,
+    LowRankArguments,
+    LowRankFactorsArguments,
+    LowRankPartArguments,
+    ProductArguments,
+    grid,
+    product_arguments,
+)
 from isobit.kernels.product.ordered import has_block_scales
 from isobit.options.consistency import TDP32, VDP32
 from isobit.precision import PackedFP4, QTensor
@@ -68,6 +77,8 @@ class OrderedProducts:
 
     def __init__(self, order: str) -> None:
         self._order, self._isa = ORDERS.index(order), ISAS.index(instruction_set(order))
+        few = "avx512" if ISAS[self._isa] == "amx" else ISAS[self._isa]  # a tile would be empty
+        self._isa_of_few = _chosen(order, few)
         self._lib = library()
 
     def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
@@ -97,6 +108,39 @@ class OrderedProducts:
         each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
         self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
         return result
+
+    def low_rank_factors(
+        self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
+    ) -> tuple[LowRankFactorsArguments, tuple[object, ...]]:
+        """What C++ takes of one adapter's factors of a weight, and what must live as long."""
+        together = self._pack(torch.cat([a for a, *_ in parts]))
+        packs = [self._pack(b) for _, b, *_ in parts]
+        each = (LowRankPartArguments * len(parts))(
+            *(
+                LowRankPartArguments(pack.data_ptr(), b.shape[1], lo, hi)
+                for pack, (_, b, lo, hi) in zip(packs, parts)
+            )
+        )
+        ranks = sum(a.shape[0] for a, *_ in parts)
+        found = LowRankFactorsArguments(
+            together.data_ptr(), ranks, ctypes.addressof(each), len(parts), scale
+        )
+        return found, (together, packs, each)
+
+    def add_low_rank(
+        self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
+    ) -> None:
+        """As `Ops.add_low_rank`, of the structs at these addresses."""
+        assert x.dtype == torch.bfloat16
+        assert total.is_contiguous()
+        x, rows = x.contiguous(), rows.contiguous()
+        addresses = (ctypes.c_void_p * len(factors))(*factors)
+        arguments = LowRankArguments(
+            x.data_ptr(), x.stride(0), x.shape[1], total.data_ptr(), total.shape[1],
+            rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses), len(factors),
+            torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+        )  # fmt: skip
+        self._lib.isobit_low_rank(ctypes.byref(arguments))
 
     def _arguments(
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Operand, Ops, plain
+from isobit.kernels.low_rank.definition import Part, add_part
 from isobit.model.weights.stored import LowRank, Weight
 
 
@@ -103,15 +104,13 @@ def add(
 ) -> tuple[Tensor, ...]:
     """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K];
     the u of each."""
-    values, kept = plain(x, dtype), []
-    for one in adapters:
-        u = ops.product(values, one.a.prepared, None, dtype)
-        delta = ops.product(u, one.b.prepared, None, torch.float32)
-        total[:, one.lo : one.hi] += delta.mul_(
-            one.scale
-        )  # two operations: one that fuses them would round once
-        kept.append(u)
-    return tuple(kept)
+    values = plain(x, dtype)
+    return tuple(
+        add_part(
+            ops, total, values, Part(one.a.prepared, one.b.prepared, one.lo, one.hi), one.scale
+        )
+        for one in adapters
+    )
 
 
 def backward(

@@ -11,25 +11,50 @@ and go between forwards. Left out: gradients, for which there is one adapter.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, brief
-from isobit.kernels import Operand, Ops, plain, weight_of
-from isobit.model.adapters.low_rank import add, product
-from isobit.model.weights.stored import LowRank, Weight
-from isobit.precision import QTensor
+from isobit.kernels import Factors, Operand, Ops, picked
+from isobit.model.adapters.low_rank import product
+from isobit.model.weights.stored import Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows [R] int64 of a forward on the operators' device, sorted by the number of their adapter:
+    those of numbers[i] are rows[offsets[i]] to rows[offsets[i + 1]]; offsets int64 on the CPU."""
+
+    numbers: tuple[int, ...]
+    rows: Tensor
+    offsets: Tensor
+
+    def split(self, known: Callable[[int], bool]) -> "tuple[Rows, Tensor]":
+        """Those of the adapters that are `known`, and the other rows."""
+        kept, others = list[tuple[int, Tensor]](), list[Tensor]()
+        for number, (start, stop) in zip(self.numbers, pairwise(self.offsets.tolist())):
+            part = self.rows[start:stop]
+            if known(number):
+                kept.append((number, part))
+            else:
+                others.append(part)
+        none = self.rows[:0]
+        ends = torch.tensor([0, *(len(part) for _, part in kept)]).cumsum(0)
+        found = Rows(
+            tuple(number for number, _ in kept), torch.cat([none, *(p for _, p in kept)]), ends
+        )
+        return found, torch.cat([none, *others])
 
 
 @dataclass(eq=False)
 class MultiLora:
     """The numbers of the adapters that are served, by name, their factors by weight, and the rows
-    of the present forward: [r] int64 by number, on the operators' device; those of the base alone
-    by None."""
+    of the present forward by number; those of the base alone have -1."""
 
     names: dict[str, int] = field(default_factory=dict)
-    rows: dict[int | None, Tensor] = field(default_factory=dict)
+    rows: Rows | None = None
     _weights: "dict[str, AdapterRows]" = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
 
@@ -37,7 +62,7 @@ class MultiLora:
         """What multiplies rows by a weight, for all adapters that will ever be served."""
         return self._weights.setdefault(weight, AdapterRows(self))
 
-    def enter(self, name: str, factors: Callable[[str], tuple[LowRank, ...]]) -> None:
+    def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:
         """Serve one more adapter, whose `factors` of a weight are asked for. Raises IsobitError for
         a name that is or was another's: the pages that an engine remembers are found by it."""
         if name in self._used:
@@ -45,10 +70,11 @@ class MultiLora:
                 f"adapter: the name {brief(name)!r} was given to another one before; give a new "
                 "name"
             )
-        made = {weight: found for weight in self._weights if (found := factors(weight))}
+        made = {weight: factors(weight) for weight in self._weights}
         number = self._used[name] = self.names[name] = len(self._used)
         for weight, found in made.items():
-            self._weights[weight].factors[number] = found
+            if found is not None:
+                self._weights[weight].factors[number] = found
 
     def leave(self, name: str) -> None:
         """Serve an adapter no longer, and free its factors. Raises IsobitError for one that is not
@@ -72,12 +98,10 @@ class MultiLora:
         """The numbers [T] int64, on the CPU, of a forward's `count` rows; None: all are the
         base's."""
         numbers = torch.full((count,), -1) if numbers is None else numbers
-        found = {
-            int(number): (numbers == number).nonzero().flatten() for number in numbers.unique()
-        }
-        self.rows = {
-            None if number < 0 else number: rows.to(device) for number, rows in found.items()
-        }
+        sorted_numbers, rows = numbers.sort(stable=True)
+        found, counts = sorted_numbers.unique_consecutive(return_counts=True)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        self.rows = Rows(tuple(found.tolist()), rows.to(device), offsets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,43 +109,21 @@ class AdapterRows:
     """A weight's factors by the number of their adapter."""
 
     serving: MultiLora
-    factors: dict[int, tuple[LowRank, ...]] = field(default_factory=dict)
+    factors: dict[int, Factors] = field(default_factory=dict)
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         """y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
-        adapted = [
-            (rows, self.factors[n])
-            for n, rows in self.serving.rows.items()
-            if n is not None and n in self.factors
-        ]
-        others = [
-            rows for n, rows in self.serving.rows.items() if n is None or n not in self.factors
-        ]
-        if not adapted:
+        adapted = self.serving.rows
+        assert adapted is not None
+        others = adapted.rows[:0]
+        if any(number not in self.factors for number in adapted.numbers):
+            adapted, others = adapted.split(self.factors.__contains__)
+        if not adapted.numbers:
             return product(x, weight, ops, dtype)[0]
-        y = torch.empty(
-            (x.shape[0], weight_of(weight.prepared).shape[0]),
-            dtype=dtype,
-            device=adapted[0][0].device,
-        )
-        places = torch.cat([rows for rows, _ in adapted])
-        own = rows_at(x, places)
-        total, start = ops.product(own, weight.prepared, weight.bias, torch.float32), 0
-        values = plain(own, dtype)  # once for all adapters
-        for rows, factors in adapted:
-            part = slice(start, start + len(rows))
-            add(total[part], values[part], factors, ops, dtype)
-            start = part.stop
-        y[places] = total.to(dtype)
-        if others:
-            left = torch.cat(others)
-            y[left] = product(rows_at(x, left), weight, ops, dtype)[0]
+        y = ops.product(x, weight.prepared, weight.bias, torch.float32)
+        factors = [self.factors[number] for number in adapted.numbers]
+        ops.add_low_rank(y, x, factors, adapted.rows, adapted.offsets, dtype)
+        y = y.to(dtype)
+        if len(others):
+            y[others] = product(picked(x, others), weight, ops, dtype)[0]
         return y
-
-
-def rows_at(x: Operand, rows: Tensor) -> Operand:
-    """Some rows of an operand, whose scales each belong to one row."""
-    if not isinstance(x, QTensor):
-        return x[rows]
-    assert x.block[0] == 1, "rows share scales"
-    return QTensor(x.data[rows], x.scale[rows], x.spec)

@@ -4,11 +4,13 @@
 `tests: asserts`: a column of Python source, or of a list of them, which is run after the program in
 its namespace, as MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list
 is a test; of one source each statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is
-one, and the others prepare. `tests: stdin`: pairs of a text on stdin and the text expected on
-stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code. They are compared here, outside
-the cage, which never sees the expected text, by LiveCodeBench's rule (Jain et al. 2024): without
-white space at the ends of the text and of its lines, each line is the same text, or the same
-decimal numbers.
+one, and the others prepare. So does, in a list too, what passes whatever the program is: imports,
+definitions, and calls of modules and builtins alone (`random.seed(0)`).
+
+`tests: stdin`: pairs of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et
+al. 2021) and verl's prime_code. They are compared here, outside the cage, which never sees the
+expected text, by LiveCodeBench's rule (Jain et al. 2024): without white space at the ends of the
+text and of its lines, each line is the same text, or the same decimal numbers.
 
 A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a
 reward, not an error. Asserts run in a separate process and cage, which the program answers with
@@ -17,7 +19,9 @@ calls by function name, tolerances.
 """
 
 import ast
+import builtins
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -92,7 +96,10 @@ class Code(NamedReward):
 
     def check(self, row: Mapping[str, Any]) -> None:
         if self.tests == "asserts":
-            steps_of(row[self.columns[0]], self.columns[0])
+            if not examination(row[self.columns[0]], self.columns[0])["names"]:
+                raise ValueError(
+                    f"column {self.columns[0]!r}: the tests use no name of the program"
+                )
         else:
             _input_output(row, self.columns)
 
@@ -107,22 +114,19 @@ class Code(NamedReward):
 
     def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         (column,) = self.columns
-        steps = steps_of(row[column], column)
-        tests = [step["source"] for step in steps if step["token"] is not None]
-        names, modules = names_of([step["source"] for step in steps], tests)
-        given = json.dumps({"steps": steps, "names": names, "modules": modules})
+        given = examination(row[column], column)
         outcomes = run_caged(
             *(
                 side("examiner"),
                 "examiner.py",
-                [given],
+                [json.dumps(given)],
                 self._limits(),
                 self.isolation,
                 self.packages,
             ),
             companion=side("harness", program=source),
         )
-        expected = {str(step["token"]) for step in steps if step["token"] is not None}
+        expected = {str(step["token"]) for step in given["steps"] if step["token"] is not None}
         found = {token for outcome in outcomes for token in outcome.output.split()}
         return len(found & expected), len(expected)
 
@@ -159,6 +163,15 @@ class Code(NamedReward):
         )
 
 
+def examination(tests: Any, column: str) -> dict[str, Any]:
+    """What `sandbox/examiner.py` is given: the steps, the names that they take from the program, and the
+    modules that they do not import. Raises ValueError as `steps_of` does."""
+    steps = steps_of(tests, column)
+    sources = [step["source"] for step in steps]
+    names, modules = names_of(sources, [s["source"] for s in steps if s["token"] is not None])
+    return {"steps": steps, "names": names, "modules": modules}
+
+
 def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     """The steps of the harness: sources, each with the number of its test, or None where it only
     prepares.
@@ -166,25 +179,32 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     Raises ValueError for tests that are no Python, or none at all.
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
-        sources = [(test, True) for test in tests]
-    elif isinstance(tests, str):
+        items = [(test, _parse(test, column).body) for test in tests]
+        own = _own_names([statement for _, body in items for statement in body])
         sources = [
-            (ast.unparse(statement), _is_test(statement))
-            for statement in _parse(tests, column).body
+            (test, any(_asserts(one) or _calls(one, own) for one in body)) for test, body in items
+        ]
+    elif isinstance(tests, str):
+        statements = _parse(tests, column).body
+        own = _own_names(statements)
+        sources = [
+            (ast.unparse(one), _asserts(one) or (isinstance(one, ast.Expr) and _calls(one, own)))
+            for one in statements
         ]
     else:
         raise ValueError(
             f"column {column!r}: expected Python source or a list of it, got {tests!r:.60}"
         )
-    for source, _ in sources:
-        _parse(source, column)
     steps: list[dict[str, Any]] = []
     count = 0
     for source, is_test in sources:
         steps.append({"source": source, "token": count if is_test else None})
         count += is_test
     if not count:
-        raise ValueError(f"column {column!r}: no test in it: nothing asserts or calls")
+        raise ValueError(
+            f"column {column!r}: no test in it: nothing asserts, or calls what it defines or the "
+            "program does"
+        )
     return steps
 
 
@@ -196,14 +216,42 @@ def _parse(source: str, column: str) -> ast.Module:
         raise ValueError(f"column {column!r}: not Python: {error}") from None
 
 
-def _is_test(statement: ast.stmt) -> bool:
-    if isinstance(
-        statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    ):
-        return False
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call)
-    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+def _own_names(statements: list[ast.stmt]) -> set[str]:
+    """The names that are neither builtins nor modules: of the program, or defined by the tests."""
+    imported = {
+        (alias.asname or alias.name).split(".")[0]
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    read = {node.id for one in statements for node in ast.walk(one) if isinstance(node, ast.Name)}
+    bases = {
+        node.value.id
+        for one in statements
+        for node in ast.walk(one)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    return read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    return not isinstance(statement, DEFINITIONS) and any(
+        isinstance(node, ast.Assert) for node in ast.walk(statement)
+    )
+
+
+def _calls(statement: ast.stmt, own: set[str]) -> bool:
+    """Whether it calls what could have to do with the program: something with one of these names,
+    or with an argument that has one."""
+    return not isinstance(statement, DEFINITIONS) and any(
+        isinstance(node, ast.Call)
+        and any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node))
+        for node in ast.walk(statement)
+    )
 
 
 def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,19 +7,22 @@ class Remote where they are not plain. A call sends its arguments and takes back
 are made anew here (`wire.py`), so that nothing the program defines or changes has a part in an
 assertion: builtins, modules and comparisons are this process's own. What a Remote compares equal
 to, adds up to, or is rounded to is decided here, from its plain content if its class is derived
-from a plain one; any other Remote equals nothing plain. Only between two objects of the program is
-the program asked. Functions of the tests can be arguments and are called back; iterators are given
-as lists of at most MOST_ITEMS; other objects of the tests cannot be given to the program. Arguments
-are copies; a list, dict, set or bytearray that a call which returns None has changed is changed
-here too.
+from a plain one; any other Remote equals nothing plain. The content is asked for once, until the
+program has been asked for something else, and that of numbers and text for good: else it could be
+above one bound and below the next. Only between two objects of the program is the program asked.
+Functions of the tests can be arguments and are called back; iterators are given as lists of at most
+MOST_ITEMS; other objects of the tests cannot be given to the program. Arguments are copies; a list,
+dict, set or bytearray that a call which returns None has changed is changed here too.
 
 Exceptions of the program are raised here, but for those that end an iteration: outside `next` they
 come as RuntimeError, or `all(map(f, ...))` would be true of what it has not seen. An assertion that
 fails in a function of the tests has failed though the program catches it, and no context manager of
-the program suppresses what a block of the tests raises.
+the program suppresses what a block of the tests raises. What a runner of unittest counts as failed
+has failed too.
 
 Left out: what the tests define or import is not visible to the program; coroutines, subclasses of
-the program's classes, and isinstance of its objects with builtin classes. It cannot rule out a
+the program's classes, isinstance of its objects with builtin classes, and `type`, which is Remote
+for all of them. It cannot rule out a
 program that returns what it knows to be expected; objects whose methods, truth, length, items or
 comparison with each other lie, where a test asks for just these; helpers that the tests take from
 the program because they define none; a program that raises, or has the tests raise, what they
@@ -47,6 +50,7 @@ ENDS = (
     GeneratorExit,
 )  # what Python takes for an iterator's end, not for an error
 MIRRORED = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__wrapped__")
+FIXED = (str, int, float, complex, bytes)  # whose values do not change
 ITERATORS: tuple[Any, ...] = (types.GeneratorType, map, filter, zip, enumerate, reversed)
 ITERATORS += (
     type(iter(())),
@@ -67,12 +71,17 @@ class Connection:
         self.failed = False  # an assertion, in a function that the program has called
         self.functions: list[Callable[..., Any]] = []
         self.errors: dict[int, type[BaseException]] = {}
+        self.remotes: dict[int, Remote] = {}  # one for each object, so that `is` tells them apart
+        self.contents: dict[int, Any] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
         """Have the program's process do something. Raises what that raises, as an exception of this
         process."""
         arguments = [self.encode(value) for value in given]
         options = {name: self.encode(value) for name, value in named.items()}
+        if operation != "content":
+            known = self.contents.items()
+            self.contents = {number: value for number, value in known if type(value) in FIXED}
         try:
             if self.gone:
                 raise wire.Gone
@@ -159,7 +168,7 @@ class Connection:
 
     def _received(self, name: str, content: Any) -> Any:
         if name == "object":
-            return Remote(self, int(content))
+            return self.remotes.setdefault(int(content), Remote(self, int(content)))
         if name == "error":
             return self._class(*content)
         if name == "type" and content in wire.SHARED:
@@ -214,10 +223,14 @@ class Remote:
 
     def _content(self) -> Any:
         """Its plain content. Raises TypeError if it has none."""
-        content = self._ask("content")
-        if type(content) not in wire.BASES:
-            raise TypeError("this object of the program has no plain value")
-        return content
+        known = self._connection.contents
+        if self._number not in known:
+            content = self._ask("content")
+            if type(content) not in wire.BASES:
+                raise TypeError("this object of the program has no plain value")
+            known = self._connection.contents  # what it has been asked may have emptied it
+            known.setdefault(self._number, content)
+        return known[self._number]
 
     def _exactly(self, operation: str, kind: type) -> Any:
         value = self._ask(operation)
@@ -284,6 +297,15 @@ class Remote:
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self._ask("exit", kind if kind in wire.CLASSES.values() else None)
 
+    def __copy__(self) -> Any:
+        return self._ask("copy")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._ask("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an object of the program cannot be pickled")
+
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and self._connection.ask("isinstance", value, self) is True
 
@@ -345,6 +367,25 @@ for _function in (float, int, complex, round, abs, operator.index, operator.neg)
     setattr(Remote, f"__{_function.__name__}__", _unary(_function))
 
 
+for _name in ("__doc__", "__annotations__"):  # Remote has these too, and they are not asked for
+    setattr(Remote, _name, property(lambda self, name=_name: self._ask("getattr", name)))
+
+
+def _watch_runners(program: Connection) -> None:
+    """Have what unittest counts as a failure fail the test, though its runners raise nothing."""
+    result: Any = importlib.import_module("unittest").TestResult
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def add(*given: Any) -> Any:
+            program.failed |= given[-1] is not None  # that of a subtest which has passed is None
+            return method(*given)
+
+        return add
+
+    for name in ("addFailure", "addError", "addSubTest", "addUnexpectedSuccess"):
+        setattr(result, name, failing(getattr(result, name)))
+
+
 def main() -> None:
     """The tests, one after another; each is {"source": ..., "token": number or null}."""
     given = json.load(sys.stdin)
@@ -357,6 +398,8 @@ def main() -> None:
     namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": beside}
     for name, module in given["modules"].items():
         namespace[name] = importlib.import_module(module)
+    if any("unittest" in step["source"] for step in given["steps"]):
+        _watch_runners(program)
     try:
         for step in given["steps"]:
             _take(program, given["names"], beside)

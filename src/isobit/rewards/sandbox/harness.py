@@ -9,6 +9,7 @@ of calls, and never what is expected of their results.
 """
 
 import builtins
+import copy
 import operator
 import os
 import site
@@ -35,6 +36,8 @@ class Program:
             "names": self.names,
             "content": wire.content,
             "enter": lambda value: value.__enter__(),
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
             "exit": lambda value, kind: value.__exit__(kind, kind and kind(), None),
             **{function.__name__: function for function in (getattr, setattr, delattr, isinstance)},
             **{

@@ -1,0 +1,1 @@
+"""What adapters of low rank add to a product, each to its own rows."""

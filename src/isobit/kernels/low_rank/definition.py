@@ -1,0 +1,76 @@
+"""What adapters of low rank add to the product of a weight, each to its own rows.
+
+For factors A [r, K] and B [hi - lo, r] of rows `lo` to `hi` of a weight, of a row x [K]:
+
+    total[lo:hi] += scale · (B · u),  u = round(A · x)
+
+The products are `Ops.product`'s, to x's type and to float32; times the scale and the sum are
+float32 operations, one after the other. So a row's bits are those that it has where its adapter is
+the only one. Left out: gradients (`model/adapters/low_rank.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.matrices import Operand, Prepared, plain
+from isobit.kernels.ops import Ops
+
+
+class Part(NamedTuple):
+    """Factors a [r, K] and b [hi - lo, r] of rows `lo` to `hi` of a weight."""
+
+    a: Prepared
+    b: Prepared
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """One adapter's factors of a weight, as `Ops.prepare_factors` returned them; a backend may have
+    a class of its own."""
+
+    parts: tuple[Part, ...]
+    scale: float
+
+
+def prepare_factors(
+    ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
+) -> Factors:
+    """As `Ops.prepare_factors`."""
+    return Factors(
+        tuple(Part(ops.prepare(a), ops.prepare(b), lo, hi) for a, b, lo, hi in parts), scale
+    )
+
+
+def add_part(ops: Ops, total: Tensor, x: Tensor, part: Part, scale: float) -> Tensor:
+    """Add to `total` [T, N] float32 what factors make of x [T, K]; u [T, r] in x's type."""
+    u = ops.product(x, part.a, None, x.dtype)
+    delta = ops.product(u, part.b, None, torch.float32)
+    # two operations: one that fuses them would round once
+    total[:, part.lo : part.hi] += delta.mul_(scale)
+    return u
+
+
+def add_low_rank(
+    ops: Ops,
+    total: Tensor,
+    x: Operand,
+    adapters: Sequence[Factors],
+    rows: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """As `Ops.add_low_rank`."""
+    values = plain(x, dtype)
+    for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
+        places = rows[start:stop]
+        sums, own = total[places], values[places]
+        for part in one.parts:
+            add_part(ops, sums, own, part, one.scale)
+        total[places] = sums

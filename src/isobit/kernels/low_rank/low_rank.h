@@ -1,0 +1,34 @@
+// What adapters of low rank add to a product: total[row][lo..hi) += scale * (B · u), u = A · x rounded to BF16, of every
+// row by its own adapter. A and B are packed for the ordered products, whose sums they are; times the scale and the sum
+// are float32 operations that keep subnormal numbers.
+#pragma once
+
+#include <cstdint>
+
+// B of columns lo to hi, whose u are the next `rank` of its adapter's.
+struct LowRankPart {
+    const void* b;
+    int64_t rank, lo, hi;
+};
+
+// One adapter's factors of a weight: the A of all parts one after the other, and their B.
+struct LowRankFactors {
+    const void* a;
+    int64_t ranks;
+    const LowRankPart* parts;
+    int64_t count;
+    double scale;
+};
+
+// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i].
+struct LowRank {
+    const void* x;
+    int64_t x_row, k;
+    float* total;
+    int64_t columns;
+    const int64_t* rows;
+    const int64_t* offsets;
+    const LowRankFactors* const* adapters;
+    int64_t count, threads;
+    int64_t isa, isa_of_few, order;  // the path for many rows of an adapter, and for few
+};

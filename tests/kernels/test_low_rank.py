@@ -1,0 +1,120 @@
+"""What adapters of low rank add to a product, all of them in one call: the bits of each alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.kernels import Factors, Operand, Ops, get_ops, picked
+from isobit.kernels.low_rank import definition
+from isobit.kernels.low_rank.native import PackedFactors
+from isobit.options.consistency import TDP32, VDP32
+from isobit.precision import E4M3, QuantSpec, quantize
+from tests.kernels.helpers import same, threads
+from tests.models import require
+
+IN, OUT = 200, 1200
+PARTS = ((0, 40), (40, 80), (96, 1160))  # columns 80 to 96 and the last have no adapter
+RANKS = (1, 3, 8, 16, 24, 32, 33, 150)
+COUNTS = (1, 2, 9, 70, 1, 3, 1, 20)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found.flatten()[::7] *= 1e-22  # sums that are subnormal, and zeros of both signs
+    found.flatten()[::11] = -0.0
+    return found.bfloat16()
+
+
+def _factors(ops: Ops, rank: int, seed: int) -> Factors:
+    parts = [
+        (_random(rank, IN, seed=seed + i), _random(hi - lo, rank, seed=seed + i + 9), lo, hi)
+        for i, (lo, hi) in enumerate(PARTS)
+    ]
+    return ops.prepare_factors(parts, 2.0 / rank)
+
+
+def _given(form: str) -> tuple[Operand, Tensor, Tensor, Tensor]:
+    """x, the sums that adapters are added to, each adapter's rows, and where they begin."""
+    count = sum(COUNTS) + 5  # five rows have no adapter
+    x: Operand = _random(count, IN, seed=1)
+    if form != "bf16":
+        x = quantize(_random(count, IN, seed=1), QuantSpec(E4M3, "1x128", form))
+    total = torch.randn((count, OUT), generator=torch.Generator().manual_seed(2)) * 1e-3
+    total[:, ::5] = -0.0
+    rows = torch.randperm(count, generator=torch.Generator().manual_seed(3))[: sum(COUNTS)]
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    rows = torch.cat([part.sort().values for part in rows.split(COUNTS)])
+    return x, total, rows, offsets
+
+
+@pytest.mark.parametrize("form", ["bf16", "ue8m0", "fp32"])
+@pytest.mark.parametrize("order", [TDP32, VDP32])
+def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> None:
+    """With few rows and many, ranks that fill no block, several threads, on every instruction set
+    of this processor. The control: another adapter's factors, which are noticed in its rows and
+    in its columns alone."""
+    require("native")
+    ops = get_ops("native", f"bitwise-{order}")
+    x, total, rows, offsets = _given(form)
+    adapters = [_factors(ops, rank, 100 * i) for i, rank in enumerate(RANKS)]
+    assert all(isinstance(one, PackedFactors) for one in adapters)
+    wanted = total.clone()
+    definition.add_low_rank(ops, wanted, x, adapters, rows, offsets, torch.bfloat16)
+    assert not same(wanted, total)
+    for count in (1, 3):
+        found = total.clone()
+        with threads(count):
+            ops.add_low_rank(found, x, adapters, rows, offsets, torch.bfloat16)
+        assert same(found, wanted)
+    for i, (one, part) in enumerate(zip(adapters, rows.split(COUNTS))):
+        alone = total[part]
+        ends = torch.tensor([0, len(part)])
+        own = torch.arange(len(part))
+        ops.add_low_rank(alone, picked(x, part), [one], own, ends, torch.bfloat16)
+        assert same(alone, wanted[part]), f"rank {RANKS[i]}"
+    other = [*adapters[1:2], *adapters[1:]]
+    found = total.clone()
+    ops.add_low_rank(found, x, other, rows, offsets, torch.bfloat16)
+    changed = found.view(torch.int32) != wanted.view(torch.int32)
+    assert set(changed.any(1).nonzero().flatten().tolist()) == set(rows[: COUNTS[0]].tolist())
+    assert not changed[:, 80:96].any()
+    assert not changed[:, 1160:].any()
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx", "avx512_bf16", "neon"])
+def test_instruction_sets_have_the_same_bits(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an order: that which the machine has by default is compared with the others."""
+    require("native")
+    from isobit.errors import IsobitError
+
+    order = VDP32 if isa == "avx512_bf16" else TDP32
+    x, total, rows, offsets = _given("bf16")
+    found = []
+    for name in ("portable", isa):
+        monkeypatch.setenv("ISOBIT_ISA", name)
+        try:
+            ops = get_ops("native", f"bitwise-{order}")
+        except IsobitError:
+            pytest.skip(f"this processor lacks {name}")
+        sums = total.clone()
+        adapters = [_factors(ops, rank, 100 * i) for i, rank in enumerate(RANKS)]
+        ops.add_low_rank(sums, x, adapters, rows, offsets, torch.bfloat16)
+        found.append(sums)
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("consistency", "dtype"), [("exact", torch.bfloat16), ("bitwise", torch.float32)]
+)
+def test_what_has_no_order_is_the_definitions(consistency: str, dtype: torch.dtype) -> None:
+    require("native")
+    ops = get_ops("native", consistency)
+    a, b = torch.randn(4, IN), torch.randn(OUT, 4)
+    factors = ops.prepare_factors([(a.to(dtype), b.to(dtype), 0, OUT)], 0.5)
+    assert not isinstance(factors, PackedFactors)
+    x, total = torch.randn(6, IN).to(dtype), torch.zeros(6, OUT)
+    rows, offsets = torch.tensor([4, 1]), torch.tensor([0, 2])
+    ops.add_low_rank(total, x, [factors], rows, offsets, dtype)
+    near = 0.5 * (x.float() @ a.to(dtype).float().t()).to(dtype).float() @ b.to(dtype).float().t()
+    assert torch.allclose(total[rows], near[rows], atol=0.2, rtol=0.02)
+    assert (total[[0, 2, 3, 5]] == 0).all()
