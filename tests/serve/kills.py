@@ -132,7 +132,7 @@ def work(url: str, seed: int = 0, steps: int = STEPS) -> tuple[str, list[Any]]:
     client = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
     samples = list[Any]()
     for step in range(steps):
-        asked = [
+        asked: list[Any] = [
             client.forward_backward(data(100 * seed + 2 * step), "cross_entropy"),
             client.forward_backward(data(100 * seed + 2 * step + 1), "cross_entropy"),
             client.optim_step(tinker.AdamParams(learning_rate=RATE, grad_clip_norm=1.0)),
