@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import tinker
-from starlette.routing import Route
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
@@ -55,13 +54,13 @@ def train(client: Any, seed: int, steps: int, rate: float = 3e-2) -> None:
 def run_of(server: Running, name: str) -> Run:
     """A server's run."""
     assert server.app is not None
-    (info,) = list[Any](
-        route.endpoint
-        for route in server.app.routes
-        if isinstance(route, Route) and route.path == "/api/v1/get_info"
-    )
-    found: Run = info.__self__._runs[name]
-    return found
+    routes: list[Any] = list(server.app.routes)
+    (tinker_routes,) = [
+        route.endpoint.__self__
+        for route in routes
+        if getattr(route, "path", "") == "/api/v1/get_info"
+    ]
+    return tinker_routes._runs[name]
 
 
 def digest(server: Running, client: Any) -> str:

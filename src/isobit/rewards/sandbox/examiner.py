@@ -367,8 +367,13 @@ for _function in (float, int, complex, round, abs, operator.index, operator.neg)
     setattr(Remote, f"__{_function.__name__}__", _unary(_function))
 
 
-for _name in ("__doc__", "__annotations__"):  # Remote has these too, and they are not asked for
-    setattr(Remote, _name, property(lambda self, name=_name: self._ask("getattr", name)))
+def _asked(name: str) -> property:
+    """An attribute that Remote has too, asked of the program's object."""
+    return property(lambda self: self._ask("getattr", name))
+
+
+for _name in ("__doc__", "__annotations__"):
+    setattr(Remote, _name, _asked(_name))
 
 
 def _watch_runners(program: Connection) -> None:
