@@ -1,20 +1,20 @@
 """Sampling clients: each is pinned to a snapshot, so what it samples from never changes under it.
 
-Left out, each refused in one line: images, log-probabilities of other tokens than the given ones,
-and stability records.
+Left out, each refused in one line: images, alternative tokens of prompts, log-probabilities of
+tokens that a request names, and stability records.
 """
 
 import asyncio
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.engine.prompts import encode_prompt
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling, Top
 from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
@@ -30,25 +30,26 @@ _MOST_SAMPLERS, _MOST_AWAKE = 4096, 32
 """Sampling clients of a session; and those of saved weights whose weights are in memory: of others
 they are read again when they are asked."""
 _NOTHING = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
 }
 """Keys of a sample that are taken where they ask for nothing."""
+_MOST_PROMPT_TOP = 4096
+"""Likeliest tokens of a prompt in one request, of all places together: each is a pass over the
+vocabulary, while others wait."""
 
 
 @dataclass(eq=False)
 class Sampler:
     """A sampling client: the model's name as it was given, and what it is pinned to. `snapshot`:
-    None while it rests; `checkpoint`: of saved weights, None: it never rests; `open`: its requests
-    that are not answered."""
+    None while it rests; `kept`: the checkpoint that this is, None: it is none, and never rests;
+    `open`: its requests that are not answered."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot | None
-    checkpoint: Checkpoint | None = None
+    kept: Checkpoint | None = None
     open: int = 0
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -73,7 +74,9 @@ class Samplers:
         base, path = fields.text("base_model"), fields.text("model_path")
         if (session.name, number) not in self._numbered:
             self.check_room(session)
-            made = await self._made(session.tenant, base, path)
+            snapshot, kept = await self._snapshot(session.tenant, base, path)
+            called = base or self._gateway.name
+            made = Sampler(session.tenant, called, path, snapshot, kept)
             await self.add(session, number, made)
         name = self._numbered[session.name, number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
@@ -95,7 +98,7 @@ class Samplers:
                 row = StoredSampler(
                     *(name, session.tenant, session.name, number, sampler.model),
                     path=sampler.path,
-                    snapshot=None if sampler.checkpoint is None else sampler.checkpoint.id,
+                    snapshot=None if sampler.kept is None else sampler.kept.id,
                 )
                 name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
@@ -116,13 +119,12 @@ class Samplers:
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if row.snapshot is None:
-            made = await self._made(row.tenant, row.base, row.path)
+            snapshot, kept = await self._snapshot(row.tenant, row.base, row.path)
         elif kept is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
-        elif kept.kind == "snapshot":
-            made = Sampler(row.tenant, row.base, row.path, await self._read(row.tenant, kept))
-        else:  # it rests until it is asked
-            made = Sampler(row.tenant, row.base, row.path, None, kept)
+        else:
+            snapshot = await self._read(row.tenant, kept)
+        made = Sampler(row.tenant, row.base, row.path, snapshot, kept)
         await self.add(session, row.number, made, row.id)
 
     async def drop(self, session: Session, name: str, why: str) -> None:
@@ -157,9 +159,9 @@ class Samplers:
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
-    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int]:
+    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int, int]:
         """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are
-        asked)."""
+        asked, and how many of the likeliest tokens in each of their places)."""
         chunks = fields.inner("prompt").take("chunks")
         tokens = list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
@@ -189,27 +191,42 @@ class Samplers:
             params, self._gateway.limits, self._gateway.model.config.max_positions
         )
         params.finish()
+        top = fields.whole("topk_sample_logprobs", 0, 0, MOST_TOP_LOGPROBS)
+        sampling = replace(sampling, top_logprobs=top)
+        top = fields.whole("topk_prompt_logprobs", 0, 0, MOST_TOP_LOGPROBS)
         scored = 0
-        if fields.flag("prompt_logprobs"):
+        if fields.flag("prompt_logprobs") or top:
             scored = fields.whole("prompt_logprobs_last_n", len(prompt), 1, len(prompt))
+        if scored * top > _MOST_PROMPT_TOP:
+            raise BadRequest(
+                f"topk_prompt_logprobs: at most {_MOST_PROMPT_TOP:,} of a prompt, got {top} for "
+                f"{scored:,} tokens; ask for fewer tokens by prompt_logprobs_last_n",
+                "topk_prompt_logprobs",
+            )
         for key in ("base_model", "model_path", "type"):
             fields.take(key)
         fields.finish()
-        return prompt, sampling, scored
+        return prompt, sampling, scored, top
 
     async def _answer(
-        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scored: int
+        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scored: int, top: int
     ) -> Response:
         """The answers to a prompt."""
         sampler.open += 1
         try:
             snapshot = await self._awake(sampler)
-            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scored)
+            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scored, top)
         finally:
             sampler.open -= 1
 
     async def _sampled(
-        self, tenant: str, snapshot: Snapshot, prompt: list[int], sampling: Sampling, scored: int
+        self,
+        tenant: str,
+        snapshot: Snapshot,
+        prompt: list[int],
+        sampling: Sampling,
+        scored: int,
+        top: int,
     ) -> Response:
         completions = list[Completion]()
         async with self._gateway.ask(
@@ -218,30 +235,36 @@ class Samplers:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
-        score = partial(self._score, prompt, snapshot, scored)
-        logprobs = await self._gateway.work(tenant, score) if scored else None
+        score = partial(self._score, prompt, snapshot, scored, top)
+        logprobs, tops = await self._gateway.work(tenant, score) if scored else (None, None)
         completions.sort(key=lambda completion: completion.sample_index)
-        return Response(await in_thread(encoded, completions, logprobs), media_type=PROTOBUF)
+        return Response(await in_thread(encoded, completions, logprobs, tops), media_type=PROTOBUF)
 
-    def _score(self, prompt: list[int], snapshot: Snapshot, scored: int) -> list[float]:
-        """On the device thread: log-probabilities of a prompt's last tokens; NaN before them."""
-        found = [
-            math.nan,
-            *self._gateway.model.logprobs([prompt], adapter=snapshot.served)[0].tolist(),
-        ]
-        return [math.nan] * (len(prompt) - scored) + found[len(prompt) - scored :]
+    def _score(
+        self, prompt: list[int], snapshot: Snapshot, scored: int, top: int
+    ) -> tuple[list[float], list[Top] | None]:
+        """On the device thread: log-probabilities of a prompt's last tokens, NaN before them; and
+        the `top` likeliest tokens in their places, none before them."""
+        model, first = self._gateway.model, len(prompt) - scored
+        found = [math.nan, *model.logprobs([prompt], adapter=snapshot.served)[0].tolist()]
+        logprobs = [math.nan] * first + found[first:]
+        if not top:
+            return logprobs, None
+        known = max(first, 1)  # nothing stands in front of the first token
+        tops = model.top_logprobs(prompt, top, known, snapshot.served) if len(prompt) > 1 else []
+        return logprobs, [*[[] for _ in range(known)], *tops]
 
-    async def _made(self, tenant: str, base: str | None, path: str | None) -> Sampler:
-        """A new client, which holds the base, an adapter by its name, or saved weights."""
+    async def _snapshot(
+        self, tenant: str, base: str | None, path: str | None
+    ) -> tuple[Snapshot, Checkpoint | None]:
+        """What a new client holds: the base, an adapter by its name, or saved weights, with their
+        checkpoint."""
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
-        called = base or self._gateway.name
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
-            held = await self._gateway.work(tenant, partial(self._snapshots.hold, adapter))
-            return Sampler(tenant, called, path, held)
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
-        held = await self._read(tenant, checkpoint)
-        return Sampler(tenant, called, path, held, checkpoint)
+        return await self._read(tenant, checkpoint), checkpoint
 
     async def _read(self, tenant: str, checkpoint: Checkpoint) -> Snapshot:
         """Hold saved weights. Raises IsobitError where they are gone."""
@@ -257,14 +280,15 @@ class Samplers:
         """What a client is pinned to, in memory."""
         async with sampler.waking:
             if sampler.snapshot is None:
-                assert sampler.checkpoint is not None
-                sampler.snapshot = await self._read(sampler.tenant, sampler.checkpoint)
+                if sampler.kept is None:
+                    raise BadRequest("the sampling client was dropped", status=404)
+                sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
             return sampler.snapshot
 
     async def _rest(self, session: Session) -> None:
         """Let go of the weights of a session's oldest clients of saved ones, beyond some."""
         found = [self._samplers[name] for name in self._of_session[session.name]]
-        awake = [one for one in found if one.checkpoint is not None and one.snapshot is not None]
+        awake = [one for one in found if one.kept is not None and one.snapshot is not None]
         for sampler in awake[:-_MOST_AWAKE]:
             if not sampler.open and not sampler.waking.locked():
                 await self._release(sampler)
