@@ -17,6 +17,7 @@ NAMES = (
     "ranks",
     "optimizers",
     "serve",
+    "serve_step",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

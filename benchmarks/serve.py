@@ -27,6 +27,7 @@ from isobit.model.adapters.targets import NewAdapter, new_adapter
 from isobit.serve.app import Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 from isobit.serve.tool_formats.table import format_of
 
 CLIENTS, PROMPT, TOKENS, ADAPTERS = 32, 24, 256, 16
@@ -40,7 +41,7 @@ def run(rounds: int) -> Result:
     with tempfile.TemporaryDirectory() as name:
         path = save_model(Path(name) / "model", 256, 4, 64, 512)
         base = Model.load(path, "fp8", adapter=NewAdapter(1, 1.0, ()))
-        with _server(base.serving({})) as (url, gateway):
+        with serving(base.serving({})) as (url, gateway):
             random = torch.Generator().manual_seed(0)
             for number in range(ADAPTERS):
                 made = new_adapter(base.config, NewAdapter(8, 16.0, seed=number))
@@ -64,11 +65,13 @@ def run(rounds: int) -> Result:
 
 
 @contextmanager
-def _server(model: Model) -> Iterator[tuple[str, Gateway]]:
-    """A server in a thread of this process."""
-    engine = Engine(model, kv_pages=2000, max_sequences=64)
-    gateway = Gateway(engine, "model", format_of("auto", None), Limits())
-    app = make_app(gateway, (TOKEN,))
+def serving(
+    model: Model, token: str = TOKEN, state: State | None = None, max_sequences: int = 64
+) -> Iterator[tuple[str, Gateway]]:
+    """A server in a thread of this process; with a `state` it trains."""
+    engine = Engine(model, kv_pages=2000, max_sequences=max_sequences)
+    gateway = Gateway(engine, "model", format_of("auto", None), Limits(), state)
+    app = make_app(gateway, (token,))
     config = uvicorn.Config(
         app, port=0, log_config=None, access_log=False, lifespan="off", ws="none", http="h11"
     )

@@ -174,7 +174,7 @@ def dpo(config: Config, log: Path, steps: int) -> None:
     train_dpo.main(
         train_dpo.Config(
             **_plain(config),
-            **ADAPTER,
+            **ADAPTER | {"learning_rate": 1e-4},
             recipe_name="recipe_preference_dpo",
             dataset_builder=builder,
             eval_every=0,
@@ -183,11 +183,15 @@ def dpo(config: Config, log: Path, steps: int) -> None:
 
 
 def distillation(config: Config, log: Path, steps: int) -> None:
-    """On-policy distillation: the teacher is the base model."""
+    """On-policy distillation: the teacher is an adapter that `chat_sl` has trained before."""
     import chz
     from tinker_cookbook.distillation import datasets, train_on_policy
     from tinker_cookbook.renderers import get_renderer
     from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+    taught = log.with_name("teacher")
+    chat_sl(config | {"log_path": str(taught)}, taught, steps)
+    saved = json.loads((taught / "checkpoints.jsonl").read_text().splitlines()[-1])
 
     @chz.chz
     class Prompts(datasets.RLDatasetBuilder):
@@ -197,7 +201,9 @@ def distillation(config: Config, log: Path, steps: int) -> None:
             renderer = get_renderer(RENDERER, tokenizer)
             return datasets.PromptOnlyDataset(texts, 8, 4, renderer, tokenizer), None
 
-    teacher = datasets.TeacherConfig(base_model=config["model_name"])
+    teacher = datasets.TeacherConfig(
+        base_model=config["model_name"], load_checkpoint_path=saved["sampler_path"]
+    )
     dataset = datasets.DistillationDatasetConfig(
         dataset_builder=Prompts(), teacher_config=teacher, groups_per_batch=8
     )
@@ -256,7 +262,7 @@ def rubric(config: Config, log: Path, steps: int) -> None:
 
     item = {
         "rubric_str": "The answer is right.",
-        "extraction_regex": "([0-9])",
+        "extraction_regex": r"([0-9])\D*$",
         "grader_output_format_instruction": "Answer with a digit.",
     }
     rows = [
@@ -291,7 +297,7 @@ def sdft(config: Config, log: Path, steps: int) -> None:
         **ADAPTER,
         dataset="toolalpaca",
         toolalpaca_data_path=str(folder),
-        topk=8,
+        topk=0,
         groups_per_batch=4,
         max_tokens=16,
         max_context_length=1024,

@@ -275,6 +275,26 @@ def test_what_the_chain_does_not_hold_is_not_said_to_be_held(
     assert "but for times and evaluations, which it does not hold" in said
 
 
+def test_the_best_model_is_of_its_step(tmp_path: Path, base_model: Path) -> None:
+    """Its weights are those of the chain; the control is the run as it is."""
+    evaluation = {"every": 1, "samples": 2}
+    train(load_config(write_config(tmp_path, base_model, steps=1, evaluation=evaluation)))
+    best = tmp_path / "run" / "best"
+    verify_command(tmp_path / "run", 1)
+    tensors = load_file(best / "model.safetensors")
+    tensors[sorted(tensors)[0]].view(-1)[7] += 1e-7
+    save_file(tensors, best / "model.safetensors")
+    with pytest.raises(RunFailed, match="best is damaged"):
+        verify_command(tmp_path / "run", 1)
+    _sign(best, "model.safetensors")
+    with pytest.raises(RunFailed, match="best are not those that the certificate has of step"):
+        verify_command(tmp_path / "run", 1)
+    (best / "best.json").write_text('{"step": 7}')
+    _sign(best, "best.json")
+    with pytest.raises(RunFailed, match=f"best is of step 7, of which {CERTIFICATE} has no row"):
+        verify_command(tmp_path / "run", 1)
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_each_is_noticed(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forge, said = FORGERIES[name]

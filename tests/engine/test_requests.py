@@ -406,7 +406,7 @@ def test_each_token_is_reported_as_it_is_sampled(
         engine = make(model, **sizes)
         seen: dict[tuple[Request, int], list[tuple[int, float]]] = {}
 
-        def hear(request: Request, sample: int, token: int, logprob: float) -> None:
+        def hear(request: Request, sample: int, token: int, logprob: float, _: object) -> None:
             seen.setdefault((request, sample), []).append((token, logprob))  # noqa: B023
 
         requests = [engine.submit(*asked) for asked in REQUESTS]
@@ -428,7 +428,7 @@ def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine
     done = []
     while engine.num_open:
         done += engine.step(
-            lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token)
+            lambda _, sample, token, *__: heard.setdefault((sample + 1) % 3, []).append(token)
         )
     assert any(heard[c.sample_index] != c.token_ids for _, c in done)
 

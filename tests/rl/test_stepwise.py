@@ -21,6 +21,7 @@ from isobit.rl.stepwise.losses import LOSSES
 
 from .helpers import distance
 from .stepwise_helpers import (
+    NEW,
     STEP,
     as_data,
     data,
@@ -63,6 +64,15 @@ def test_several_calls_have_the_bits_of_one(base: Model, name: str) -> None:
         assert digest(parts) == digest(whole)
     assert digest(found[2, 1]) != digest(whole)
     assert distance(found[2, 1], whole) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [True, "mlp"])
+def test_recomputed_activations_leave_the_same_bits(base: Model, recompute: Any) -> None:
+    whole, less = (
+        learner(base),
+        StepwiseLearner(base.adapted(NEW), micro_batch_tokens=16, recompute=recompute),
+    )
+    assert train(whole, range(1)) == train(less, range(1))
 
 
 def test_the_same_calls_leave_the_same_bits(base: Model) -> None:
@@ -109,6 +119,54 @@ def test_several_targets_are_each_as_if_alone(folder: Path, precision: str) -> N
         assert all(torch.equal(a, b[:, column]) for a, b in zip(found, outputs.logprobs))
     if precision == "float32":
         assert distance(gradients(ours), gradients(apart)) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.factor])
+def test_targets_that_teach_nothing_have_no_part_in_the_backward(
+    base: Model, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same log-probabilities and gradients, bit for bit, as with all in it. The control leaves
+    out targets that do teach."""
+    random, factor = torch.Generator().manual_seed(1), LOSSES[name].factor
+    assert factor is not None
+    given = []
+    for datum in data():
+        kept = (torch.rand(8, generator=random) > 0.5).float()
+        given.append(_with(**{factor: datum.inputs[factor] * kept})(datum))
+    seen: list[int] = []
+    head_backward = type(base.ops).head_backward
+
+    def counted(self: Any, dlogprobs: torch.Tensor, *rest: Any) -> Any:
+        seen.append(len(dlogprobs))
+        return head_backward(self, dlogprobs, *rest)
+
+    monkeypatch.setattr(type(base.ops), "head_backward", counted)
+    ours, whole = learner(base), learner(base)
+    outputs = ours.forward_backward(given, name, {})
+    assert sum(seen) == sum(int(datum.inputs[factor].count_nonzero()) for datum in given) < 48
+    monkeypatch.setitem(LOSSES, name, replace(LOSSES[name], factor=None))
+    everything = whole.forward_backward(given, name, {})
+    assert digest(outputs.logprobs) == digest(everything.logprobs)
+    assert outputs.metrics == everything.metrics
+    assert all(torch.equal(g, gradients(whole)[n]) for n, g in gradients(ours).items())
+    monkeypatch.setitem(LOSSES, name, replace(LOSSES[name], factor="sequence_ratio_mask"))
+    if name == "gspo":
+        wrong = learner(base)
+        wrong.forward_backward(given, name, {})
+        assert digest(gradients(wrong)) != digest(gradients(whole))
+
+
+def test_data_that_teach_nothing_have_a_gradient_of_zeros(base: Model) -> None:
+    """So that AdamW's moments go on, as after any other call."""
+    ours = learner(base)
+    train(ours, range(1))
+    before = digest(masters(ours))
+    given = [_with(weights=torch.zeros(8))(datum) for datum in data()]
+    assert ours.forward_backward(given, "cross_entropy", {}).metrics == {"loss:sum": 0.0}
+    assert gradients(ours)
+    assert not any(bool(gradient.any()) for gradient in gradients(ours).values())
+    ours.optim_step(STEP)
+    assert digest(masters(ours)) != before
 
 
 def test_a_custom_loss_of_the_client_has_its_gradient(base: Model) -> None:

@@ -4,16 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from isobit.model import Model
-from isobit.model.adapters.targets import NewAdapter
 from isobit.serve.requests import Limits
 from tests.models import require
 
-from .helpers import KEY, OTHER_KEY, Running, base_model, serving
-
-ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
+from .helpers import ADAPTERS, KEY, OTHER_KEY, Running, base_model, serving, some_adapters
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require("native")
     where = tmp_path_factory.mktemp("serve")
     base_model(where / "base")
-    for number, (name, given) in enumerate(ADAPTERS.items()):
-        model = Model.load(where / "base", "bf16", adapter=given)
-        random = torch.Generator().manual_seed(number)
-        for key, parameter in model.named_parameters().items():
-            if key.endswith("lora_B"):
-                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
-        model.save(where / name)
+    some_adapters(where)
     return where
 
 

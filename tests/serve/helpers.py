@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 import uvicorn
 from starlette.applications import Starlette
 
 from isobit.engine.engine import Engine
 from isobit.model import Model
-from isobit.serve.app import Server, make_app
+from isobit.model.adapters.targets import NewAdapter
+from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
@@ -23,6 +25,7 @@ from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
 KEY, OTHER_KEY = "tml-test-key-0123456789", "tml-other-key-0123456789"
+ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
 ALPHABET = (
     "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )
@@ -40,6 +43,18 @@ def base_model(folder: Path, max_positions: int = 256) -> Path:
     model.tokenizer.chat_template = TEMPLATE
     model.save(folder)
     return folder
+
+
+def some_adapters(where: Path) -> dict[str, Path]:
+    """Adapters of the model at `where`/base, after an update, beside it."""
+    for number, (name, given) in enumerate(ADAPTERS.items()):
+        model = Model.load(where / "base", "bf16", adapter=given)
+        random = torch.Generator().manual_seed(number)
+        for key, parameter in model.named_parameters().items():
+            if key.endswith("lora_B"):
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+        model.save(where / name)
+    return {name: where / name for name in ADAPTERS}
 
 
 @dataclass
@@ -105,6 +120,7 @@ def serving(
         lifespan="off",
         ws="none",
         http="h11",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
 

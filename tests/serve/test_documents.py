@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from isobit.rl.stepwise.losses import LOSSES
 from isobit.serve.app import make_app
 from isobit.serve.requests import NEUTRAL, Limits
+from isobit.serve.tinker.sampling import _NOTHING
+from isobit.serve.tinker.training import _MOST_UNNAMED
 from tests.documents import ROOT, parsed
 
 from .helpers import TOKENS, Running
 
 PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text()
-PROSE = " ".join(PAGE.split())
+TINKER = (ROOT / "docs" / "how-to" / "tinker.md").read_text()
+PROSE, TINKER_PROSE = " ".join(PAGE.split()), " ".join(TINKER.split())
 
 
 def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
@@ -29,7 +33,8 @@ def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
         if method != "HEAD"
     }
     refused = {name for name in found if name.endswith("/api/v1/{path:path}")}
-    rows = re.findall(r"^\| (`(?:GET|POST) [^|]*) \|", PAGE, re.M)
+    methods = "|".join(("GET", "POST", "PUT", "DELETE"))
+    rows = re.findall(rf"^\| (`(?:{methods}) [^|]*) \|", PAGE + TINKER, re.M)
     said = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     assert len(refused) == 4
     assert set(said) == found - refused
@@ -96,15 +101,43 @@ def test_the_openai_client_of_the_examples(server: Running, tmp_path: Path) -> N
     assert done.stdout.count("turn:") == 2
 
 
-def test_the_tinker_client_of_the_page(running: Running, tmp_path: Path) -> None:
-    (block,) = [block for block in parsed(PAGE) if block.title == "tinker_client.py"]
-    script = block.text.replace("http://127.0.0.1:8765", running.url).replace(
-        "hf_checkpoint", "tiny"
-    )
-    (tmp_path / "tinker_client.py").write_text(script)
-    (tmp_path / "serve.token").write_text(running.token + "\n")
-    command = [sys.executable, "tinker_client.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout == "True\n", done.stderr
+def test_the_table_of_losses_is_that_of_the_learner() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) ?\|$", TINKER, re.M))
+    assert rows.keys() == LOSSES.keys()
+    for name, said in rows.items():
+        options = {key: float(value) for key, value in re.findall(r"`(\w+)` ([\d.]+)", said)}
+        assert options == LOSSES[name].options
+
+
+def test_the_table_of_parameters_is_that_of_the_client() -> None:
+    """All there are in the client that is installed: offered, or named as not."""
+    tinker = pytest.importorskip("tinker")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", TINKER, re.M))
+    said = {name: set(re.findall(r"`(\w+)`", row)) for name, row in rows.items()}
+    assert said["AdamParams"] == tinker.AdamParams.model_fields.keys()
+    assert said["SamplingParams"] == tinker.SamplingParams.model_fields.keys()
+    assert said["create_lora_training_client"] == tinker.types.LoraConfig.model_fields.keys()
+    (refused,) = re.findall(r"of `sample` (.*?); and the routes", TINKER_PROSE)
+    assert set(re.findall(r"`(\w+)`", refused)) == _NOTHING.keys()
+
+
+def test_what_is_not_offered_is_refused_in_one_line(trainer: Running) -> None:
+    (routes,) = re.findall(r"and the routes (.*?)\. ", TINKER_PROSE)
+    names = re.findall(r"`([\w/]+)`", routes)
+    assert len(names) == 7
+    for name in names:
+        response = trainer.post(f"/api/v1/{name}", {})
+        assert response.status_code == 400
+        assert "does not offer" in response.json()["error"]["message"]
+
+
+def test_the_limits_of_training_are_those_of_the_server() -> None:
+    limits = Limits()
+    assert f"may have {limits.runs} runs that train at the same time" in TINKER_PROSE
+    assert f"may take {limits.adapter_bytes >> 30} GiB" in TINKER_PROSE
+    assert f"of its {_MOST_UNNAMED} newest sampling clients" in TINKER_PROSE
+
+
+def test_the_loop_of_the_page_is_the_example() -> None:
+    (block,) = [block for block in parsed(TINKER) if block.title == "grpo.py"]
+    assert block.text == (ROOT / "examples" / "tinker_grpo.py").read_text()

@@ -103,6 +103,62 @@ def test_chat(client: openai.OpenAI) -> None:
     assert logprobs == [each.logprob for each in content]
 
 
+def test_the_likeliest_tokens(client: openai.OpenAI, server: Running) -> None:
+    """Beside sampled tokens that are the same without; streamed as whole; on each route. The
+    control asks another adapter."""
+    given: Any = {"model": "math", "prompt": "abc", "max_tokens": 6, "seed": 3, "n": 2}
+    plain = client.completions.create(**given, logprobs=0).choices
+    whole = client.completions.create(**given, logprobs=5).choices
+    streamed: list[list[Any]] = [[], []]
+    for chunk in client.completions.create(**given, logprobs=5, stream=True):
+        for piece in chunk.choices:
+            shown = piece.logprobs
+            streamed[piece.index] += [] if shown is None else shown.top_logprobs or []
+    for choice, without, pieces in zip(whole, plain, streamed):
+        assert choice.logprobs is not None
+        assert without.logprobs is not None
+        assert choice.text == without.text
+        assert choice.logprobs.token_logprobs == without.logprobs.token_logprobs
+        assert without.logprobs.top_logprobs is None
+        assert choice.logprobs.top_logprobs == pieces
+        drawn = zip(choice.logprobs.tokens or [], choice.logprobs.token_logprobs or [], pieces)
+        for word, logprob, top in drawn:
+            assert 1 <= len(top) <= 5
+            assert top.get(word, logprob) == logprob
+    other = client.completions.create(**{**given, "model": "code"}, logprobs=5).choices[0]
+    assert other.logprobs is not None
+    assert other.logprobs.top_logprobs != streamed[0]
+    ids = server.post("/tokenize", {"prompt": "abc"}).json()["tokens"]
+    params = {"max_tokens": 6, "seed": 3, "n": 2, "logprobs": 5}
+    tokens = server.post(
+        "/inference/v1/generate", {"model": "math", "token_ids": ids, "sampling_params": params}
+    ).json()["choices"]
+    by_id = client.completions.create(
+        **given, logprobs=5, extra_body={"return_tokens_as_token_ids": True}
+    ).choices
+    for mine, theirs in zip(tokens, by_id):
+        assert theirs.logprobs is not None
+        found = [
+            {each["token"]: each["logprob"] for each in one["top_logprobs"]}
+            for one in mine["logprobs"]["content"]
+        ]
+        assert found == theirs.logprobs.top_logprobs
+    messages: Any = {"model": "math", "messages": MESSAGES, "max_tokens": 5, "seed": 3}
+    chat = client.chat.completions.create(**messages, logprobs=True, top_logprobs=3).choices[0]
+    assert chat.logprobs is not None
+    pieces = []
+    for part in client.chat.completions.create(
+        **messages, logprobs=True, top_logprobs=3, stream=True
+    ):
+        if part.choices[0].logprobs is not None:
+            pieces += part.choices[0].logprobs.content or []
+    assert pieces == chat.logprobs.content
+    for one in pieces:
+        values = [each.logprob for each in one.top_logprobs]
+        assert 1 <= len(values) <= 3
+        assert values == sorted(values, reverse=True)
+
+
 def test_tool_calls(
     client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +203,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"n": 0}, "n: expected a whole number from 1 to 256, got 0"),
         ({"n": 200, "prompt": ["a", "b"]}, "a request may ask for 256 answers"),
         ({"echo": True}, "echo: only False is offered, got True"),
-        ({"logprobs": 5}, "logprobs: expected a whole number from 0 to 1, got 5"),
+        ({"logprobs": 21}, "logprobs: expected a whole number from 0 to 20, got 21"),
         ({"stop": ["x" * 2000]}, "stop: expected at most 16 texts of 1,024 characters together"),
         ({"stop": ["x"] * 17}, "stop: expected at most 16 texts"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
@@ -172,7 +228,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
             {"response_format": {"type": "json_object"}},
             "response_format: only {'type': 'text'} is offered",
         ),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs: only 0 is offered, got 3"),
+        ({"top_logprobs": 3}, "top_logprobs: set logprobs to true beside it"),
         ({"messages": [{"role": "user", "content": "~"}]}, "the tokenizer cannot encode"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -138,6 +138,29 @@ def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
         again.close("success").result()
 
 
+def test_a_sampling_client_never_samples_from_other_weights_of_its_name(served: Any) -> None:
+    """A name that is saved again: before a restart the client keeps its weights, and after it, they
+    being gone, it is told so."""
+    with served() as server:
+        service = tinker.ServiceClient(base_url=mine(server).url, api_key=KEY)
+        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        path = client.save_weights_for_sampler("a").result().path
+        sampler = service.create_sampling_client(model_path=path).result()
+        before, name = sampled(sampler, 4), sampler._sampling_session_id
+        for seed in (1, 2):
+            client.forward_backward(data(seed), "cross_entropy").result()
+            client.optim_step(tinker.AdamParams(learning_rate=0.3)).result()
+        assert client.save_weights_for_sampler("a").result().path == path
+        assert sampled(sampler, 4) == before
+        new = service.create_sampling_client(model_path=path).result()
+        assert sampled(new, 4) != before  # the control
+        kept = new._sampling_session_id
+    with served() as server:
+        assert mine(server).get(f"/api/v1/samplers/{name}").status_code == 404
+        assert server.get(f"/api/v1/samplers/{kept}").status_code == 200
+    service.close("success")
+
+
 def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Path) -> None:
     with served() as server:
         runs = [new(mine(server)) for _ in range(2)]

@@ -104,6 +104,34 @@ def test_prompt_logprobs_are_those_of_sampling(service: Any, running: Running) -
     assert scored(clients[2], whole)[len(tokens) - 1 :] != logprobs
 
 
+def test_the_likeliest_tokens(service: Any, running: Running) -> None:
+    """Of samples and of prompts, as the client reads them: the bits of what is sampled, which is
+    the same without. The control asks another adapter."""
+    tokens = running.gateway.tokenizer.encode("12+3=")
+    prompt = tinker.ModelInput.from_ints(tokens)
+    params = tinker.SamplingParams(max_tokens=8, seed=3)
+
+    def asked(name: str, whole: Any, **given: Any) -> Any:
+        client = service.create_sampling_client(model_path=f"tinker://{name}").result()
+        return client.sample(prompt=whole, num_samples=1, sampling_params=params, **given).result()
+
+    plain = asked("math", prompt).sequences[0]
+    found = asked("math", prompt, topk_sample_logprobs=4).sequences[0]
+    assert (list(found.tokens), list(found.logprobs)) == (list(plain.tokens), list(plain.logprobs))
+    assert plain.topk_logprobs is None
+    assert [len(top) for top in found.topk_logprobs] == [4] * len(found.tokens)
+    whole = tinker.ModelInput.from_ints([*tokens, *found.tokens])
+    given = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}
+    scored = asked("math", whole, **given)
+    assert scored.topk_prompt_logprobs[0] is None
+    assert scored.topk_prompt_logprobs[len(tokens) :] == found.topk_logprobs
+    assert asked("code", whole, **given).topk_prompt_logprobs != scored.topk_prompt_logprobs
+    last = asked("math", whole, **given, prompt_logprobs_last_n=2).topk_prompt_logprobs
+    assert last == [None] * (whole.length - 2) + scored.topk_prompt_logprobs[-2:]
+    with pytest.raises(Exception, match=r"at most 4,096 of a prompt, got 20 for 250 tokens"):
+        asked("math", tinker.ModelInput.from_ints([5] * 250), topk_prompt_logprobs=20)
+
+
 def test_a_sampling_client_is_pinned(service: Any, running: Running, folder: Path) -> None:
     """A new version of its adapter changes nothing for it; the control is a new client."""
     tokens = running.gateway.tokenizer.encode("abc")
@@ -166,7 +194,7 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
         post("retrieve_future", {"request_id": name}, **{"X-Api-Key": "tml-wrong"}).status_code
         == 401
     )
-    assert post("asample", asked | {"seq_id": 5, "topk_sample_logprobs": 3}).status_code == 400
+    assert post("asample", asked | {"seq_id": 5, "topk_sample_logprobs": 21}).status_code == 400
     long = asked | {
         "seq_id": 6,
         "sampling_params": {"max_tokens": 250, "stop": []},

@@ -81,7 +81,7 @@ def answered(
     reason, message = asked.message(completion)
     stream, pieces = ChoiceStream(asked, 0, 0), list[dict[str, Any]]()
     for token in ids:
-        stream.feed(token, 0.0)
+        stream.feed(token, 0.0, [])
         pieces += [piece["delta"] for piece in [stream.take()] if piece is not None]
     last = stream.end(completion)
     pieces.append(last["delta"])

@@ -12,13 +12,14 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, StepPlan
 from isobit.engine.stopping import StopStrings
-from isobit.engine.types import Completion, Request
+from isobit.engine.types import Completion, Request, Top
 from isobit.model import Model
 from isobit.model.forward.moe import encode_routes
 
 _KEPT_STOPS = 64
-OnToken = Callable[[Request, int, int, float], None]
-"""Called with a request, a sample index, the token that was sampled and its log-probability."""
+OnToken = Callable[[Request, int, int, float, Top], None]
+"""Called with a request, a sample index, the token that was sampled, its log-probability, and the
+likeliest tokens where the request asks for them."""
 
 
 class Endings:
@@ -43,7 +44,8 @@ class Endings:
         logprobs = record.logprobs[slots, record.generated[slots]]
         for slot, token, logprob in zip(slots.tolist(), tokens.tolist(), logprobs.tolist()):
             sequence = self._scheduler.at[slot]
-            on_token(sequence.owner.request, sequence.sample_index, token, logprob)
+            top = record.top[slot][-1] if slot in record.top else []
+            on_token(sequence.owner.request, sequence.sample_index, token, logprob, top)
 
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
@@ -106,6 +108,9 @@ class Endings:
             weights_version=self._model.weights_version,
             routes=None if routes is None else encode_routes(routes.of(pages, computed)),
             adapter=request.adapter,
+            top_logprobs=record.top.get(sequence.slot, [])
+            if request.sampling.top_logprobs
+            else None,
         )
         return completion if request.extends is None else _joined(request.extends, completion)
 
@@ -120,5 +125,17 @@ def _joined(before: Completion, turn: Completion) -> Completion:
         prompt_token_ids=before.prompt_token_ids,
         token_ids=[*before.token_ids, *given, *turn.token_ids],
         logprobs=[*before.logprobs, *[0.0] * len(given), *turn.logprobs],
+        top_logprobs=_joined_top(before, len(given), turn),
         completion_mask=None if all(mask) else mask,
     )
+
+
+def _joined_top(before: Completion, given: int, turn: Completion) -> list[Top] | None:
+    """The likeliest tokens of all turns, with none for those of a turn that did not ask."""
+    if before.top_logprobs is None and turn.top_logprobs is None:
+        return None
+
+    def known(of: Completion) -> list[Top]:
+        return [[] for _ in of.token_ids] if of.top_logprobs is None else of.top_logprobs
+
+    return [*known(before), *[[] for _ in range(given)], *known(turn)]

@@ -4,13 +4,16 @@ reused when it ends."""
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.engine.types import Top
+
 Ints = NDArray[np.int64]
 
 
 class Record:
     """Per slot: tokens [S, C] and log-probabilities [S, C], of which the first `generated` [S]
     count, and at most `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and
-    whether a stop string or another token may, `watched` [S]."""
+    whether a stop string or another token may, `watched` [S]. `top`: by slot the likeliest tokens
+    at each place, where they are asked for."""
 
     def __init__(self) -> None:
         self.tokens = np.empty((8, 64), np.int32)
@@ -19,6 +22,7 @@ class Record:
         self.limit = np.zeros(8, np.int64)
         self.ends = np.zeros(8, np.bool_)
         self.watched = np.zeros(8, np.bool_)
+        self.top: dict[int, list[Top]] = {}
         self._free = list(range(7, -1, -1))
 
     @property
@@ -47,6 +51,7 @@ class Record:
 
     def give_back(self, slot: int) -> None:
         """The sequence is over."""
+        self.top.pop(slot, None)
         self._free.append(slot)
 
     def write(self, slots: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
@@ -57,6 +62,11 @@ class Record:
             self.tokens, self.logprobs = _doubled(self.tokens, 1), _doubled(self.logprobs, 1)
         self.tokens[slots, column] = tokens
         self.logprobs[slots, column] = logprobs
+
+    def write_top(self, slot: int, top: Top) -> None:
+        """The likeliest tokens where the next one of a sequence is drawn."""
+        kept = self.top.setdefault(slot, [])
+        kept[int(self.generated[slot]) :] = [top]
 
 
 def _doubled(array: NDArray, axis: int) -> NDArray:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from isobit.engine.batch import adapter_numbers, build, stage
 from isobit.engine.graphs import DecodeGraphs, Launch
 from isobit.engine.routes import RouteStore
-from isobit.engine.sampler import draw
+from isobit.engine.sampler import draw, top_of_draws
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.errors import NonFiniteError
@@ -135,9 +135,14 @@ class Runner:
             return _NO_TOKENS
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
-        tokens, logprobs = draw(
-            hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
-        )
+        drawn = hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
+        tokens, logprobs = draw(*drawn)
+        if self.scheduler.num_with_top:
+            sequences = [self.scheduler.at[slot] for slot in plan.sampled.tolist()]
+            counts = [each.owner.request.sampling.top_logprobs for each in sequences]
+            for sequence, top in zip(sequences, top_of_draws(*drawn, counts)):
+                if top:
+                    self.scheduler.record.write_top(sequence.slot, top)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _launch(self, plan: StepPlan) -> Launch | None:
@@ -146,7 +151,7 @@ class Runner:
             self.graphs is None
             or not plan.decode
             or self.routes is not None
-            or self.scheduler.num_penalized
+            or not self.scheduler.may_be_captured
         ):
             return None
         return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
@@ -158,7 +163,7 @@ class Runner:
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if (
             self.graphs is None
-            or self.scheduler.num_penalized
+            or not self.scheduler.may_be_captured
             or not self.scheduler.look_ahead(plan, going)
         ):
             return None

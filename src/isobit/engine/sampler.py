@@ -7,6 +7,7 @@ bit for bit. Left out: which tokens top-k, top-p and min-p keep (`kernels/sampli
 and the generator (`Ops.sample`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -15,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isobit.engine.types import Top
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.ops import Temperature
 from isobit.kernels.sampling import filtering
 from isobit.kernels.sampling.filtering import Limits
+from isobit.kernels.sampling.top import top_logprobs
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
@@ -145,6 +148,35 @@ def _draw(
         (own, their) = ops.head_sample(rows, weight, draws.keys, temperature)
         tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
     return tokens, logprobs
+
+
+def top_of_draws(
+    hidden: Tensor,
+    weight: Prepared,
+    draws: Draws,
+    ops: Ops,
+    source: Tensor | None,
+    counts: Sequence[int],
+) -> list[Top]:
+    """Of draw r the counts[r] likeliest tokens under the distribution that it was drawn from;
+    arguments as of `draw`."""
+    found = list[Top]()
+    for row, (one, count) in enumerate(zip(draws.split(1), counts)):
+        if not count:
+            found.append([])
+            continue
+        own = hidden[row : row + 1] if source is None else hidden[source[row : row + 1]]
+        logits = ops.product(own, weight, None, torch.float32)
+        changed = bool(one.filtered & ~one.greedy)
+        if one.penalty is not None and one.seen is not None:
+            logits = filtering.penalize(logits, one.seen, one.penalty.unsqueeze(1))
+            changed |= bool(one.penalty != 1)
+        if bool(one.filtered & ~one.greedy):
+            logits = filtered_logits(logits, one)
+        found.append(
+            top_logprobs(own, weight, logits, one.temperature, count, ops, changed=changed)
+        )
+    return found
 
 
 def filtered_logits(logits: Tensor, draws: Draws) -> Tensor:

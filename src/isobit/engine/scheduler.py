@@ -64,6 +64,7 @@ class Scheduler:
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
         self.stats = Stats()
         self.num_penalized = 0  # open requests with a repetition penalty
+        self.num_with_top = 0  # open requests that ask for the likeliest tokens
         self._next_number = 0
         self._refused: tuple[int, int] | None = (
             None  # the number of who had to wait, and `pages.changes` then
@@ -72,6 +73,11 @@ class Scheduler:
     @property
     def finished(self) -> bool:
         return not self.requests
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether captured steps can serve all that is open."""
+        return not (self.num_penalized or self.num_with_top)
 
     def begin(self, root: Hashable) -> None:
         """The first request after none was open. Pages that were computed under another `root` are
@@ -97,6 +103,7 @@ class Scheduler:
         ]
         self._next_number += request.sampling.n
         self.num_penalized += request.sampling.repetition_penalty != 1
+        self.num_with_top += request.sampling.top_logprobs > 0
         self.requests[request] = running
         heappush(self.waiting, (number, running.members[0]))
 
@@ -273,6 +280,7 @@ class Scheduler:
         if not running.members:
             del self.requests[running.request]
             self.num_penalized -= running.request.sampling.repetition_penalty != 1
+            self.num_with_top -= running.request.sampling.top_logprobs > 0
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         """Chunks of the prompts under way and, while the budget lasts, of newly admitted ones."""

@@ -12,6 +12,10 @@ from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
 
 LOWEST_TEMPERATURE = 1e-3
+MOST_TOP_LOGPROBS = 20
+Top = list[tuple[int, float]]
+"""The likeliest tokens at one place with their log-probabilities, the likeliest first; of equal
+logits the lower token first."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Sampling:
     each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off).
     `stop`: the text ends before the first of these strings, or before this one. `ignore_eos`
     samples on through the end-of-sequence token; `stop_tokens` end a completion as that does.
+    With `top_logprobs` so many of the likeliest tokens are kept beside each that is drawn, at most
+    20; the drawn ones are the same.
     Raises IsobitError for values that cannot work.
     """
 
@@ -55,11 +61,13 @@ class Sampling:
         "makes tokens rarer that stand in prompt or completion; 1: off",
     ] = 1.0
     stop_tokens: NotAnOption[tuple[int, ...]] = ()
+    top_logprobs: NotAnOption[int] = 0
 
     def __post_init__(self) -> None:
         read_own_fields(self, Sampling)
         _check_count("n", self.n, 1, 2**31)
         _check_count("seed", self.seed, 0, 2**63)
+        _check_count("top_logprobs", self.top_logprobs, 0, MOST_TOP_LOGPROBS + 1)
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise Expected(
                 ("temperature",), f"0 or at least {LOWEST_TEMPERATURE}", self.temperature
@@ -148,7 +156,10 @@ class Completion:
     for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last
     turn's. `routes`, where the engine records them, are the experts that served prompt and
     completion (`model/forward/moe.py`). `finish_reason` is "stop" (end of sequence or a stop
-    string) or "length". `adapter` is the request's.
+    string) or "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for
+    them, are the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under
+    the same distribution, the likeliest first; tokens that it excludes are not among them, and a
+    given token has none.
     """
 
     prompt_id: int
@@ -162,6 +173,7 @@ class Completion:
     routes: str | None = None
     completion_mask: list[bool] | None = None
     adapter: str | None = None
+    top_logprobs: list[Top] | None = None
 
     @property
     def sampled(self) -> list[bool]:

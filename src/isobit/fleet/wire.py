@@ -156,7 +156,9 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
 
 def completion_of(values: Mapping[str, Any]) -> Completion:
     """A completion from its fields."""
-    return Completion(**values)
+    top = values.get("top_logprobs")
+    pairs = None if top is None else [[(token, value) for token, value in each] for each in top]
+    return Completion(**{**values, "top_logprobs": pairs})
 
 
 def _fields(kind: type, value: Any) -> dict[str, Any]:

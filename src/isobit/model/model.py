@@ -20,6 +20,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
+from isobit.kernels.sampling.top import top_of_rows
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.peft import (
@@ -300,6 +301,20 @@ class Model:
             for row in self._packed_logprobs(batch, temperature, use, adapter)
         ]
 
+    @torch.no_grad()
+    def top_logprobs(
+        self, sequence: Sequence[int], count: int, first: int = 1, adapter: str | None = None
+    ) -> list[list[tuple[int, float]]]:
+        """Of a sequence of n tokens the `count` likeliest tokens, at temperature 1, at the place of
+        each from `first` (at least 1) on: n - first entries. By the rollout, as of `logprobs` with
+        an adapter."""
+        (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
+        hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
+        ops = self.transformer.ops["rollout"]
+        found = top_of_rows(hidden, self.transformer.head_weight("rollout"), count, ops)
+        ops.raise_faults()
+        return found
+
     def save(
         self,
         directory: str | Path,
@@ -368,23 +383,26 @@ class Model:
     ) -> list[Tensor]:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
-        tokens = torch.tensor([token for row in filled for token in row], dtype=torch.int64)
         targets = [token for sequence in batch for token in sequence[1:]]
         if not filled:
             return [torch.empty(0) for _ in batch]
-        numbers = (
-            None
-            if adapter is None
-            else torch.full(tokens.shape, self._multi_lora().number(adapter))
-        )
-        hidden = self.transformer.hidden(
-            tokens, Layout.packed([len(row) for row in filled]), use=use, adapters=numbers
-        )
+        hidden = self._packed_hidden(filled, use, adapter)
         ops = self.transformer.ops[use]
         wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
         ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
+
+    def _packed_hidden(self, rows: list[list[int]], use: str, adapter: str | None) -> Tensor:
+        """The hidden states of sequences, none of which is empty, one after the other."""
+        tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        numbers = (
+            None
+            if adapter is None
+            else torch.full(tokens.shape, self._multi_lora().number(adapter))
+        )
+        layout = Layout.packed([len(row) for row in rows])
+        return self.transformer.hidden(tokens, layout, use=use, adapters=numbers)
 
 
 @dataclass(frozen=True, eq=False)

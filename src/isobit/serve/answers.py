@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Completion, Sampling, Top
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.chat import as_openai
 from isobit.serve.streams import TextStream
@@ -44,6 +44,9 @@ class Asked:
             "seed": self.sampling.seed,
         }
 
+    def _word(self, before: int, token: int) -> str:
+        return token_words(self.tokenizer, before, [token], self.tokens_by_id)[0]
+
     def index(self, prompt: int, sample: int) -> int:
         """Of a choice."""
         return prompt * self.sampling.n + sample
@@ -65,7 +68,8 @@ class Asked:
         found["logprobs"] = None
         if self.logprobs:
             before = self.prompts[prompt][-1]
-            found["logprobs"] = self.shown(before, completion.token_ids, completion.logprobs, 0)
+            drawn = completion.token_ids, completion.logprobs, completion.top_logprobs or ()
+            found["logprobs"] = self.shown(before, *drawn, 0)
         found["finish_reason"] = reason
         if self.token_ids:
             found["token_ids"] = completion.token_ids
@@ -96,30 +100,46 @@ class Asked:
         return reply
 
     def shown(
-        self, before: int, tokens: Sequence[int], logprobs: Sequence[float], start: int
+        self,
+        before: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[Top],
+        start: int,
     ) -> Any:
         """Log-probabilities of tokens that follow the token `before`, at character `start` of an
-        answer."""
+        answer, and of the likeliest ones in their places if they are asked for."""
         words = token_words(self.tokenizer, before, tokens, self.tokens_by_id)
+        tops = tops if self.sampling.top_logprobs else ()
+        others = [
+            [(self._word(last, token), value) for token, value in top]
+            for last, top in zip((before, *tokens), tops)
+        ]
         if self.chat:
-            return chat_logprobs(words, logprobs)
+            return chat_logprobs(words, logprobs, others)
         offsets = [start + sum(map(len, words[:place])) for place in range(len(words))]
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
-            "top_logprobs": None,
+            "top_logprobs": [dict(reversed(each)) for each in others] if tops else None,
             "text_offset": offsets,
         }
 
 
-def chat_logprobs(words: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Log-probabilities of the sampled tokens as chat answers have them."""
-    return {
-        "content": [
-            {"token": word, "logprob": logprob, "bytes": list(word.encode()), "top_logprobs": []}
-            for word, logprob in zip(words, logprobs)
-        ]
-    }
+def chat_logprobs(
+    words: Sequence[str],
+    logprobs: Sequence[float],
+    others: Sequence[Sequence[tuple[str, float]]] = (),
+) -> dict[str, Any]:
+    """Log-probabilities of the sampled tokens as chat answers have them, with the likeliest
+    `others` in their places."""
+
+    def one(word: str, logprob: float) -> dict[str, Any]:
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+    drawn = map(one, words, logprobs)
+    tops = [[one(*each) for each in top] for top in others] or [[] for _ in words]
+    return {"content": [{**each, "top_logprobs": top} for each, top in zip(drawn, tops)]}
 
 
 def token_words(tokenizer: Tokenizer, before: int, tokens: Sequence[int], by_id: bool) -> list[str]:
@@ -140,6 +160,7 @@ class ChoiceStream:
         self._text = _text_of(asked, prompt)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: list[Top] = []
         self._certain: dict[str, str] = {}  # text that is in no piece yet, by its kind
         self._told: dict[str, int] = {}  # characters of each kind that were certain
         self._offset = 0
@@ -153,10 +174,11 @@ class ChoiceStream:
             {**self._piece(""), "prompt_token_ids": list(prompt)} if self._asked.token_ids else None
         )
 
-    def feed(self, token: int, logprob: float) -> None:
+    def feed(self, token: int, logprob: float, top: Top) -> None:
         """One more token was sampled."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
+        self._tops.append(top)
         text = self._text.feed(token)
         if text:
             self._add(self._text.kind, text)
@@ -193,16 +215,15 @@ class ChoiceStream:
         found: dict[str, Any] = {"index": self._index, ("delta" if asked.chat else "text"): delta}
         found["logprobs"] = None
         if asked.logprobs and self._tokens:
-            found["logprobs"] = asked.shown(
-                self._before, self._tokens, self._logprobs, self._offset
-            )
+            drawn = self._tokens, self._logprobs, self._tops
+            found["logprobs"] = asked.shown(self._before, *drawn, self._offset)
             self._before = self._tokens[-1]
             if not asked.chat:
                 self._offset += sum(map(len, found["logprobs"]["tokens"]))
         found["finish_reason"] = reason
         if asked.token_ids:
             found["token_ids"] = self._tokens
-        self._tokens, self._logprobs = [], []
+        self._tokens, self._logprobs, self._tops = [], [], []
         return found
 
 

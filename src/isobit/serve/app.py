@@ -32,6 +32,9 @@ from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
+KEEP_ALIVE_SECONDS = 60
+"""After so long an idle connection is closed. Clients close theirs sooner, httpx after 5 seconds:
+else a request would meet a connection that closes."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def run(
         ws="none",
         http="h11",
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(options.grace) + 10,
         server_header=False,
     )

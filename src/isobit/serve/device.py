@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Request
+from isobit.engine.types import Request, Top
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
 from isobit.serve.snapshots import Snapshot, Snapshots
@@ -226,13 +226,13 @@ class Device:
             if len(found.done) == found.job.sampling.n:
                 self._close(found)
 
-    def _heard(self, request: Request, sample: int, token: int, logprob: float) -> None:
+    def _heard(self, request: Request, sample: int, token: int, logprob: float, top: Top) -> None:
         found = self._by_request[request]
         self.totals.sampled += 1
         found.drawn[sample] += 1
         if found.job.streamed and found.drawn[sample] > found.told[sample]:
             found.told[sample] += 1
-            self._post(found.job.post, Token(sample, token, logprob))
+            self._post(found.job.post, Token(sample, token, logprob, top))
 
     def _isolate(self, error: NonFiniteError) -> None:
         """Begin all open requests again, each alone; one that was alone already is at fault."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Completion, Sampling, Top
 from isobit.serve.snapshots import Snapshot
 
 
@@ -23,11 +23,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class Token:
-    """A token that a sample has drawn, and its log-probability."""
+    """A token that a sample has drawn, its log-probability, and the likeliest tokens there, where
+    the request asks for them."""
 
     sample_index: int
     token: int
     logprob: float
+    top: Top
 
 
 @dataclass(frozen=True)

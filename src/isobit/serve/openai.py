@@ -1,12 +1,13 @@
 """OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and
 out.
 
-Left out: embeddings, images, audio, files, responses, log-probabilities of other tokens than the
-sampled ones and of prompts, and constrained decoding; each is refused by its key.
+Left out: embeddings, images, audio, files, responses, log-probabilities of prompts, and constrained
+decoding; each is refused by its key.
 """
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from isobit.engine.prompts import encode_prompt
-from isobit.engine.types import Completion
+from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
 from isobit.serve import chat, sessions
-from isobit.serve.answers import Asked, ChoiceStream, chat_logprobs, event
+from isobit.serve.answers import Asked, ChoiceStream, event
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Token
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
@@ -58,7 +59,7 @@ class OpenAI:
         sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS)
         logprobs = fields.take("logprobs", False) is not False
         if logprobs and fields.take("logprobs") is not True:
-            fields.whole("logprobs", 0, 0, 1)
+            sampling = _with_top(sampling, fields, "logprobs")
         add_special = fields.flag("add_special_tokens", True)
         shown = _shown(fields)
         stream, usage = _stream_of(fields)
@@ -79,6 +80,9 @@ class OpenAI:
         variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
         sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
         logprobs, shown = fields.flag("logprobs"), _shown(fields)
+        sampling = _with_top(sampling, fields, "top_logprobs")
+        if sampling.top_logprobs and not logprobs:
+            raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         stream, usage = _stream_of(fields)
         fields.finish()
         session = request.headers.get("x-session-id")
@@ -121,12 +125,16 @@ class OpenAI:
             )
         inner = fields.inner("sampling_params")
         sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
-        inner.whole("logprobs", 0, 0, 1)
+        sampling = _with_top(sampling, inner, "logprobs")
         fields.take("stream_options")
         for each in (inner, fields):
             each.finish()
         prompt = self._checked("token_ids", given)
-        asked = Asked(model or gateway.name, gateway.tokenizer, [prompt], sampling)
+        asked = Asked(
+            *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
+            chat=True,
+            tokens_by_id=True,
+        )
         found = await unless_gone(
             request.receive, self._completed(request, asked, gateway.adapter_of(model))
         )
@@ -138,8 +146,12 @@ class OpenAI:
                 "index": completion.sample_index,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
-                "logprobs": chat_logprobs(
-                    [f"token_id:{token}" for token in completion.token_ids], completion.logprobs
+                "logprobs": asked.shown(
+                    prompt[-1],
+                    completion.token_ids,
+                    completion.logprobs,
+                    completion.top_logprobs or (),
+                    0,
                 ),
             }
             for _, completion in completions
@@ -289,6 +301,11 @@ def _shown(fields: Fields) -> tuple[bool, bool]:
     return fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
 
 
+def _with_top(sampling: Sampling, fields: Fields, key: str) -> Sampling:
+    """With as many of the likeliest tokens as are asked for under a key."""
+    return replace(sampling, top_logprobs=fields.whole(key, 0, 0, MOST_TOP_LOGPROBS))
+
+
 def _stream_of(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether the stream ends with the usage."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
@@ -331,7 +348,7 @@ async def _pieces(
             elif isinstance(happened, Token):
                 place = prompt, happened.sample_index
                 heard[place] = choices[place]
-                heard[place].feed(happened.token, happened.logprob)
+                heard[place].feed(happened.token, happened.logprob, happened.top)
             elif isinstance(happened, Done):
                 sampled += len(happened.completion.token_ids)
                 if keep is not None:

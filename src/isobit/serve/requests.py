@@ -29,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
 """Keys of the protocol that are taken where they ask for nothing, and the values that do."""

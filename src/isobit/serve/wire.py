@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -78,6 +78,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     try:
         await asyncio.wait_for(read(), limits.body_seconds)
+    except ClientDisconnect:  # nobody reads this answer
+        raise BadRequest("the client went away before its body was whole") from None
     except asyncio.TimeoutError:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408

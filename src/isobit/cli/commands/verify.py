@@ -20,7 +20,8 @@ import numpy as np
 from isobit.cli.commands.records import Records, checkpoint_problem, read_records
 from isobit.config import Config, load_run_config
 from isobit.engine.types import Completion
-from isobit.errors import IsobitError, RunFailed
+from isobit.errors import IsobitError, RunFailed, brief
+from isobit.evaluation.best import DESCRIPTION
 from isobit.evaluation.progress import ProgressLine
 from isobit.kernels import computed_by
 from isobit.model import Model
@@ -72,6 +73,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
             drawn, tokens = drawn + len(samples), tokens + compared_.tokens
             print(said := _line(step, compared_), flush=True)
             failed += [said] if compared_.first is not None else []
+    if (problem := _best_problem(run, config, records.chain)) is not None:
+        failed.append(problem)
     if not drawn and not failed:
         raise IsobitError(
             f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the "
@@ -158,6 +161,23 @@ def _checkpoint(
     return (
         _draw_again(run, config, model, samples, records) if samples else Compared(0, 0, 0, None)
     ), problems
+
+
+def _best_problem(run: Path, config: Config, chain: Chain | None) -> str | None:
+    """Why the best model is not of the step that it is said to be of, or None."""
+    folder = run / runs.BEST
+    if chain is None or not folder.is_dir():
+        return None
+    if (damage := checkpoints.damage(folder)) is not None:
+        return f"{folder} is damaged: {damage}"
+    step = (runs.object_in(folder / DESCRIPTION) or {}).get("step")
+    if type(step) is not int or step not in chain.rows:
+        return f"{folder} is of step {brief(step)}, of which {CERTIFICATE} has no row"
+    base = folder if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
+    model = load_trained(config, base, folder, now=date_of(runs.began_by(run)))
+    if of_weights(model) == chain.rows[step]["weights"]:
+        return None
+    return f"the weights in {folder} are not those that the certificate has of step {step}"
 
 
 def _draw_again(

@@ -21,10 +21,10 @@ from isobit.model import Model
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.forward.recompute import Recompute
-from isobit.rl.learner.forward import forward
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.rl.stepwise.data import Datum, check, micro_batches, pack
+from isobit.rl.stepwise.forward import logprobs
 from isobit.rl.stepwise.losses import Loss, Rows, loss_of, options_of
 from isobit.rl.stepwise.saving import read_masters, read_moments, write
 
@@ -161,27 +161,28 @@ class StepwiseLearner:
             raise IsobitError("data: expected at least one datum")
         for place, datum in enumerate(data):
             check(datum, place, loss, config.vocab_size, config.max_positions)
-        logprobs, total = list[Tensor](), 0.0
+        rows, total = list[Tensor](), 0.0
         with adding_in_place(self.model.transformer.masters.leaves.values()):
             for part in micro_batches(data, self._micro_batch_tokens):
                 found, value = self._micro_batch([data[i] for i in part], loss, options)
-                logprobs += found
+                rows += found
                 total += value
         self.model.ops.raise_faults()
-        return Outputs(logprobs, {"loss:sum": total})
+        return Outputs(rows, {"loss:sum": total})
 
     def _micro_batch(
         self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]
     ) -> tuple[list[Tensor], float]:
         """(log-probabilities of each datum, the loss); its gradient, where one is enabled."""
-        packed = pack(data)
-        logprobs, _ = forward(self.model, packed, 1.0, recompute=self._recompute)
+        packed, recompute = pack(data), self._recompute
         wanted = {**dict.fromkeys(loss.inputs, 0.0), **options}
         inputs = {
             name: torch.cat([datum.of_rows(name, default) for datum in data])
             for name, default in wanted.items()
         }
-        losses = loss.of(Rows(logprobs, inputs, packed.sequence))
+        taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
+        found = logprobs(self.model, packed, taught != 0, recompute)
+        losses = loss.of(Rows(found, inputs, packed.sequence))
         total = float(losses.detach().double().sum())
         if not math.isfinite(total):
             raise NonFiniteError(
@@ -189,7 +190,7 @@ class StepwiseLearner:
             )
         if torch.is_grad_enabled():
             losses.sum().backward()
-        rows = logprobs.detach().split([datum.targets.numel() for datum in data])
+        rows = found.detach().split([datum.targets.numel() for datum in data])
         return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], total
 
     @contextmanager

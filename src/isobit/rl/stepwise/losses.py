@@ -47,12 +47,14 @@ class Rows:
 class Loss:
     """A function `of` rows, [T]; the names that it reads of each datum beside target_tokens; its
     options with their defaults, of which a datum may give those in `of_tokens` for each token.
-    `several`: whether a position may have several targets."""
+    `factor`: an input of which 0 makes a token's gradient 0. `several`: whether a position may have
+    several targets."""
 
     of: Callable[[Rows], Tensor]
     inputs: tuple[str, ...]
     options: Mapping[str, float] = field(default_factory=dict)
     of_tokens: tuple[str, ...] = ()
+    factor: str | None = None
     several: bool = False
 
 
@@ -102,13 +104,14 @@ def _least(rows: Rows, ratio: Tensor) -> Tensor:
 
 
 _SAMPLED = ("logprobs", "advantages")
+_FACTOR = "advantages"
 LOSSES = {
-    "cross_entropy": Loss(cross_entropy, ("weights",), several=True),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED),
-    "ppo": Loss(ppo, _SAMPLED, _CLIPS, tuple(_CLIPS)),
-    "cispo": Loss(cispo, _SAMPLED, _CLIPS, tuple(_CLIPS)),
+    "cross_entropy": Loss(cross_entropy, ("weights",), factor="weights", several=True),
+    "importance_sampling": Loss(importance_sampling, _SAMPLED, factor=_FACTOR),
+    "ppo": Loss(ppo, _SAMPLED, _CLIPS, tuple(_CLIPS), _FACTOR),
+    "cispo": Loss(cispo, _SAMPLED, _CLIPS, tuple(_CLIPS), _FACTOR),
     "dro": Loss(dro, _SAMPLED, {"beta": 0.05}),
-    "gspo": Loss(gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIPS, tuple(_CLIPS)),
+    "gspo": Loss(gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIPS, tuple(_CLIPS), _FACTOR),
 }
 
 

@@ -251,7 +251,7 @@ class Runs:
     def count_unnamed(self, snapshot: str | None, sampler: str) -> None:
         """A sampling client of a run's weights without a name is there again."""
         kept = None if snapshot is None else self.state.by_id(snapshot)
-        if kept is not None and kept.run in self._runs:
+        if kept is not None and kept.kind == "snapshot" and kept.run in self._runs:
             self._runs[kept.run].unnamed.append(sampler)
 
     async def unload(self, request: Request) -> Response:

@@ -1,19 +1,19 @@
 """Sampling clients: each is pinned to a snapshot, so what it samples from never changes under it.
 
-Left out, each refused in one line: images, log-probabilities of other tokens than the given ones,
-and stability records.
+Left out, each refused in one line: images, alternative tokens of prompts, log-probabilities of
+tokens that a request names, and stability records.
 """
 
 import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.engine.prompts import encode_prompt
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling, Top
 from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
@@ -27,22 +27,25 @@ from isobit.serve.wire import read_fields
 
 _MOST_SAMPLERS = 256
 _NOTHING = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
 }
 """Keys of a sample that are taken where they ask for nothing."""
+_MOST_PROMPT_TOP = 4096
+"""Likeliest tokens of a prompt in one request, of all places together: each is a pass over the
+vocabulary, while others wait."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampling client: the model's name as it was given, and what it is pinned to."""
+    """A sampling client: the model's name as it was given, and what it is pinned to. `kept`: the id
+    of the checkpoint that this is, if it is one."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot
+    kept: str | None = None
 
 
 class Samplers:
@@ -65,8 +68,8 @@ class Samplers:
         base, path = fields.text("base_model"), fields.text("model_path")
         if (session.name, number) not in self._numbered:
             self.check_room(session)
-            snapshot = await self._snapshot(session.tenant, base, path)
-            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot)
+            snapshot, kept = await self._snapshot(session.tenant, base, path)
+            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot, kept)
             await self.add(session, number, made)
         name = self._numbered[session.name, number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
@@ -86,7 +89,9 @@ class Samplers:
             name = secrets.token_hex(16)
             if self._gateway.state is not None and not session.ended:
                 row = StoredSampler(
-                    *(name, session.tenant, session.name, number, sampler.model), path=sampler.path
+                    *(name, session.tenant, session.name, number, sampler.model),
+                    path=sampler.path,
+                    snapshot=sampler.kept,
                 )
                 name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
@@ -106,7 +111,7 @@ class Samplers:
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if row.snapshot is None:
-            snapshot = await self._snapshot(row.tenant, row.base, row.path)
+            snapshot, _ = await self._snapshot(row.tenant, row.base, row.path)
         elif kept is None or state is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
         else:
@@ -153,9 +158,9 @@ class Samplers:
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
-    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int]:
+    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int, int]:
         """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are
-        asked)."""
+        asked, and how many of the likeliest tokens in each of their places)."""
         chunks = fields.inner("prompt").take("chunks")
         tokens = list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
@@ -185,16 +190,31 @@ class Samplers:
             params, self._gateway.limits, self._gateway.model.config.max_positions
         )
         params.finish()
+        top = fields.whole("topk_sample_logprobs", 0, 0, MOST_TOP_LOGPROBS)
+        sampling = replace(sampling, top_logprobs=top)
+        top = fields.whole("topk_prompt_logprobs", 0, 0, MOST_TOP_LOGPROBS)
         scored = 0
-        if fields.flag("prompt_logprobs"):
+        if fields.flag("prompt_logprobs") or top:
             scored = fields.whole("prompt_logprobs_last_n", len(prompt), 1, len(prompt))
+        if scored * top > _MOST_PROMPT_TOP:
+            raise BadRequest(
+                f"topk_prompt_logprobs: at most {_MOST_PROMPT_TOP:,} of a prompt, got {top} for "
+                f"{scored:,} tokens; ask for fewer tokens by prompt_logprobs_last_n",
+                "topk_prompt_logprobs",
+            )
         for key in ("base_model", "model_path", "type"):
             fields.take(key)
         fields.finish()
-        return prompt, sampling, scored
+        return prompt, sampling, scored, top
 
     async def _answer(
-        self, tenant: str, snapshot: Snapshot, prompt: list[int], sampling: Sampling, scored: int
+        self,
+        tenant: str,
+        snapshot: Snapshot,
+        prompt: list[int],
+        sampling: Sampling,
+        scored: int,
+        top: int,
     ) -> Response:
         """The answers to a prompt."""
         completions = list[Completion]()
@@ -204,30 +224,38 @@ class Samplers:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
-        score = partial(self._score, prompt, snapshot, scored)
-        logprobs = await self._gateway.work(tenant, score) if scored else None
+        score = partial(self._score, prompt, snapshot, scored, top)
+        logprobs, tops = await self._gateway.work(tenant, score) if scored else (None, None)
         completions.sort(key=lambda completion: completion.sample_index)
-        return Response(await in_thread(encoded, completions, logprobs), media_type=PROTOBUF)
+        return Response(await in_thread(encoded, completions, logprobs, tops), media_type=PROTOBUF)
 
-    def _score(self, prompt: list[int], snapshot: Snapshot, scored: int) -> list[float]:
-        """On the device thread: log-probabilities of a prompt's last tokens; NaN before them."""
-        found = [
-            math.nan,
-            *self._gateway.model.logprobs([prompt], adapter=snapshot.served)[0].tolist(),
-        ]
-        return [math.nan] * (len(prompt) - scored) + found[len(prompt) - scored :]
+    def _score(
+        self, prompt: list[int], snapshot: Snapshot, scored: int, top: int
+    ) -> tuple[list[float], list[Top] | None]:
+        """On the device thread: log-probabilities of a prompt's last tokens, NaN before them; and
+        the `top` likeliest tokens in their places, none before them."""
+        model, first = self._gateway.model, len(prompt) - scored
+        found = [math.nan, *model.logprobs([prompt], adapter=snapshot.served)[0].tolist()]
+        logprobs = [math.nan] * first + found[first:]
+        if not top:
+            return logprobs, None
+        known = max(first, 1)  # nothing stands in front of the first token
+        tops = model.top_logprobs(prompt, top, known, snapshot.served) if len(prompt) > 1 else []
+        return logprobs, [*[[] for _ in range(known)], *tops]
 
-    async def _snapshot(self, tenant: str, base: str | None, path: str | None) -> Snapshot:
-        """What a new client holds: the base, an adapter by its name, or saved weights."""
+    async def _snapshot(
+        self, tenant: str, base: str | None, path: str | None
+    ) -> tuple[Snapshot, str | None]:
+        """What a new client holds: the base, an adapter by its name, or saved weights, with the id
+        of their checkpoint."""
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
-            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter))
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
         folder = await in_thread(state.folder_of, checkpoint)
-        return await self._gateway.work(
-            tenant, partial(self._snapshots.open, checkpoint.id, lambda: folder)
-        )
+        opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
+        return await self._gateway.work(tenant, opened), checkpoint.id
 
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, Top
 from isobit.errors import IsobitError, brief
 from isobit.rl.stepwise import Datum, Outputs
 from isobit.serve.requests import BadRequest
@@ -101,20 +101,40 @@ def write_outputs(outputs: Outputs) -> bytes:
     return bytes(found.SerializeToString())
 
 
-def encoded(completions: list[Completion], prompt_logprobs: list[float] | None) -> bytes:
+def encoded(
+    completions: list[Completion],
+    prompt_logprobs: list[float] | None,
+    prompt_top: list[Top] | None = None,
+) -> bytes:
     """A sample's response. Raises IsobitError where the package is missing."""
     messages = package()
     found = messages.SampleResponse()
     for completion in completions:
         stopped = completion.finish_reason == "stop"
-        found.sequences.add(
+        sequence = found.sequences.add(
             stop_reason=messages.STOP_REASON_STOP if stopped else messages.STOP_REASON_LENGTH,
             tokens=np.asarray(completion.token_ids, np.int32).tobytes(),
             logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
         )
+        if completion.top_logprobs is not None:
+            _write_top(sequence.topk_sampled_logprobs, completion.top_logprobs)
     if prompt_logprobs is not None:
         found.prompt_logprobs = np.asarray(prompt_logprobs, np.float32).tobytes()
+    if prompt_top is not None:
+        _write_top(found.topk_prompt_logprobs, prompt_top)
     return bytes(found.SerializeToString())
+
+
+def _write_top(message: Any, tops: list[Top]) -> None:
+    """Matrices [places, k]; a place without a token has token 0 and -99999, as the format says."""
+    width = max(map(len, tops), default=0)
+    tokens = np.zeros((len(tops), width), np.int32)
+    logprobs = np.full((len(tops), width), -99999.0, np.float32)
+    for place, top in enumerate(tops):
+        for rank, (token, logprob) in enumerate(top):
+            tokens[place, rank], logprobs[place, rank] = token, logprob
+    message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
+    message.length, message.k = tokens.shape
 
 
 def _read_datum(message: Any, place: int, room: list[int]) -> Datum:

@@ -1,0 +1,39 @@
+"""The forward of a micro-batch whose targets are not all learned from: of those that are not,
+prompts' say, log-probabilities are computed without what a backward needs.
+
+A row's bits do not depend on the rows beside it, so they are those of one forward
+(tests/rl/test_stepwise.py). Left out: which targets teach (`losses.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Copies
+from isobit.model import Model
+from isobit.model.forward.gather_rows import copied
+from isobit.model.forward.recompute import Recompute
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import PackedBatch
+
+
+def logprobs(
+    model: Model, packed: PackedBatch, taught: Tensor, recompute: Recompute = False
+) -> Tensor:
+    """Of every target [C] float32, on the CPU, with a gradient of those that are `taught` [C] bool;
+    of all where none is. Raises NonFiniteError as `isobit.rl.learner.forward`."""
+    if not torch.is_grad_enabled() or bool(taught.all()) or not bool(taught.any()):
+        return forward(model, packed, 1.0, recompute=recompute)[0]
+    transformer, ops = model.transformer, model.ops
+    hidden = transformer.hidden(packed.tokens, packed.layout, recompute=recompute)
+
+    def of(chosen: Tensor, hidden: Tensor) -> Tensor:
+        copies = Copies.of(packed.rows[chosen], len(hidden)).to(ops.device)
+        targets = packed.targets[chosen].to(ops.device)
+        return transformer.head_logprobs(copied(hidden, copies, ops), targets)[0].cpu()
+
+    with torch.no_grad():
+        others = of(~taught, hidden.detach())
+    found = torch.empty(len(taught)).masked_scatter(~taught, others)
+    found = found.masked_scatter(taught, of(taught, hidden))
+    ops.raise_faults()
+    return found
