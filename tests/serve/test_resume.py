@@ -190,7 +190,9 @@ def test_sigterm_leaves_the_state_whole_and_open_requests_to_the_next_server(
             going = pool.submit(kills.work, server.url)
             headers = {"X-Api-Key": KEY}
             listed = f"{server.url}/api/v1/training_runs"
-            while httpx.get(listed, headers=headers).json()["cursor"]["total_count"] < 2:
+            while (
+                httpx.get(listed, headers=headers, timeout=60).json()["cursor"]["total_count"] < 2
+            ):
                 assert not going.done()
             server.stop(signal.SIGTERM)
             assert server.process is not None
