@@ -17,6 +17,7 @@ NAMES = (
     "ranks",
     "optimizers",
     "serve",
+    "adapters",
     "serve_step",
 )
 LARGE = ("long_completions",)

@@ -3,8 +3,8 @@ process.
 
 Hidden 256, 4 layers, `fp8`; each client asks for one answer. The tokens are the same
 (tests/serve/test_bits.py). Beside them without a claim: answers that are streamed, a piece for a
-token, whose clients are in this process too; and 16 adapters, whose factors are multiplied one
-after another. At this size calls from Python take most of the time of both.
+token, whose clients are in this process too; and 16 adapters (`adapters.py` has them without a
+server). At this size calls from Python take most of the time of both.
 """
 
 import asyncio

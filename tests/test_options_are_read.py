@@ -118,7 +118,7 @@ RUNS = (
         "decoupled_rewards: true}",
     ),
     ("adapter={rank: 2, targets: [q_proj]}",),
-    ("optimizer={name: muon}",),
+    ("optimizer={name: muon}", "serve.port=0"),
     (
         "algorithm={preset: reinforce_pp, kl_coefficient: 0.1}",
         "optimizer={schedule: cosine, warmup_steps: 1}",
@@ -130,7 +130,8 @@ def make_runs(folder: Path, base_model: Path) -> None:
     """Runs of one or two steps, which between them use every option."""
     for i, overrides in enumerate(RUNS):
         (folder / str(i)).mkdir()
-        train(load_config(write_config(folder / str(i), base_model), ["steps=2", *overrides]))
+        given = ["steps=2", f"serve.token={folder / 'tokens'}", *overrides]
+        train(load_config(write_config(folder / str(i), base_model), given))
     resume(folder / "0" / "run", ["steps=3"])
     judge = str(reward_model(folder / "judge"))
     (folder / "sft.yaml").write_text(

@@ -440,13 +440,15 @@ def test_the_error_of_norms_and_gates_is_bounded(
             )
 
 
-def attention_in_float64(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of one sequence: (out [T, H, D], lse [T, H]), and bounds of the float32 errors of both before
-    their rounding, as in the docstring of attention32.py."""
+def attention_in_float64(p: Problem, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of one sequence's rows from `first` on: (out [T, H, D], lse [T, H]), and bounds of the
+    float32 errors of both before their rounding, as in the docstring of attention32.py."""
     keys, values = (x.double() for x in p.store.gather(p.layout.slots))
-    group, (count, dim) = p.q.shape[1] // keys.shape[1], (p.q.shape[0], p.q.shape[2])
+    count, num_heads, dim = p.q.shape
+    group = num_heads // keys.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-    q, hidden = p.q.double(), ~torch.ones(count, count, dtype=torch.bool).tril()
+    q = p.q[first:].double()
+    hidden = ~torch.ones(len(q), count, dtype=torch.bool).tril(first)
     scores = torch.einsum("thd,khd->htk", q, keys) * p.scale
     reach = torch.einsum("thd,khd->htk", q.abs(), keys.abs()) * p.scale
     scores, reach = scores.masked_fill(hidden, -torch.inf), reach.masked_fill(hidden, 0.0)
@@ -493,20 +495,18 @@ def test_the_error_of_attention_is_bounded(native: Ops, exact: Ops, case: str, c
     data, size, count = CASES[case]
     heads = (1, 1, 64) if count > 1000 else (4, 2, 80)
     p = problem(data, cache, heads, [count], 9, size)
-    rows_of = slice(count - 64, count) if count > 1000 else slice(0, count)
-    out, lse = native.attention(p.q, p.store, p.layout, p.scale)
-    wanted, wanted_lse, bound, lse_bound = attention_in_float64(p)
-    error = (out.double() - wanted).abs()[rows_of]
-    allowed = (bound + halved(wanted.abs() + bound, out.dtype))[rows_of]
+    first = count - 64 if count > 1000 else 0
+    out, lse = (x[first:] for x in native.attention(p.q, p.store, p.layout, p.scale))
+    wanted, wanted_lse, bound, lse_bound = attention_in_float64(p, first)
+    error = (out.double() - wanted).abs()
+    allowed = bound + halved(wanted.abs() + bound, out.dtype)
     assert bool((error <= allowed).all())
     assert bool(
         ((lse.double() - wanted_lse).abs() <= lse_bound + halved(wanted_lse, torch.float32)).all()
     )
-    nearest = exact.attention(p.q, p.store, p.layout, p.scale)[0].double()[rows_of]
-    assert bool(
-        ((out.double()[rows_of] - nearest).abs() <= allowed + halved(nearest, out.dtype)).all()
-    )
-    coarse = (out.bfloat16().double() - wanted).abs()[rows_of]
+    nearest = exact.attention(p.q, p.store, p.layout, p.scale)[0].double()[first:]
+    assert bool(((out.double() - nearest).abs() <= allowed + halved(nearest, out.dtype)).all())
+    coarse = (out.bfloat16().double() - wanted).abs()
     assert cache != "fp32" or bool((coarse > allowed).any())
 
 

@@ -128,8 +128,8 @@ def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
         before = sampled(unnamed, 4)
         assert sampled(service.create_sampling_client(model_path=path).result(), 4) == before
         name, went_on = unnamed._sampling_session_id, stepped(server, state, True)
+        service.holder.close()  # and the session goes on
     with served() as server:
-        service.close("success")  # of the server that is gone
         again = tinker.ServiceClient(base_url=mine(server).url, api_key=KEY)
         assert sampled(again.create_sampling_client(model_path=path).result(), 4) == before
         assert server.get(f"/api/v1/samplers/{name}").status_code == 200
@@ -155,10 +155,10 @@ def test_a_sampling_client_never_samples_from_other_weights_of_its_name(served: 
         new = service.create_sampling_client(model_path=path).result()
         assert sampled(new, 4) != before  # the control
         kept = new._sampling_session_id
+        service.holder.close()
     with served() as server:
         assert mine(server).get(f"/api/v1/samplers/{name}").status_code == 404
         assert server.get(f"/api/v1/samplers/{kept}").status_code == 200
-    service.close("success")
 
 
 def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from .helpers import KEY, OTHER_KEY, Running
 
 tinker: Any = pytest.importorskip("tinker")
 
+from isobit.serve.tinker import sampling  # noqa: E402
+
 from .training import (  # noqa: E402
     PROMPT,
     data,
@@ -279,3 +281,31 @@ def test_saved_weights_are_sampled_from(service: Any, other: Any, trainer: Runni
     )
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         sampled(other.create_sampling_client(model_path=path).result(), seed=4)
+
+
+def test_many_clients_of_saved_weights_rest(
+    service: Any, trainer: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest are not in memory, and have the same answers when they are asked; the control is
+    weights that are deleted, which nobody can read again."""
+    monkeypatch.setattr(sampling, "_MOST_AWAKE", 2)
+    client, paths = new(service), list[str]()
+    for step in range(4):
+        train(client, step, 1)
+        paths.append(client.save_weights_for_sampler(f"s{step}").result().path)
+    served = trainer.gateway.model.transformer.served
+    assert served is not None
+    before, samplers, answers = set(served.names), [], []
+    for path in paths:
+        samplers.append(service.create_sampling_client(model_path=path).result())
+        answers.append(sampled(samplers[-1], seed=2))
+    assert len(set(served.names) - before) == 2
+    assert len({tuple(tokens) for tokens, _ in answers}) == 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda each: sampled(each, 2), samplers)) == answers
+    fifth = service.create_sampling_client(model_path=paths[3]).result()
+    assert sampled(fifth, seed=2) == answers[3]
+    rest = tinker.RestClient(base_url=trainer.url, api_key=KEY)
+    rest.delete_checkpoint_from_tinker_path(paths[0]).result()
+    with pytest.raises(tinker.RequestFailedError, match="was deleted"):
+        sampled(samplers[0], seed=2)

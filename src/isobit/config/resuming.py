@@ -7,7 +7,7 @@ from typing import Any
 from isobit.errors import IsobitError
 
 _KEYS = ("steps", "ranks", "on_mismatch", "rewards.on_error", "rewards.environment")
-_SECTIONS = ("run", "tracking", "fleet")
+_SECTIONS = ("run", "tracking", "fleet", "serve")
 _FIXED = ("run.dir",)
 
 _NAMES = (*_KEYS, *(f"{section}.*" for section in _SECTIONS))

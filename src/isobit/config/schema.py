@@ -23,12 +23,13 @@ from isobit.config.sections import (
     RewardsConfig,
     RunConfig,
     SamplingConfig,
+    ServeConfig,
     SftEvaluationConfig,
 )
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
 from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
-from isobit.options.consistency import Consistency
+from isobit.options.consistency import Consistency, level
 from isobit.options.declare import OneOf, Preprocess, above, at_least, at_most, below, text_as
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
@@ -58,6 +59,7 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     fleet: FleetSettings = FleetSettings()
+    serve: ServeConfig = ServeConfig()
     algorithm: Annotated[Objective, Preprocess(with_preset)] = Objective()
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -110,6 +112,8 @@ class Config:
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
             )
         _check_adapter(self.adapter, self.optimizer)
+        if self.serve.port is not None:
+            self._check_serve()
         if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
@@ -157,6 +161,19 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_serve(self) -> None:
+        """Raise IsobitError where the policy of a run cannot be served."""
+        if self.ranks > 1 or self.fleet.engines:
+            raise IsobitError(
+                "serve.port: only a run of one process serves its policy yet; set ranks: 1 and "
+                "fleet.engines: 0, or leave serve.port out"
+            )
+        if level(self.consistency) == "fast":
+            raise IsobitError(
+                "serve.port needs consistency: bitwise or exact; under fast an answer depends on "
+                "what else is sampled"
             )
 
 

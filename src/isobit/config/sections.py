@@ -18,6 +18,7 @@ from isobit.options.declare import (
     above,
     at_least,
     at_most,
+    below,
     text_as,
 )
 from isobit.options.precisions import PRECISIONS
@@ -155,6 +156,29 @@ class EngineConfig(EngineSize):
         "whether the KV cache gives its memory back while the learner works; auto: on a GPU, "
         "unless cuda_graphs are on, which would have to be captured again",
     ] = "auto"
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """The policy over OpenAI's routes while it trains, on 127.0.0.1 (`pip install
+    'isobit[serve]'`). No bit of the run depends on it."""
+
+    port: Annotated[
+        int | None, at_least(0), at_most(65535), "where it listens; 0: any that is free"
+    ] = None
+    token: Annotated[
+        str | None, "a file with a token in each line, as of `isobit serve`; default: its file"
+    ] = None
+    share: Annotated[
+        float,
+        above(0),
+        below(1),
+        "the part of the run's time that requests may take, beside that in which it waits for "
+        "rewards; no step waits for a request",
+    ] = 0.2
+    max_sequences: Annotated[
+        int, at_least(1), "answers that are sampled at the same time, beside the rollout's"
+    ] = 16
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,9 @@ def adapter_numbers(
     pairs = [(sequence, 1) for sequence in decoding] + [
         (c.sequence, c.stop - c.start) for c in plan.chunks
     ]
-    numbers = torch.tensor(
-        [served.number(sequence.owner.request.adapter) for sequence, _ in pairs], dtype=torch.int64
-    )
-    return numbers.repeat_interleave(torch.tensor([count for _, count in pairs], dtype=torch.int64))
+    numbers = [served.number(sequence.owner.request.adapter) for sequence, _ in pairs]
+    counts = [count for _, count in pairs]
+    return torch.from_numpy(np.repeat(np.array(numbers, np.int64), counts))
 
 
 def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:

@@ -10,11 +10,13 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from isobit.errors import IsobitError
 from isobit.rewards.worker_process import Reply, WorkerProcess, collect
+
+_MOMENT_S = 0.001
 
 
 class Exchange:
@@ -45,15 +47,18 @@ class Exchange:
         self._queue.put((request, deadline_s))
         os.write(self._wake, b"+")
 
-    def finish(self) -> tuple[list[Reply], float]:
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> tuple[list[Reply], float]:
         """Wait for all replies: (replies in the order of the requests, seconds of work before this
-        call).
+        call); `meanwhile` is called over and over until they are there.
 
         Raises IsobitError if a worker that died could not be replaced.
         """
         began = time.monotonic()
         self._queue.put(None)
         os.write(self._wake, b"+")
+        while meanwhile is not None and self._thread.is_alive():
+            meanwhile()
+            self._thread.join(_MOMENT_S)
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -238,6 +238,7 @@ class RewardBatch:
         self._calls: list[tuple[int, range]] = []
         self._calls_here: list[tuple[int, range]] = []
         self._running = Exchange(pool.workers) if self.functions else None
+        self._meanwhile: Callable[[], None] | None = None
 
     def __enter__(self) -> "RewardBatch":
         return self
@@ -287,17 +288,19 @@ class RewardBatch:
                     self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
                 )
 
-    def collect(self) -> list[Reward]:
-        """The rewards of the samples that were added, in order, once they are there; `overlapped_s`
-        is then the seconds of scoring before this call. Raises RunFailed at the first problem, in
-        their order, if that is to stop."""
+    def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
+        """The rewards of the samples that were added, in order, once they are there; `meanwhile` is
+        called over and over until the workers are done. `overlapped_s` is then the seconds of
+        scoring before this call. Raises RunFailed at the first problem, in their order, if that is
+        to stop."""
+        self._meanwhile = meanwhile
         if self._running is None:
             return [Reward(0.0, {}) for _ in self._added]
         try:
             here = [
                 self.call_here(function, chunk) for function, chunk in self._calls_here
             ]  # while the workers work
-            replies, self.overlapped_s = self._running.finish()
+            replies, self.overlapped_s = self._running.finish(meanwhile)
             self._running.cancel()
             called = zip(self._calls + self._calls_here, replies + here)
             settled = sorted(called, key=lambda each: (each[0][1].start, each[0][0]))
@@ -413,7 +416,7 @@ class RewardBatch:
                 exchange.submit(
                     self._pool.request(function, self.body(part)), self._pool.deadlines_s[function]
                 )
-            return exchange.finish()[0]
+            return exchange.finish(self._meanwhile)[0]
         finally:
             exchange.cancel()
 

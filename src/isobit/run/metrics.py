@@ -132,6 +132,8 @@ METRICS: dict[str, str] = {
     "rollout/cached_tokens": "tokens of the prompts that were found in the prefix cache",
     "rollout/prefix_hit_fraction": "the same as a fraction",
     "rollout/preemptions": "sequences that gave their pages back and were recomputed",
+    "serve/requests": "requests of others that were answered during the step (serve.port)",
+    "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
     "weights_version": "syncs of the working weights since the model was loaded",
     "time/sync": "seconds: requantizing the working weights, and sending and checking them with "
@@ -143,6 +145,8 @@ METRICS: dict[str, str] = {
     "samples beside it",
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
+    "time/serve": "seconds: answering others' requests, most of them during the rollout and part "
+    "of its time",
     "time/learn": "seconds: forward, backward, optimizer",
     "time/compare": "seconds: comparing completions that were sampled ahead of the learner",
     "time/step": "seconds: the whole step, evaluation and checkpoint excluded",
@@ -161,7 +165,7 @@ METRICS: dict[str, str] = {
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities
 in nats."""
 
-TIMINGS = ("time/*", "throughput/*", "memory/peak_*")
+TIMINGS = ("time/*", "throughput/*", "memory/peak_*", "serve/*")
 """What differs between a run and its exact repetition."""
 
 

@@ -7,6 +7,7 @@ are then answered 503. Left out: TLS, which a proxy in front of it does.
 import asyncio
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
+_SECONDS_TO_START = 60.0
 KEEP_ALIVE_SECONDS = 60
 """After so long an idle connection is closed. Clients close theirs sooner, httpx after 5 seconds:
 else a request would meet a connection that closes."""
@@ -49,7 +51,8 @@ class ServerOptions:
 
 
 def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
-    """All routes of a gateway, for those who have one of the tokens."""
+    """All routes of a gateway, for those who have one of the tokens; without Tinker's where the
+    weights change, since its sampling clients are pinned to theirs."""
 
     async def health(request: Request) -> Response:
         if gateway.draining or not gateway.device.alive:
@@ -63,7 +66,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         *OpenAI(gateway).routes(),
-        *Tinker(gateway).routes(),
+        *(() if gateway.device.weights_change else Tinker(gateway).routes()),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
     app = Starlette(
@@ -112,6 +115,38 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self._gateway.device.join, 60.0)
 
 
+class Background:
+    """A server in a thread of its own, for whoever pumps its device; of `options` the grace is for
+    connections alone, since the device is ended first. Raises IsobitError for a port that cannot be
+    had."""
+
+    def __init__(self, gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> None:
+        config = _config(gateway, tokens, options)
+        config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off
+        try:
+            self._socket = config.bind_socket()
+        except SystemExit:
+            raise IsobitError(_taken("serve.port", options)) from None
+        self.port = int(self._socket.getsockname()[1])
+        self._server, self._started = Server(config, gateway, options.grace), threading.Event()
+        self._server.on_start = lambda port: self._started.set()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+        self._started.wait(_SECONDS_TO_START)
+
+    def stop(self) -> None:
+        """End; what the device has not answered is cut off."""
+        self._server.should_exit = True
+        self._thread.join(_SECONDS_TO_START)
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+
 def run(
     engine: Engine,
     name: str,
@@ -128,7 +163,26 @@ def run(
     gateway = Gateway(engine, name, tools, options.limits, state)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
-    config = uvicorn.Config(
+    config = _config(gateway, tokens, options)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    server = Server(config, gateway, options.grace)
+    server.on_start = on_start
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's, where it cannot listen
+        raise IsobitError(_taken("--port", options)) from None
+    if gateway.device.failure is not None:
+        raise RunFailed(
+            f"the server ended: {gateway.device.failure!r:.500}"
+        ) from gateway.device.failure
+
+
+def _taken(option: str, options: ServerOptions) -> str:
+    return f"{option} {options.port}: cannot listen on {options.host}; is it in use?"
+
+
+def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
         make_app(gateway, tokens),
         host=options.host,
         port=options.port,
@@ -142,16 +196,3 @@ def run(
         timeout_graceful_shutdown=int(options.grace) + 10,
         server_header=False,
     )
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    server = Server(config, gateway, options.grace)
-    server.on_start = on_start
-    try:
-        server.run()
-    except SystemExit:  # uvicorn's, where it cannot listen
-        raise IsobitError(
-            f"--port {options.port}: cannot listen on {options.host}; is it in use?"
-        ) from None
-    if gateway.device.failure is not None:
-        raise RunFailed(
-            f"the server ended: {gateway.device.failure!r:.500}"
-        ) from gateway.device.failure

@@ -66,6 +66,9 @@ class Device:
     """Runs an engine in a thread. `deliver` is called there with events and whom to post them to,
     and brings them to the main thread."""
 
+    weights_change = False
+    """Whether the weights of the model itself change while it serves."""
+
     def __init__(self, engine: Engine, deliver: Deliver) -> None:
         self.engine, self._deliver = engine, deliver
         self.snapshots = Snapshots(engine.model)
@@ -123,7 +126,7 @@ class Device:
     def _run(self) -> None:
         try:
             while self._stopped is None:
-                self._receive()
+                self._receive(wait=True)
                 self._do_work()
                 self._admit()
                 self._step()
@@ -134,9 +137,9 @@ class Device:
         finally:
             self._end()
 
-    def _receive(self) -> None:
-        """Take in what came; with nothing to do, wait for something."""
-        idle = not (self._open or self._samples or self._work)
+    def _receive(self, wait: bool) -> None:
+        """Take in what came; with nothing to do, and where it may, wait for something."""
+        idle = wait and not (self._open or self._samples or self._work)
         while idle or not self._inbox.empty():
             job, idle = self._inbox.get(), False
             if isinstance(job, SampleJob):

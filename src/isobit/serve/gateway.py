@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
-from isobit.serve.device import STOPPING, Device
+from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
 from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
@@ -71,7 +71,8 @@ class Events:
 
 
 class Gateway:
-    """One server: a device, the `name` of its model, and what all requests share."""
+    """One server: a device, made by `device`, the `name` of its model, and what all requests
+    share."""
 
     def __init__(
         self,
@@ -80,9 +81,10 @@ class Gateway:
         tools: ToolFormat,
         limits: Limits,
         state: State | None = None,
+        device: Callable[[Engine, Deliver], Device] = Device,
     ) -> None:
         """`state`: what training runs are kept in; None: nothing is trained."""
-        self.device = Device(engine, self._deliver)
+        self.device = device(engine, self._deliver)
         self.device.snapshots.most_bytes = limits.snapshot_bytes
         self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
@@ -127,6 +129,12 @@ class Gateway:
         Refused and BadRequest, here or from the events."""
         count = len(prompts) * sampling.n
         self.check_room(count)
+        if len(prompts) > 1 and self.device.weights_change:
+            raise BadRequest(
+                "prompt: give one at a time to a run that trains, so that a response is of one "
+                "version of the weights",
+                "prompt",
+            )
         events: asyncio.Queue[Indexed] = asyncio.Queue()
         jobs = [
             SampleJob(

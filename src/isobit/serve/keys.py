@@ -24,34 +24,35 @@ def default_file() -> Path:
     return Path(state) / "isobit" / "serve-token"
 
 
-def read_or_make(path: Path) -> tuple[tuple[str, ...], bool]:
-    """The tokens of a file, and whether it was made now, with a random one. Raises IsobitError for
-    a file that others may read, one that cannot be read or made, and tokens that are too short."""
+def read_or_make(path: Path, option: str = "--token") -> tuple[tuple[str, ...], bool]:
+    """The tokens of a file, which an `option` names, and whether it was made now, with a random
+    one. Raises IsobitError for a file that others may read, one that cannot be read or made, and
+    tokens that are too short."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return _read(path), False
+        return _read(path, option), False
     except OSError as error:
-        raise IsobitError(f"--token {path}: cannot be made: {reason_of(error)}") from None
+        raise IsobitError(f"{option} {path}: cannot be made: {reason_of(error)}") from None
     token = f"tml-{secrets.token_urlsafe(32)}"  # as keys of Tinker's client begin
     with os.fdopen(file, "w") as opened:
         opened.write(token + "\n")
     return (token,), True
 
 
-def _read(path: Path) -> tuple[str, ...]:
+def _read(path: Path, option: str) -> tuple[str, ...]:
     try:
         mode = path.stat().st_mode
         lines = read_bytes(path, _MOST_BYTES).decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise IsobitError(f"--token {path}: cannot be read: {reason_of(error)}") from None
+        raise IsobitError(f"{option} {path}: cannot be read: {reason_of(error)}") from None
     if mode & 0o077:
-        raise IsobitError(f"--token {path}: others may read it; run chmod 600 {path}")
+        raise IsobitError(f"{option} {path}: others may read it; run chmod 600 {path}")
     tokens = tuple(line.strip() for line in lines if line.strip())
     if not tokens or any(len(token) < _SHORTEST or not _WORD.fullmatch(token) for token in tokens):
         raise IsobitError(
-            f"--token {path}: expected in each line a token of at least {_SHORTEST} characters "
+            f"{option} {path}: expected in each line a token of at least {_SHORTEST} characters "
             "without spaces"
         )
     return tokens

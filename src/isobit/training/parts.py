@@ -17,6 +17,7 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task
 from isobit.training.resolved import Resolved
+from isobit.training.rollouts.serving import Serving
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer
 
@@ -24,7 +25,7 @@ from isobit.training.scoring import RewardScorer
 @dataclass(frozen=True, eq=False)
 class Parts:
     """`engine` rolls out, or the engines of a `fleet` instead; that of `held_out` answers its
-    prompts. `engine` and that one share the weights. `unlike`: what makes a run from recorded
+    prompts, and that of `serving` others' requests. These share the weights. `unlike`: what makes a run from recorded
     rollouts compute other bits than they promise."""
 
     config: Config
@@ -40,6 +41,7 @@ class Parts:
     sampling: Sampling
     unlike: tuple[str, ...] = ()
     fleet: Fleet | None = None
+    serving: Serving | None = None
 
     @property
     def model(self) -> Model:
@@ -59,8 +61,9 @@ class Parts:
 
     @property
     def engines(self) -> list[Engine]:
-        """That of the rollout and that of held-out prompts, in this process."""
-        return [self.engine] if self.held_out is None else [self.engine, self.held_out.engine]
+        """That of the rollout, of held-out prompts and of others' requests, in this process."""
+        held_out = [] if self.held_out is None else [self.held_out.engine]
+        return [self.engine, *held_out, *([] if self.serving is None else [self.serving.engine])]
 
     @property
     def micro_batch_tokens(self) -> int:

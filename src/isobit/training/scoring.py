@@ -6,7 +6,7 @@ models score afterwards. A sample whose scoring failed stays unscored, whatever 
 to which no function applies has only the models' scores. Left out: how either computes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,10 +127,11 @@ class RolloutScoring:
         ids = [completion.token_ids for completion in completions]
         self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
 
-    def collect(self) -> list[Reward]:
-        """The rewards of all completions that were added, group by group. Raises RunFailed as
+    def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
+        """The rewards of all completions that were added, group by group; `meanwhile` is called
+        over and over while worker processes are waited for. Raises RunFailed as
         `RewardScorer.score` does."""
-        rewards = self._batch.collect()
+        rewards = self._batch.collect(meanwhile)
         added = sorted(self._texts.items())
         prompts = [self._examples[index].prompt for index, texts in added for _ in texts]
         return self._scorer.judged(rewards, prompts, [text for _, texts in added for text in texts])

@@ -249,8 +249,7 @@ _FINDS = (
 )
 CHANGING = {
     "above and below": _FINDS.format(base="float", value="1e9 if n % 2 else -1e9"),
-    "counts up": _FINDS.format(base="int", value="n"),
-    "counts up by halves": _FINDS.format(base="float", value="n / 2"),
+    "counts down": _FINDS.format(base="int", value="12 - n"),
 }
 IDENTITY = (
     "import copy\nb = Box()\nassert clone(b) is not b\nassert Only() is Only()\n"

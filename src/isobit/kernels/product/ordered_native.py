@@ -37,7 +37,8 @@ ORDERS = (TDP32, VDP32)
 """`enum Order` of ordered.h."""
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
-_DEPTH, _PANEL = 32, 16
+_DEPTH, _PANEL, _NARROW = 32, 16, 32
+"""The last: that of low_rank.cpp."""
 
 
 def instruction_set(order: str) -> str:
@@ -114,7 +115,9 @@ class OrderedProducts:
     ) -> tuple[LowRankFactorsArguments, tuple[object, ...]]:
         """What C++ takes of one adapter's factors of a weight, and what must live as long."""
         together = self._pack(torch.cat([a for a, *_ in parts]))
-        packs = [self._pack(b) for _, b, *_ in parts]
+        packs = [
+            self._pack_narrow(b) if b.shape[1] <= _NARROW else self._pack(b) for _, b, *_ in parts
+        ]
         each = (LowRankPartArguments * len(parts))(
             *(
                 LowRankPartArguments(pack.data_ptr(), b.shape[1], lo, hi)
@@ -164,6 +167,14 @@ class OrderedProducts:
             arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
         return arguments, (a, b, panels, bias)
+
+    def _pack_narrow(self, b: Tensor) -> Tensor:
+        """Panels [N / 16][K][16], without zeros along K."""
+        panels = b.new_empty(-(-b.shape[0] // _PANEL) * b.shape[1] * _PANEL)
+        self._lib.isobit_pack(
+            KINDS[b.dtype], b.data_ptr(), *b.shape, *b.stride(), panels.data_ptr(), 1
+        )
+        return panels
 
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
         """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""

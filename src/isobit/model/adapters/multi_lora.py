@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,11 +98,14 @@ class MultiLora:
     def take(self, numbers: Tensor | None, count: int, device: torch.device) -> None:
         """The numbers [T] int64, on the CPU, of a forward's `count` rows; None: all are the
         base's."""
-        numbers = torch.full((count,), -1) if numbers is None else numbers
-        sorted_numbers, rows = numbers.sort(stable=True)
-        found, counts = sorted_numbers.unique_consecutive(return_counts=True)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        self.rows = Rows(tuple(found.tolist()), rows.to(device), offsets)
+        given = np.full(count, -1) if numbers is None else numbers.numpy()
+        rows = np.argsort(given, kind="stable")
+        in_order = given[rows]
+        starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
+        offsets = torch.from_numpy(np.append(starts, count))
+        self.rows = Rows(
+            tuple(in_order[starts].tolist()), torch.from_numpy(rows).to(device), offsets
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +119,15 @@ class AdapterRows:
         """y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
         adapted = self.serving.rows
         assert adapted is not None
-        others = adapted.rows[:0]
-        if any(number not in self.factors for number in adapted.numbers):
-            adapted, others = adapted.split(self.factors.__contains__)
-        if not adapted.numbers:
+        factors = [self.factors[number] for number in adapted.numbers if number in self.factors]
+        if not factors:
             return product(x, weight, ops, dtype)[0]
+        others = None
+        if len(factors) < len(adapted.numbers):
+            adapted, others = adapted.split(self.factors.__contains__)
         y = ops.product(x, weight.prepared, weight.bias, torch.float32)
-        factors = [self.factors[number] for number in adapted.numbers]
         ops.add_low_rank(y, x, factors, adapted.rows, adapted.offsets, dtype)
         y = y.to(dtype)
-        if len(others):
+        if others is not None:
             y[others] = product(picked(x, others), weight, ops, dtype)[0]
         return y

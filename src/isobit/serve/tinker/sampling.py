@@ -4,9 +4,10 @@ Left out, each refused in one line: images, alternative tokens of prompts, log-p
 tokens that a request names, and stability records.
 """
 
+import asyncio
 import math
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -19,13 +20,15 @@ from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.snapshots import Snapshot
-from isobit.serve.state.rows import SCHEME, StoredSampler
+from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded
 from isobit.serve.wire import read_fields
 
-_MOST_SAMPLERS = 256
+_MOST_SAMPLERS, _MOST_AWAKE = 4096, 32
+"""Sampling clients of a session; and those of saved weights whose weights are in memory: of others
+they are read again when they are asked."""
 _NOTHING = {
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
@@ -36,16 +39,19 @@ _MOST_PROMPT_TOP = 4096
 vocabulary, while others wait."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sampler:
-    """A sampling client: the model's name as it was given, and what it is pinned to. `kept`: the id
-    of the checkpoint that this is, if it is one."""
+    """A sampling client: the model's name as it was given, and what it is pinned to. `snapshot`:
+    None while it rests; `kept`: the checkpoint that this is, None: it is none, and never rests;
+    `open`: its requests that are not answered."""
 
     tenant: str
     model: str
     path: str | None
-    snapshot: Snapshot
-    kept: str | None = None
+    snapshot: Snapshot | None
+    kept: Checkpoint | None = None
+    open: int = 0
+    waking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Samplers:
@@ -69,7 +75,8 @@ class Samplers:
         if (session.name, number) not in self._numbered:
             self.check_room(session)
             snapshot, kept = await self._snapshot(session.tenant, base, path)
-            made = Sampler(session.tenant, base or self._gateway.name, path, snapshot, kept)
+            called = base or self._gateway.name
+            made = Sampler(session.tenant, called, path, snapshot, kept)
             await self.add(session, number, made)
         name = self._numbered[session.name, number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
@@ -91,7 +98,7 @@ class Samplers:
                 row = StoredSampler(
                     *(name, session.tenant, session.name, number, sampler.model),
                     path=sampler.path,
-                    snapshot=sampler.kept,
+                    snapshot=None if sampler.kept is None else sampler.kept.id,
                 )
                 name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
@@ -103,6 +110,7 @@ class Samplers:
             session.closers.append(partial(self._close, session))
         self._of_session.setdefault(session.name, []).append(name)
         self._numbered[session.name, number], self._samplers[name] = name, sampler
+        await self._rest(session)
         return name
 
     async def begin_again(self, session: Session, row: StoredSampler) -> None:
@@ -111,16 +119,13 @@ class Samplers:
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if row.snapshot is None:
-            snapshot, _ = await self._snapshot(row.tenant, row.base, row.path)
-        elif kept is None or state is None:
+            snapshot, kept = await self._snapshot(row.tenant, row.base, row.path)
+        elif kept is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
         else:
-            folder = await in_thread(state.folder_of, kept)
-            opened = partial(self._snapshots.open, kept.id, lambda: folder)
-            snapshot = await self._gateway.work(row.tenant, opened)
-        await self.add(
-            session, row.number, Sampler(row.tenant, row.base, row.path, snapshot), row.id
-        )
+            snapshot = await self._read(row.tenant, kept)
+        made = Sampler(row.tenant, row.base, row.path, snapshot, kept)
+        await self.add(session, row.number, made, row.id)
 
     async def drop(self, session: Session, name: str, why: str) -> None:
         """A sampling client's weights are no longer kept; it is told so when it asks."""
@@ -149,12 +154,8 @@ class Samplers:
         asked = self._asked(fields, count)
         if not self._futures.knows(found.tenant, future):
             self._gateway.check_room(count)
-            self._futures.begin(
-                found.tenant,
-                future,
-                self._answer(found.tenant, found.snapshot, *asked),
-                cancellable=True,
-            )
+            answer = self._answer(found, *asked)
+            self._futures.begin(found.tenant, future, answer, cancellable=True)
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
@@ -208,6 +209,17 @@ class Samplers:
         return prompt, sampling, scored, top
 
     async def _answer(
+        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scored: int, top: int
+    ) -> Response:
+        """The answers to a prompt."""
+        sampler.open += 1
+        try:
+            snapshot = await self._awake(sampler)
+            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scored, top)
+        finally:
+            sampler.open -= 1
+
+    async def _sampled(
         self,
         tenant: str,
         snapshot: Snapshot,
@@ -216,7 +228,6 @@ class Samplers:
         scored: int,
         top: int,
     ) -> Response:
-        """The answers to a prompt."""
         completions = list[Completion]()
         async with self._gateway.ask(
             tenant, [prompt], sampling, snapshot, streamed=False
@@ -245,17 +256,42 @@ class Samplers:
 
     async def _snapshot(
         self, tenant: str, base: str | None, path: str | None
-    ) -> tuple[Snapshot, str | None]:
-        """What a new client holds: the base, an adapter by its name, or saved weights, with the id
-        of their checkpoint."""
+    ) -> tuple[Snapshot, Checkpoint | None]:
+        """What a new client holds: the base, an adapter by its name, or saved weights, with their
+        checkpoint."""
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
             return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
+        return await self._read(tenant, checkpoint), checkpoint
+
+    async def _read(self, tenant: str, checkpoint: Checkpoint) -> Snapshot:
+        """Hold saved weights. Raises IsobitError where they are gone."""
+        state = self._gateway.state
+        assert state is not None
+        if await in_thread(state.by_id, checkpoint.id) is None:
+            raise BadRequest(f"{checkpoint.path} was deleted", "model_path", 404)
         folder = await in_thread(state.folder_of, checkpoint)
         opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
-        return await self._gateway.work(tenant, opened), checkpoint.id
+        return await self._gateway.work(tenant, opened)
+
+    async def _awake(self, sampler: Sampler) -> Snapshot:
+        """What a client is pinned to, in memory."""
+        async with sampler.waking:
+            if sampler.snapshot is None:
+                if sampler.kept is None:
+                    raise BadRequest("the sampling client was dropped", status=404)
+                sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
+            return sampler.snapshot
+
+    async def _rest(self, session: Session) -> None:
+        """Let go of the weights of a session's oldest clients of saved ones, beyond some."""
+        found = [self._samplers[name] for name in self._of_session[session.name]]
+        awake = [one for one in found if one.kept is not None and one.snapshot is not None]
+        for sampler in awake[:-_MOST_AWAKE]:
+            if not sampler.open and not sampler.waking.locked():
+                await self._release(sampler)
 
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
@@ -274,4 +310,6 @@ class Samplers:
             await self._release(self._samplers.pop(name))
 
     async def _release(self, sampler: Sampler) -> None:
-        await self._gateway.work(sampler.tenant, partial(self._snapshots.release, sampler.snapshot))
+        held, sampler.snapshot = sampler.snapshot, None
+        if held is not None:
+            await self._gateway.work(sampler.tenant, partial(self._snapshots.release, held))

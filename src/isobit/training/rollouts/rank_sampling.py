@@ -6,7 +6,7 @@ fewer. What travels are token ids and log-probabilities as tensors, the rest as 
 a step needs (`sources.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,10 +30,17 @@ _LONG: dict[str, torch.dtype] = {
 
 class ClaimedGroups:
     """A `sources.Sampler`: the groups that this rank claims of each call's, sampled by its
-    `engine`."""
+    `engine`; a rank that is alone calls `between` after each of its steps."""
 
-    def __init__(self, engine: Engine, sampling: Sampling, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        ranks: Ranks,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         self._engine, self._sampling, self._ranks = engine, sampling, ranks
+        self._progress = None if between is None else lambda tokens, completions: between()
         self._name, self._calls = ranks.fresh_name(), 0
 
     @property
@@ -48,7 +55,7 @@ class ClaimedGroups:
         engine, ranks, sampling = self._engine, self._ranks, self._sampling
         self._calls += 1
         if ranks.size == 1:  # who is alone has claimed them all
-            groups = engine.generate(prompts, sampling, ids, on_group=on_group)
+            groups = engine.generate(prompts, sampling, ids, self._progress, on_group)
             return dict(enumerate(groups)), _done(engine)
         hold = max(1, 3 * len(prompts) // (4 * ranks.size))
         found: dict[int, list[Completion]] = {}

@@ -51,7 +51,7 @@ class LiveRollouts:
 
     `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where
     the reward pays for its distance to the reference. `before_scoring` is called before rewards are
-    collected.
+    collected, and `meanwhile` over and over until they are there.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class LiveRollouts:
         steps: int,
         reference_kl: ReferenceKL | None,
         before_scoring: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._train, self._sampler, self._scorer = train, sampler, scorer
         self._objective, self._state, self._ranks = objective, state, ranks
         self._meter, self._saver, self._note = meter, saver, note
         self._prompts_per_step, self._steps = prompts_per_step, steps
         self._reference_kl, self._before_scoring = reference_kl, before_scoring
+        self._meanwhile = meanwhile
 
     def next(self) -> Rollout:
         objective, state = self._objective, self._state
@@ -117,7 +119,7 @@ class LiveRollouts:
         took, ranks = dict(sampled.metrics), self._ranks
         self._before_scoring()
         with self._meter.timed(took, "score"):
-            rewards = ranks.run_on_all(sampled.scoring.collect)
+            rewards = ranks.run_on_all(lambda: sampled.scoring.collect(self._meanwhile))
         took["time/score_overlapped"] = sampled.scoring.overlapped_s
         rewarded = iter(rewards)
         mine = {

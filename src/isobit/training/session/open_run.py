@@ -34,6 +34,7 @@ from isobit.training.resolved import keep
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
+from isobit.training.rollouts.serving import ServedRollouts
 from isobit.training.rollouts.sources import (
     LiveRollouts,
     PrefetchedRollouts,
@@ -98,6 +99,8 @@ class Session:
             self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver
         )
         self.rollouts: Rollouts = ReplayedRollouts(batches, state, parts.trained.replay)
+        if parts.serving is not None:
+            self.rollouts = ServedRollouts(self.rollouts, parts.serving, state)
         self.learning = self._learning(batches, ahead, objects, recorded is not None)
         self.recorder = self._recorder(objects)
         self._stack = ExitStack()
@@ -110,7 +113,8 @@ class Session:
         if recorded is not None:
             return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
         if not self._on_fleet:
-            sampler = ClaimedGroups(parts.engine, parts.sampling, self.ranks)
+            between = None if parts.serving is None else parts.serving.between
+            sampler = ClaimedGroups(parts.engine, parts.sampling, self.ranks, between)
             return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
         learned, source = Event(), None
         if parts.fleet is not None:
@@ -156,6 +160,7 @@ class Session:
             steps=self.config.steps,
             reference_kl=parts.learner.reference_kl if self.objective.kl_in_reward else None,
             before_scoring=(lambda: None) if learned is None else learned.wait,
+            meanwhile=None if parts.serving is None else parts.serving.meanwhile,
         )
 
     def _learning(
@@ -234,6 +239,8 @@ class Session:
                 self.trackers,
             ):
                 stack.enter_context(resource_)
+            if self.parts.serving is not None:
+                stack.enter_context(self.parts.serving)
             if self._beside is not None:
                 stack.enter_context(self._beside)
                 self.parts.engine.sleep()  # evaluation has an engine of its own
@@ -245,6 +252,8 @@ class Session:
         """Say what computes, know what was done before, and record what is due before the first
         step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
+        for line in () if self.parts.serving is None else self.parts.serving.lines:
+            self.display.note(line)
         computes, rule = self.model.ops.why, self.objective.rule
         self.display.note(f"{computes}; consistency: {self.config.consistency}; correction: {rule}")
         told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model)

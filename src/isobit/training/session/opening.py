@@ -33,6 +33,7 @@ from isobit.training.parts import Parts
 from isobit.training.recording.evaluating import evaluated_only_as_the_last
 from isobit.training.recording.rows import recorded_groups
 from isobit.training.rollouts.asynchronous import open_fleet
+from isobit.training.rollouts.serving import open_serving
 from isobit.training.saving.checkpoint import head_of, problem_of
 from isobit.training.saving.snapshot import State
 from isobit.training.session.assembly import open_parts
@@ -63,8 +64,8 @@ def _open_all(
     checkpoint: Path | None = None,
     recorded: Path | None = None,
 ) -> Parts:
-    """All parts, and the engines of a fleet where there is one and the run samples, as one does
-    that learns from no `recorded` rollouts."""
+    """All parts, and the engines of a fleet and the server where there are some and the run
+    samples, as one does that learns from no `recorded` rollouts."""
     parts = open_parts(
         config,
         quiet=quiet,
@@ -80,7 +81,9 @@ def _open_all(
         opened = ranks.run_on_all(
             lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
         )
-        return replace(parts, fleet=opened)
+        coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
+        serving = open_serving(parts.config, parts.model, coming)
+        return replace(parts, fleet=opened, serving=serving)
     except BaseException:
         parts.rewards.close()
         raise

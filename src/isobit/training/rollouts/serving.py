@@ -1,0 +1,190 @@
+"""The policy over HTTP while it trains (`serve.port`): when requests of others are computed.
+
+They have an engine of their own over the same weights, so that nothing of the rollout's changes:
+its pages, its batches, its counts. It is stepped in the run's thread, where the working weights are
+those of the step: between steps of the rollout's engine, and while rewards are waited for. Before
+the weights change, what is open is finished as far as the time allows, or begun again with the next
+ones. Requests take at most `serve.share` of the time; of what they leave over in one step, the next
+one takes up no more than its own. Left out: evaluations, learning, checkpoints, during which they
+wait; several ranks; fleets.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobit.config import Config
+from isobit.engine.engine import Engine
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.serve.pumped import PumpedDevice
+from isobit.training.loop import Rollout, Rollouts
+from isobit.training.measuring.meter import added
+from isobit.training.saving.snapshot import State
+
+if TYPE_CHECKING:
+    from isobit.serve.app import Background  # needs the extra isobit[serve]
+    from isobit.serve.gateway import Gateway
+
+_GRACE_S = 1.0
+
+
+class Allowance:
+    """Seconds that may be given away: `share` of all time, as it passes. What was not used is kept
+    up to what one step has brought."""
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._rate, self._clock = share / (1 - share), clock
+        self._since = self._began = clock()
+        self._given = 0.0  # in this step
+        self._most = 0.0
+        self.left = 0.0
+        self.used = 0.0
+
+    def step(self) -> None:
+        """A step begins: what is kept is at most what the last one has brought."""
+        self.earn()
+        now = self._clock()
+        self._most = self._rate * max(now - self._began - self._given, 0.0)
+        self._began, self._given = now, 0.0
+        self.left = min(self.left, self._most)
+
+    def earn(self) -> None:
+        """Time has passed that was the run's own."""
+        now = self._clock()
+        self.left += self._rate * (now - self._since)
+        self._since = now
+
+    def spend(self, work: Callable[[], None], free: bool = False) -> None:
+        """Do some work; `free`: in time that would be waited through."""
+        self.earn()
+        work()
+        now = self._clock()
+        took, self._since = now - self._since, now
+        self.used += took
+        self._given += took
+        self.left -= 0.0 if free else took
+
+
+class Serving:
+    """A server whose requests are computed when the run says so; use as a context manager.
+    `lines`: what to say of it when it begins."""
+
+    def __init__(
+        self, gateway: "Gateway", server: "Background", share: float, lines: tuple[str, ...]
+    ) -> None:
+        assert isinstance(gateway.device, PumpedDevice)
+        self.device, self._gateway, self._server = gateway.device, gateway, server
+        self._allowance = Allowance(share)
+        self._counted: Mapping[str, float] = {}
+        self.lines = lines
+
+    def __enter__(self) -> "Serving":
+        self._server.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._gateway.draining = True
+        self.device.end()
+        self._server.stop()
+
+    @property
+    def engine(self) -> Engine:
+        return self.device.engine
+
+    def begin_step(self, version: int) -> None:
+        """The weights are those of a new `version`, and stay until `settle`."""
+        self.device.version = version
+        self._allowance.step()
+        self.between()
+
+    def between(self) -> None:
+        """Compute requests as long as the time allows."""
+        self._allowance.earn()
+        while self._allowance.left > 0 and self.device.busy:
+            self._allowance.spend(self.device.pump)
+
+    def meanwhile(self) -> None:
+        """A step of what is there, while the run waits for something else."""
+        if self.device.busy:
+            self._allowance.spend(self.device.pump, free=True)
+
+    def settle(self) -> None:
+        """The weights will change: finish what is open as far as the time allows."""
+        self._allowance.earn()
+        while self._allowance.left > 0 and self.device.num_open:
+            self._allowance.spend(lambda: self.device.pump(admit=False))
+        self.device.begin_again()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since they were asked for last."""
+        answered = self.device.answered
+        now = {f"serve/{name}": float(answered[name]) for name in ("requests", "tokens")}
+        now["time/serve"] = self._allowance.used
+        before, self._counted = self._counted, now
+        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRollouts:
+    """Batches of a source, while whose rollout requests of others are computed. The version of the
+    weights is the number of steps that they have learned, as in a checkpoint's name."""
+
+    source: Rollouts
+    serving: Serving
+    state: State
+
+    def next(self) -> Rollout:
+        self.serving.begin_step(self.state.step)
+        rollout = self.source.next()
+        self.serving.settle()
+        return replace(rollout, metrics=added(rollout.metrics, self.serving.metrics()))
+
+
+def open_serving(config: Config, model: Model, reserved: int) -> Serving | None:
+    """The server of a run that has one, whose port is taken now, and which answers when it is
+    entered; `reserved`: bytes of the GPU that the first update will take. Raises IsobitError for
+    packages that are not here, a token's file that cannot be used, a port that cannot be had, and a
+    precision under which what a request computes depends on more than the weights."""
+    serve = config.serve
+    if serve.port is None:
+        return None
+    try:
+        from isobit.serve import keys
+        from isobit.serve.app import Background, ServerOptions
+        from isobit.serve.gateway import Gateway
+        from isobit.serve.requests import Limits
+        from isobit.serve.tool_formats.table import format_of
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("isobit"):
+            raise
+        raise IsobitError(f"serve.port needs {error.name}: pip install 'isobit[serve]'") from None
+    _check_precision(model)
+    file = keys.default_file() if serve.token is None else Path(serve.token)
+    tokens, made = keys.read_or_make(file, "serve.token")
+    size = replace(config.engine, max_sequences=serve.max_sequences, kv_pages=None)
+    longest = model.config.max_positions
+    engine = Engine.sized_for(model, [[0]], serve.max_sequences, longest, size, reserved)
+    name = Path(config.run.dir).name
+    tools = format_of("auto", model.tokenizer.chat_template)
+    gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)
+    server = Background(gateway, tokens, ServerOptions(port=serve.port, grace=_GRACE_S))
+    lines = (
+        f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
+        f"token: {tokens[0] if made else '(the one)'} in {file}",
+    )
+    return Serving(gateway, server, serve.share, lines)
+
+
+def _check_precision(model: Model) -> None:
+    precision = model.precision
+    reason = precision.varies_with_batch()
+    if reason is None and precision.calibrated:
+        reason = "the KV cache is calibrated on prompts of the run"
+    if reason is not None:
+        raise IsobitError(
+            f"serve.port: precision {precision.name}: {reason}, so an answer would depend on more "
+            "than the weights; take another precision, such as fp8"
+        )
