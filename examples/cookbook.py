@@ -141,7 +141,7 @@ def chat_sl(config: Config, log: Path, steps: int) -> None:
 
 
 def dpo(config: Config, log: Path, steps: int) -> None:
-    """Preferences of right over wrong sums."""
+    """Preferences of right over wrong sums; in each step the same eight."""
     from tinker_cookbook.preference import train_dpo
     from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
     from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
@@ -159,7 +159,7 @@ def dpo(config: Config, log: Path, steps: int) -> None:
             },
             "label": "A",
         }
-        for question, answer in sums(8 * steps)
+        for question, answer in sums(8)
     ]
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=config["model_name"],
@@ -177,6 +177,8 @@ def dpo(config: Config, log: Path, steps: int) -> None:
             **ADAPTER | {"learning_rate": 1e-4},
             recipe_name="recipe_preference_dpo",
             dataset_builder=builder,
+            num_epochs=steps,
+            lr_schedule="constant",
             eval_every=0,
         )
     )

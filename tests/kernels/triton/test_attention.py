@@ -160,7 +160,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(
 ) -> None:
     """Decoded, in a chunk, packed; pages of several sizes in random places, unused slots NaN;
     splits joined by programs of their own or in registers: the bits of a whole forward, in which a
-    sequence is three tiles. (`tests/interpreter.py` has the product in the interpreter.)
+    sequence is three tiles.
     """
     lengths, starts = [1, 70, 34], [0, 1, 71]
     q, k, v = _rows(kind, sum(lengths), 2, 1, 16)
