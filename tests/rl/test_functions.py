@@ -84,6 +84,44 @@ def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> Non
     check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
 
 
+BONUS = "return LossOutputs({plain} - 0.01 * inputs.entropy{detached})"
+FORKS = "forks = inputs.entropy{detached} {above} 0.5\n    return LossOutputs(({plain}) * forks)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BONUS.format(plain=PLAIN, detached=""),
+        f"return LossOutputs(({PLAIN}) * inputs.entropy)",
+        FORKS.format(plain=PLAIN, detached="", above="-"),
+        "return LossOutputs(-inputs.entropy * inputs.advantages)",
+    ],
+)
+def test_a_gradient_by_the_entropy_is_refused(tmp_path: Path, body: str) -> None:
+    """A bonus would be without effect in a run, where the entropy has no gradient."""
+    objective = ResolvedObjective(loss=loss_file(tmp_path, body))
+    line = line_of(lambda: check_functions(objective))
+    assert line.startswith(f"algorithm.loss {objective.loss!r}: ")
+    if "inputs.policy_logprobs" in body:
+        assert "inputs.entropy has no gradient, so a bonus made of it does nothing" in line
+    else:  # nothing else has one
+        assert "must be computed from inputs.policy_logprobs" in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        FORKS.format(plain=PLAIN, detached=".detach()", above=">"),
+        FORKS.format(plain=PLAIN, detached="", above=">"),  # a comparison has no gradient anyway
+        f"return LossOutputs(({PLAIN}) * inputs.entropy.detach())",
+        BONUS.format(plain=PLAIN, detached=".detach()"),
+        f"return LossOutputs({PLAIN}, metrics={{'entropy': inputs.entropy}})",
+    ],
+)
+def test_entropy_may_choose_and_weigh_tokens_and_be_a_metric(tmp_path: Path, body: str) -> None:
+    check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -3,8 +3,8 @@
 
 A user's function is called in this process, with the same inputs as those by name. Whatever it
 raises or returns that cannot be used is an IsobitError in one line. A loss must not depend on how a
-batch is split into micro-batches: `check_split` tries it on made-up tokens before a run begins
-(tests/rl/test_functions.py).
+batch is split into micro-batches, nor ask for the gradient of the entropy: `check_split` and
+`check_entropy` try it on made-up tokens before a run begins (tests/rl/test_functions.py).
 """
 
 import hashlib
@@ -113,10 +113,12 @@ def digests(objective: Objective) -> dict[str, list[str]]:
 
 def check_functions(objective: ResolvedObjective) -> None:
     """Raise IsobitError for a loss or an advantage that cannot be found, or a loss that cannot be
-    split."""
+    split or wants a gradient of the entropy."""
     advantage_function(objective.advantage)
     if objective.loss not in LOSSES:
-        check_split(loss_function(objective.loss), objective, f"{_LOSS} {objective.loss!r}")
+        loss, what = loss_function(objective.loss), f"{_LOSS} {objective.loss!r}"
+        check_split(loss, objective, what)
+        check_entropy(loss, objective, what)
 
 
 def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
@@ -141,6 +143,21 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
                 "the loss of each token, from its own sequence alone, with no mean or other "
                 "statistic of the micro-batch"
             )
+
+
+def check_entropy(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
+    """Raise IsobitError for a loss that would be differentiated by the entropy: in a run the
+    entropy has no gradient, so such a term, a bonus for example, would do nothing."""
+    inputs = _probe(objective)
+    entropy = inputs.entropy.clone().requires_grad_()
+    policy = inputs.policy_logprobs.clone().requires_grad_()
+    outputs = loss(replace(inputs, policy_logprobs=policy, entropy=entropy.clone()))
+    (reached,) = torch.autograd.grad(weighted_sum(outputs, inputs), entropy, allow_unused=True)
+    if reached is not None:
+        raise IsobitError(
+            f"{what}: inputs.entropy has no gradient, so a bonus made of it does nothing; it may "
+            "only choose or weigh tokens: write inputs.entropy.detach()"
+        )
 
 
 def _probe(objective: ResolvedObjective) -> LossInputs:

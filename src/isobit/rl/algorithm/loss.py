@@ -36,9 +36,9 @@ class LossInputs:
     advantages: of the token, or of its completion. importance_weights: of the correction, 0 where
     it rejects a token, 1 without one. token_weights: the share of a token in the step's loss, by
     `loss_aggregation`. The learner multiplies the loss by both. entropy: of the policy's
-    distribution at the token, in nats. sequence, int64: the number of the token's sequence in the
-    micro-batch, from 0 on. clip_low, clip_high: bounds of the ratio, [1 - clip_low, 1 + clip_high].
-    settings: the objective.
+    distribution at the token, in nats; it may choose or weigh tokens. sequence, int64: the number
+    of the token's sequence in the micro-batch, from 0 on. clip_low, clip_high: bounds of the ratio,
+    [1 - clip_low, 1 + clip_high]. settings: the objective.
     """
 
     policy_logprobs: Tensor
