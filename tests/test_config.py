@@ -106,7 +106,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
             "sampling: expected a section of keys, such as {max_new_tokens: ..., temperature: "
             "...}, got 5",
         ),
-        ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo or reinforce or "),
+        ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo, reinforce or sapo or "),
         ("algorithm.preset=true", "algorithm.preset: expected grpo, "),
         (
             "algorithm.correction={weight: null}",

@@ -1,6 +1,8 @@
 """The learner on tiny models: gradients, old log-probabilities, mismatch, KL, several updates,
 resuming."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,36 @@ from tests.rl.helpers import (
 )
 
 
+def written_out_loss(
+    objective: ResolvedObjective, logprobs: Tensor, olds: Sequence[float], advantage: float
+) -> list[Tensor]:
+    """Of each token of a sequence, in the plain formulas of the papers."""
+    low, high, terms = objective.clip_low, objective.clip_high, []
+    log_ratios = logprobs - torch.tensor(olds)
+    whole = torch.exp(log_ratios.sum() if objective.ratio == "sequence_sum" else log_ratios.mean())
+    if objective.loss == "gmpo":
+        most = log_ratios.clamp(max=high) if advantage > 0 else log_ratios.clamp(min=-low)
+        return [-torch.exp(most.mean()) * advantage] * len(olds)
+    for logprob, old in zip(logprobs, olds):
+        ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
+        bounded = ratio.clamp(1 - low, 1 + high)
+        if objective.loss == "cispo":
+            terms.append(-bounded.detach() * advantage * logprob)
+        elif objective.loss == "sapo":
+            tau = objective.sapo_temperatures[0 if advantage > 0 else 1]
+            terms.append(-4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage)
+        elif objective.loss.startswith("dppo"):
+            pi, mu = (min(math.exp(x), 1 - 1e-8) for x in (float(logprob.detach()), old))
+            kl = mu * (old - float(logprob.detach())) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+            tv = abs(math.exp(float(logprob.detach())) - math.exp(old))
+            apart = tv if objective.loss == "dppo_tv" else kl
+            leaves = (ratio > 1 and apart > high) if advantage > 0 else (ratio < 1 and apart > low)
+            terms.append(-(ratio.detach() if leaves else ratio) * advantage)
+        else:
+            terms.append(-min(ratio * advantage, bounded * advantage))
+    return terms
+
+
 @pytest.mark.parametrize("preset", list(OBJECTIVES))
 def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     """Sample by sample, token by token, in the plain formulas of the papers; off-policy, so that
@@ -48,18 +80,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     loss = torch.zeros(())
     for sample, advantage in zip(samples, advantages):
         logprobs, _ = forward(model, pack([sample]), 1.0)
-        terms = []
-        log_ratios = logprobs - torch.tensor(sample.rollout_logprobs)
-        whole = torch.exp(
-            log_ratios.sum() if objective.ratio == "sequence_sum" else log_ratios.mean()
-        )
-        for logprob, old in zip(logprobs, sample.rollout_logprobs):
-            ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
-            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-            if objective.loss == "cispo":
-                terms.append(-bounded.detach() * advantage * logprob)
-            else:
-                terms.append(-min(ratio * advantage, bounded * advantage))
+        terms = written_out_loss(objective, logprobs, sample.rollout_logprobs, advantage)
         scale = {
             "token_mean": 1 / num_tokens,
             "sequence_mean": 1 / len(samples) / len(terms),

@@ -26,6 +26,7 @@ def test_presets_are_the_papers() -> None:
         "dapo": ("grpo", "token_mean", 0.2, 0.28),
         "gspo": ("grpo", "sequence_mean", 3e-4, 4e-4),
         "cispo": ("grpo", "token_mean", 1.0, 4.0),
+        "sapo": ("grpo", "sequence_mean", 0.2, 0.2),
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
         "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
@@ -36,7 +37,10 @@ def test_presets_are_the_papers() -> None:
         "rloo": "sequence_sum",
         "gspo": "sequence",
     }
-    assert [name for name, o in OBJECTIVES.items() if o.loss == "cispo"] == ["cispo"]
+    assert {name: o.loss for name, o in OBJECTIVES.items() if o.loss != "clip"} == {
+        "cispo": "cispo",
+        "sapo": "sapo",
+    }
     for objective in OBJECTIVES.values():
         assert objective.advantage in ADVANTAGE_KINDS
         assert objective.loss_aggregation in AGGREGATIONS

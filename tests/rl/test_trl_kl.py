@@ -2,8 +2,6 @@
 default): its formula restated, and where trl is installed its own code, loss and gradient, on and
 off policy."""
 
-import importlib.util
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import clip, kl_in_loss, kl_penalty, token_weights
 from tests.rl.helpers import loss_inputs
 from tests.rl.test_sources import LENGTHS, generator, padded
+from tests.rl.trl_loss import needs_trl, trl_loss
 
 BETA = 0.3
 
@@ -72,65 +71,12 @@ def restated(level: str, off_policy: float) -> tuple[Tensor, Tensor]:
 
 def trls(level: str, off_policy: float) -> tuple[Tensor, Tensor]:
     """TRL's own `_compute_loss`, given log-probabilities in place of a model."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    flat, *others, per_token = case(level, off_policy)
-    policy, mask = padded(flat)
-    old, reference, advantages = (padded(each)[0] for each in (*others, per_token))
-    settings = SimpleNamespace(
-        use_bias_correction_kl=True, delta=None, steps_per_generation=1, use_liger_kernel=False
-    )
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros_like(mask), None),
-        accelerator=SimpleNamespace(
-            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
-        ),
-        model=SimpleNamespace(training=True),
-        args=settings,
-        beta=BETA,
-        importance_sampling_level=level,
-        loss_type="dapo",
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        current_gradient_accumulation_steps=1,
-        _metrics=_Anything(),
-    )
-    ids = torch.zeros_like(mask, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": mask[:, :1],
-        "completion_ids": ids,
-        "completion_mask": mask,
-        "advantages": advantages,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": reference,
-        "num_items_in_batch": mask.sum(),
-    }
-    total = GRPOTrainer._compute_loss(trainer, None, inputs)
-    (gradient,) = torch.autograd.grad(total, flat)
-    return total.detach(), gradient
+    policy, old, reference, advantages = case(level, off_policy)
+    given = {"importance_sampling_level": level, "loss_type": "dapo", "beta": BETA}
+    return trl_loss(policy, old, advantages, reference=reference, **given)
 
 
-class _Anything(dict[str, Any]):
-    """Metrics, under any names."""
-
-    def __missing__(self, key: str) -> Any:
-        self[key] = [] if "/" in key or key in ("kl", "entropy") else _Anything()
-        return self[key]
-
-
-INSTALLED = pytest.param(
-    trls,
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("trl") is None, reason="trl is not installed"
-    ),
-    id="trl",
-)
+INSTALLED = pytest.param(trls, marks=needs_trl, id="trl")
 
 
 @pytest.mark.parametrize("theirs", [pytest.param(restated, id="restated"), INSTALLED])

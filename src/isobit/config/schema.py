@@ -34,7 +34,7 @@ from isobit.options.declare import OneOf, Preprocess, above, at_least, at_most, 
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
-from isobit.rl.algorithm.objective import Objective, with_preset
+from isobit.rl.algorithm.objective import LOSS_KINDS, Objective, with_preset
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -125,7 +125,7 @@ class Config:
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
         _check_kl(algorithm)
-        if algorithm.dual_clip is not None and algorithm.loss in ("cispo", "reinforce"):
+        if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
             raise IsobitError(
                 f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
                 "clip: leave one of them out"

@@ -97,12 +97,27 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-inputs.advantages * inputs.policy_logprobs)
 
 
+def sapo(inputs: LossInputs) -> LossOutputs:
+    """-(4/τ)·sigmoid(τ·(ratio - 1))·A, τ one of `sapo_temperatures` by the sign of A: a soft gate
+    in place of a clip, whose gradient is A at ratio 1 and fades on both sides (SAPO: Gao et al.
+    2025, arXiv 2511.20347)."""
+    positive, negative = map(inputs.advantages.new_tensor, inputs.settings.sapo_temperatures)
+    temperature = torch.where(inputs.advantages > 0, positive, negative)
+    gate = torch.sigmoid(temperature * (ratios(inputs) - 1.0)) * (4.0 / temperature)
+    return LossOutputs(-gate * inputs.advantages)
+
+
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
     """-log policy, of given tokens: supervised training's, which knows no advantage."""
     return LossOutputs(-inputs.policy_logprobs)
 
 
-LOSSES: dict[str, LossFunction] = {"clip": clip, "cispo": cispo, "reinforce": reinforce}
+LOSSES: dict[str, LossFunction] = {
+    "clip": clip,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+}
 
 
 def ratios(inputs: LossInputs) -> Tensor:

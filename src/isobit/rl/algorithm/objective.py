@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
 
 ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-LOSS_KINDS = ("clip", "cispo", "reinforce")
+LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo")
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
@@ -25,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"loss": "sapo"},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
@@ -33,7 +34,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
 as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no
-lower bound, with the upper one of Khatri et al. 2025; Hu et al. 2025, as verl averages it."""
+lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Hu et al. 2025, as verl
+averages it."""
 
 
 def _is_function(text: str) -> bool:
@@ -88,6 +90,11 @@ class Objective:
         above(1),
         "largest loss of a token with a negative advantage A, over |A|; default: none",
     ] = None
+    sapo_temperatures: Annotated[
+        tuple[Annotated[float, above(0)], Annotated[float, above(0)]],
+        "of the gate of loss: sapo, for tokens with a positive advantage and for the others: how "
+        "soon it fades as the ratio leaves 1",
+    ] = (1.0, 1.05)
     loss_aggregation: Annotated[
         str,
         OneOf(AGGREGATIONS),

@@ -1,0 +1,73 @@
+"""TRL's own losses, given log-probabilities in place of a model; where trl is installed."""
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.rl.test_sources import padded
+
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl is not installed"
+)
+
+
+def trl_loss(
+    policy: Tensor, old: Tensor, advantages: Tensor, *, trainer: str = "grpo", **given: Any
+) -> tuple[Tensor, Tensor]:
+    """`_compute_loss` of GRPOTrainer or GMPOTrainer, and its gradient by `policy` [tokens]; a
+    number of `advantages` for each token, or one for each sequence. given: attributes of the
+    trainer; `args`: of its settings; `reference`: log-probabilities [tokens]."""
+    rows, mask = padded(policy)
+    per_token = advantages.shape == policy.shape
+    settings = {"use_bias_correction_kl": True, "delta": None, "steps_per_generation": 1}
+    reference = given.pop("reference", None)
+    attributes = {
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (rows, torch.zeros_like(mask), None),
+        "accelerator": SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
+        ),
+        "model": SimpleNamespace(training=True),
+        "args": SimpleNamespace(**settings, use_liger_kernel=False, **given.pop("args", {})),
+        "beta": 0.0,
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": False,
+        "current_gradient_accumulation_steps": 1,
+        "_metrics": _Anything(),
+    }
+    ids = torch.zeros_like(mask, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": padded(advantages)[0] if per_token else advantages,
+        "old_per_token_logps": padded(old)[0],
+        "ref_per_token_logps": None if reference is None else padded(reference)[0],
+        "num_items_in_batch": mask.sum(),
+    }
+    if trainer == "grpo":
+        from trl.trainer.grpo_trainer import GRPOTrainer as Trainer
+    else:
+        from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer as Trainer
+    own = SimpleNamespace(**attributes | given, get_off_policy_mask=Trainer.get_off_policy_mask)
+    total = Trainer._compute_loss(own, None, inputs)
+    (gradient,) = torch.autograd.grad(total, policy)
+    return total.detach(), gradient
+
+
+class _Anything(dict[str, Any]):
+    """Metrics, under any names."""
+
+    def __missing__(self, key: str) -> Any:
+        self[key] = [] if "/" in key or key in ("kl", "entropy") else _Anything()
+        return self[key]
