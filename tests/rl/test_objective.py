@@ -27,6 +27,7 @@ def test_presets_are_the_papers() -> None:
         "gspo": ("grpo", "sequence_mean", 3e-4, 4e-4),
         "cispo": ("grpo", "token_mean", 1.0, 4.0),
         "sapo": ("grpo", "sequence_mean", 0.2, 0.2),
+        "gmpo": ("grpo", "sequence_mean", 0.4, 0.4),
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
         "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
@@ -40,6 +41,7 @@ def test_presets_are_the_papers() -> None:
     assert {name: o.loss for name, o in OBJECTIVES.items() if o.loss != "clip"} == {
         "cispo": "cispo",
         "sapo": "sapo",
+        "gmpo": "gmpo",
     }
     for objective in OBJECTIVES.values():
         assert objective.advantage in ADVANTAGE_KINDS

@@ -96,3 +96,66 @@ def test_sapo_is_its_formula() -> None:
     inputs = loss_inputs(policy, policy.detach(), advantages, OBJECTIVES["sapo"])
     (gradient,) = torch.autograd.grad(LOSSES["sapo"](inputs).loss.sum(), policy)
     torch.testing.assert_close(gradient, -advantages)
+
+
+def gmpo(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """arXiv 2507.20673: the mean over sequences of A·(Π_t min or max of ratio and its clip)^(1/n),
+    the clip in [e^-0.4, e^0.4]; here the product itself, a token after the other."""
+    losses = []
+    for row, before, advantage, there in zip(policy, old, advantages, mask, strict=True):
+        product, length = torch.ones((), dtype=torch.float64), int(there.sum())
+        for t in range(length):
+            ratio = torch.exp(row[t] - before[t])
+            bounded = ratio.clamp(torch.e**-0.4, torch.e**0.4)
+            product = product * (min(ratio, bounded) if advantage > 0 else max(ratio, bounded))
+        losses.append(-advantage * product ** (1 / max(length, 1)) * (length > 0))
+    return torch.stack(losses).mean()
+
+
+@needs_trl
+def test_gmpo_is_trls() -> None:
+    """A sequence without tokens has no gradient; TRL counts -A as its loss."""
+    policy, old, advantages = case()
+    advantages[COUNTS == 0] = 0
+    theirs = trl_loss(policy, old, advantages, trainer="gmpo", epsilon_low=0.4, epsilon_high=0.4)
+    assert equal(ours("gmpo"), theirs)
+
+
+def test_gmpo_is_its_formula() -> None:
+    """The controls: another bound, the clip of GSPO's mean of all ratios, and a clip without
+    regard to the sign of the advantage."""
+    expected = restated(gmpo)
+    assert equal(ours("gmpo"), expected)
+    assert not equal(ours("gmpo", clip_low=0.3), expected)
+    assert not equal(ours("gspo", clip_low=0.4, clip_high=0.4), expected)
+
+    def both_sides(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        logs = ((policy - old).clamp(-0.4, 0.4) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+        return -(torch.exp(logs) * advantages.squeeze(1) * (mask.sum(-1) > 0)).mean()
+
+    assert not equal(ours("gmpo"), restated(both_sides))
+
+
+def test_gmpo_says_which_tokens_are_clipped_and_gives_them_no_gradient() -> None:
+    policy, old, advantages = case()
+    per_token = advantages.repeat_interleave(COUNTS)
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(COUNTS)
+    found = LOSSES["gmpo"](
+        loss_inputs(policy, old, per_token, OBJECTIVES["gmpo"], sequence=sequence)
+    )
+    (gradient,) = torch.autograd.grad(found.loss.sum(), policy)
+    log_ratio = (policy - old).detach()
+    expected = torch.where(per_token > 0, log_ratio > 0.4, log_ratio < -0.4)
+    assert found.clipped is not None
+    assert 0 < int(expected.sum()) < len(expected)
+    assert torch.equal(found.clipped, expected)
+    assert torch.equal(gradient == 0, expected)
+
+
+def test_extreme_log_ratios_leave_gmpo_finite() -> None:
+    policy = torch.tensor([0.0, -200.0, 0.0], requires_grad=True)
+    old, advantages = torch.tensor([-200.0, 0.0, -200.0]), torch.tensor([-1.0, -1.0, -1.0])
+    found = LOSSES["gmpo"](loss_inputs(policy, old, advantages, OBJECTIVES["gmpo"])).loss
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(gradient).all()

@@ -34,7 +34,7 @@ from isobit.options.declare import OneOf, Preprocess, above, at_least, at_most, 
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
-from isobit.rl.algorithm.objective import LOSS_KINDS, Objective, with_preset
+from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective, with_preset
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -125,11 +125,7 @@ class Config:
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
         _check_kl(algorithm)
-        if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
-            raise IsobitError(
-                f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
-                "clip: leave one of them out"
-            )
+        _check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
@@ -183,6 +179,20 @@ def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) 
         raise IsobitError(
             "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
             "each; set optimizer.name: adamw, or leave the adapter out"
+        )
+
+
+def _check_loss(algorithm: Objective) -> None:
+    """Raise IsobitError where a part of the objective has no meaning beside its loss."""
+    if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
+        raise IsobitError(
+            f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
+            "clip: leave one of them out"
+        )
+    if algorithm.loss in OWN_RATIO and algorithm.ratio != "token":
+        raise IsobitError(
+            f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
+            "defines its ratio: leave one of them out"
         )
 
 

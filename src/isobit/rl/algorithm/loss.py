@@ -107,6 +107,24 @@ def sapo(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-gate * inputs.advantages)
 
 
+def gmpo(inputs: LossInputs) -> LossOutputs:
+    """-A·the geometric mean of a sequence's ratios, each clipped before, on the side where its
+    token's A would drive it on, to [exp(-clip_low), exp(clip_high)] (GMPO: Zhao et al. 2025, arXiv
+    2507.20673, as TRL's GMPOTrainer and verl's `geo_mean` have it).
+
+    Each token carries its own part of the gradient, as under `ratio: sequence`; a token that is
+    clipped has none. The mean of the logs is bounded to 10 above."""
+    log_ratio = _token_log_ratio(inputs)
+    bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)
+    kept = torch.where(
+        inputs.advantages > 0,
+        torch.minimum(log_ratio, bounded),
+        torch.maximum(log_ratio, bounded),
+    )
+    mean = (kept - kept.detach() + _over_sequence(kept.detach(), inputs)).clamp(max=_SEQUENCE_LIMIT)
+    return LossOutputs(-torch.exp(mean) * inputs.advantages, kept != log_ratio)
+
+
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
     """-log policy, of given tokens: supervised training's, which knows no advantage."""
     return LossOutputs(-inputs.policy_logprobs)
@@ -117,6 +135,7 @@ LOSSES: dict[str, LossFunction] = {
     "cispo": cispo,
     "reinforce": reinforce,
     "sapo": sapo,
+    "gmpo": gmpo,
 }
 
 
@@ -138,6 +157,20 @@ def _bounded(ratio: Tensor, inputs: LossInputs) -> Tensor:
     return ratio.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
 
 
+def _token_log_ratio(inputs: LossInputs) -> Tensor:
+    difference = inputs.policy_logprobs - inputs.old_logprobs
+    return difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+
+
+def _over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
+    """The mean of a token's sequence, [T]."""
+    sequence = inputs.sequence
+    count = int(sequence.max()) + 1 if sequence.numel() else 0
+    tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
+    total = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
+    return (total / tokens)[sequence]
+
+
 def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
     """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else
     the mean's."""
@@ -145,15 +178,14 @@ def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
     difference = policy - inputs.old_logprobs
     if inputs.settings.ratio == "token":
         return difference
-    count = int(sequence.max()) + 1 if sequence.numel() else 0
-    none = torch.zeros(count, dtype=policy.dtype)
     if inputs.settings.ratio == "sequence_sum":
+        count = int(sequence.max()) + 1 if sequence.numel() else 0
+        none = torch.zeros(count, dtype=policy.dtype)
         return none.index_add(0, sequence, difference)[sequence]
     assert inputs.settings.ratio == "sequence"
-    tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
     if not own_gradient:
-        return (none.index_add(0, sequence, difference) / tokens)[sequence]
-    mean = (none.index_add(0, sequence, difference.detach()) / tokens)[sequence]
+        return _over_sequence(difference, inputs)
+    mean = _over_sequence(difference.detach(), inputs)
     return (policy - policy.detach() + mean).clamp(max=_SEQUENCE_LIMIT)
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
 
 ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo")
+LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo")
+OWN_RATIO = ("gmpo",)
+"""Losses that define their ratio: no `ratio` but of tokens beside them."""
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
@@ -26,6 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo"},
+    "gmpo": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
@@ -34,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
 as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no
-lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Hu et al. 2025, as verl
+lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Hu et al. 2025, as verl
 averages it."""
 
 
@@ -77,7 +80,8 @@ class Objective:
     loss: Annotated[
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. reinforce: advantage times "
-        "log-probability, without a ratio",
+        "log-probability, without a ratio; sapo: a soft gate in place of the clip; gmpo: the "
+        "geometric mean of a sequence's clipped ratios",
     ] = "clip"
     ratio: Annotated[
         str,
@@ -101,10 +105,17 @@ class Objective:
         "the mean over tokens, the mean over completions, or the sum over tokens divided by "
         "max_new_tokens (constant)",
     ] = "sequence_mean"
-    clip_low: Annotated[float, above(0), at_most(1), "the ratio is clipped below 1 minus this"] = (
-        0.2
-    )
-    clip_high: Annotated[float, above(0), "the ratio is clipped above 1 plus this"] = 0.2
+    clip_low: Annotated[
+        float,
+        above(0),
+        at_most(1),
+        "the ratio is clipped below 1 minus this; under loss: gmpo, below exp of minus this",
+    ] = 0.2
+    clip_high: Annotated[
+        float,
+        above(0),
+        "the ratio is clipped above 1 plus this; under loss: gmpo, above exp of this",
+    ] = 0.2
     dynamic_sampling: Annotated[
         bool, "sample other prompts in place of those whose completions all have the same reward"
     ] = False
