@@ -88,6 +88,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm={loss: reinforce, dual_clip: 3}", "reinforce has no such clip"),
         ("algorithm={preset: gmpo, dual_clip: 3}", "gmpo has no such clip"),
         ("algorithm={preset: gmpo, ratio: sequence}", "has no meaning under loss: gmpo"),
+        ("algorithm={loss: dppo_kl, ratio: sequence_sum}", "has no meaning under loss: dppo_kl"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),
         ("algorithm.correction={}", "an empty correction"),
@@ -108,7 +109,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
             "sampling: expected a section of keys, such as {max_new_tokens: ..., temperature: "
             "...}, got 5",
         ),
-        ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo, reinforce, sapo or gmpo"),
+        ("algorithm.loss=[clip]", "algorithm.loss: expected clip, cispo, reinforce, sapo, gmpo, "),
         ("algorithm.preset=true", "algorithm.preset: expected grpo, "),
         (
             "algorithm.correction={weight: null}",

@@ -28,6 +28,8 @@ def test_presets_are_the_papers() -> None:
         "cispo": ("grpo", "token_mean", 1.0, 4.0),
         "sapo": ("grpo", "sequence_mean", 0.2, 0.2),
         "gmpo": ("grpo", "sequence_mean", 0.4, 0.4),
+        "dppo_tv": ("dr_grpo", "constant", 0.15, 0.15),
+        "dppo_kl": ("dr_grpo", "constant", 0.05, 0.05),
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
         "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
@@ -42,7 +44,13 @@ def test_presets_are_the_papers() -> None:
         "cispo": "cispo",
         "sapo": "sapo",
         "gmpo": "gmpo",
+        "dppo_tv": "dppo_tv",
+        "dppo_kl": "dppo_kl",
     }
+    assert [n for n, o in OBJECTIVES.items() if o.recompute_old_logprobs == "never"] == [
+        "dppo_tv",
+        "dppo_kl",
+    ]
     for objective in OBJECTIVES.values():
         assert objective.advantage in ADVANTAGE_KINDS
         assert objective.loss_aggregation in AGGREGATIONS

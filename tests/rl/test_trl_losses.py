@@ -4,6 +4,7 @@ padded batches in float64, and TRL 1.16's own code where trl is installed."""
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -159,3 +160,80 @@ def test_extreme_log_ratios_leave_gmpo_finite() -> None:
     (gradient,) = torch.autograd.grad(found.sum(), policy)
     assert torch.isfinite(found).all()
     assert torch.isfinite(gradient).all()
+
+
+def dppo(kind: str, low: float, high: float) -> Callable[..., Tensor]:
+    """arXiv 2602.04879: the sum of M·ratio·A over tokens, here divided as Dr. GRPO does; M is 0
+    where A > 0, ratio > 1 and D > high, and where A < 0, ratio < 1 and D > low; a token after the
+    other."""
+
+    def formula(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        losses = []
+        for row, before, advantage, there in zip(policy, old, advantages, mask, strict=True):
+            for t in range(int(there.sum())):
+                pi, mu = row[t].exp(), before[t].exp()
+                divergence = abs(pi - mu)
+                if kind == "dppo_kl":
+                    divergence = mu * torch.log(mu / pi) + (1 - mu) * torch.log((1 - mu) / (1 - pi))
+                up = advantage > 0 and pi > mu and divergence > high
+                down = advantage < 0 and pi < mu and divergence > low
+                losses.append((-pi / mu * advantage).sum() * (0 if up or down else 1))
+        return torch.stack(losses).sum() / len(policy) / 10
+
+    return formula
+
+
+def verl_dppo(kind: str, bound: float) -> Callable[..., Tensor]:
+    """verl/trainer/ppo/core_algos.py, `compute_policy_loss_dppo_tv` and `_kl`, without their
+    truncation of the ratio; the loss is another one with the same gradient."""
+
+    def formula(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        prob, old_prob = policy.exp(), old.exp()
+        divergence = (prob - old_prob).abs()
+        if kind == "dppo_kl":
+            others = torch.log((1.0 - old_prob + 1e-8) / (1.0 - prob + 1e-8))
+            divergence = old_prob * (old - policy) + (1 - old_prob) * others
+        rises = (divergence <= bound) | (prob <= old_prob)
+        falls = (divergence <= bound) | (prob >= old_prob)
+        valid = torch.where(advantages > 0, rises, falls).detach()
+        ratio = torch.exp(policy - old).detach()
+        return (-advantages * ratio * policy * valid * mask).sum() / len(policy) / 10
+
+    return formula
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_dppo_is_its_formula_and_verls(kind: str, bound: float) -> None:
+    """The controls: the other divergence, another bound on either side, and the clip of the ratio
+    at the same bounds."""
+    found, expected = ours(kind), restated(dppo(kind, bound, bound))
+    assert equal(found, expected)
+    torch.testing.assert_close(found[1], restated(verl_dppo(kind, bound))[1], rtol=1e-9, atol=1e-12)
+    assert 0 < int((found[1] == 0).sum()) < sum(LENGTHS)
+    other = "dppo_kl" if kind == "dppo_tv" else "dppo_tv"
+    assert not equal(found, restated(dppo(other, bound, bound)))
+    for low, high in ((bound / 8, bound), (bound, bound / 8)):
+        sided = restated(dppo(kind, low, high))
+        assert equal(ours(kind, clip_low=low, clip_high=high), sided)
+        assert not equal(found, sided)
+    assert not equal(found, ours(kind, loss="clip"))
+
+
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_dppo_bounds_what_a_token_moves_and_not_its_ratio(kind: str) -> None:
+    """A rare token may become 90 times as likely; a likely one may not fall from 0.99 to 0.6, which
+    is within the clip's 0.5. A token that comes back is never cut off, and a certain one is
+    finite."""
+    chances = torch.tensor([[9e-3, 1e-4], [0.6, 0.99], [0.99, 0.6], [1.0, 0.2], [1.0, 1.0]])
+    policy, old = chances.log().T
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0])
+    inputs = loss_inputs(policy.clone().requires_grad_(), old, advantages, OBJECTIVES[kind])
+    found = LOSSES[kind](inputs)
+    assert found.clipped is not None
+    assert found.clipped.tolist() == [False, True, False, True, False]
+    (gradient,) = torch.autograd.grad(found.loss.sum(), inputs.policy_logprobs)
+    expected = torch.where(found.clipped, 0.0, -torch.exp(policy - old) * advantages)
+    torch.testing.assert_close(gradient, expected)
+    clipped = LOSSES["clip"](inputs)
+    assert clipped.clipped is not None
+    assert clipped.clipped.tolist()[:1] == [True]

@@ -19,6 +19,7 @@ _LOG_RATIO_LIMIT = (
     20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
 )
 _SEQUENCE_LIMIT = 10.0  # verl's, of the mean log ratio of a sequence
+_LEAST_OTHERS = 1e-8  # verl's, of the probability of all other tokens, under dppo_kl
 _LOW_VARIANCE_LIMIT = 10.0  # verl's and NeMo RL's, of a token's KL
 
 
@@ -122,7 +123,43 @@ def gmpo(inputs: LossInputs) -> LossOutputs:
         torch.maximum(log_ratio, bounded),
     )
     mean = (kept - kept.detach() + _over_sequence(kept.detach(), inputs)).clamp(max=_SEQUENCE_LIMIT)
-    return LossOutputs(-torch.exp(mean) * inputs.advantages, kept != log_ratio)
+    clipped = (kept != log_ratio) & (inputs.advantages != 0)
+    return LossOutputs(-torch.exp(mean) * inputs.advantages, clipped)
+
+
+def dppo_tv(inputs: LossInputs) -> LossOutputs:
+    """-ratio·A, but no gradient of a token whose probability π has left the old one, μ, too far and
+    goes on: upwards by more than clip_high where A > 0, downwards by more than clip_low where A <
+    0. |π - μ| is the total variation of the token against all others (DPPO, Binary-TV: Qi et al.
+    2026, arXiv 2602.04879)."""
+    policy, old = _probabilities(inputs)
+    return _within(inputs, policy - old, (policy - old).abs())
+
+
+def dppo_kl(inputs: LossInputs) -> LossOutputs:
+    """As `dppo_tv`, by the KL divergence of the token against all others, μ·log(μ/π) + (1 -
+    μ)·log((1 - μ)/(1 - π)) (DPPO, Binary-KL). Probabilities are at most 1 - 1e-8, as verl's."""
+    policy, old = (p.clamp(max=1 - _LEAST_OTHERS) for p in _probabilities(inputs))
+    difference = inputs.old_logprobs - inputs.policy_logprobs.detach()
+    others = torch.log1p(-old) - torch.log1p(-policy)
+    return _within(inputs, policy - old, old * difference + (1 - old) * others)
+
+
+def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Of the tokens under the policy and under the old one, without a gradient; float64."""
+    return inputs.policy_logprobs.detach().double().exp(), inputs.old_logprobs.double().exp()
+
+
+def _within(inputs: LossInputs, moved: Tensor, divergence: Tensor) -> LossOutputs:
+    """DPPO's loss: no gradient of tokens that move on out of the trust region."""
+    out = torch.where(
+        inputs.advantages > 0,
+        (moved > 0) & (divergence > inputs.clip_high),
+        (moved < 0) & (divergence > inputs.clip_low),
+    )
+    ratio = torch.exp(_token_log_ratio(inputs))
+    clipped = out & (inputs.advantages != 0)
+    return LossOutputs(-torch.where(clipped, 0.0, ratio) * inputs.advantages, clipped)
 
 
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
@@ -136,6 +173,8 @@ LOSSES: dict[str, LossFunction] = {
     "reinforce": reinforce,
     "sapo": sapo,
     "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
 }
 
 

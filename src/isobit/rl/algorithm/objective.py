@@ -14,12 +14,17 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
 
 ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo")
-OWN_RATIO = ("gmpo",)
+LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl")
+OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl")
 """Losses that define their ratio: no `ratio` but of tokens beside them."""
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
+_DPPO = {
+    "advantage": "dr_grpo",
+    "loss_aggregation": "constant",
+    "recompute_old_logprobs": "never",
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "dr_grpo", "loss_aggregation": "constant"},
@@ -29,6 +34,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo"},
     "gmpo": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
+    "dppo_tv": {**_DPPO, "loss": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15},
+    "dppo_kl": {**_DPPO, "loss": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
@@ -37,7 +44,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
 as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no
-lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Hu et al. 2025, as verl
+lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Qi et al.
+2026, as their own script has it: bounds around the policy that sampled; Hu et al. 2025, as verl
 averages it."""
 
 
@@ -81,7 +89,8 @@ class Objective:
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. reinforce: advantage times "
         "log-probability, without a ratio; sapo: a soft gate in place of the clip; gmpo: the "
-        "geometric mean of a sequence's clipped ratios",
+        "geometric mean of a sequence's clipped ratios; dppo_tv, dppo_kl: no gradient of tokens "
+        "that leave a region around the old policy",
     ] = "clip"
     ratio: Annotated[
         str,
@@ -109,12 +118,14 @@ class Objective:
         float,
         above(0),
         at_most(1),
-        "the ratio is clipped below 1 minus this; under loss: gmpo, below exp of minus this",
+        "the ratio is clipped below 1 minus this; under loss: gmpo, below exp of minus this; under "
+        "dppo_tv and dppo_kl the largest divergence of a token that becomes less likely",
     ] = 0.2
     clip_high: Annotated[
         float,
         above(0),
-        "the ratio is clipped above 1 plus this; under loss: gmpo, above exp of this",
+        "the ratio is clipped above 1 plus this; under loss: gmpo, above exp of this; under "
+        "dppo_tv and dppo_kl the largest divergence of a token that becomes more likely",
     ] = 0.2
     dynamic_sampling: Annotated[
         bool, "sample other prompts in place of those whose completions all have the same reward"
