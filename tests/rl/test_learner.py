@@ -14,6 +14,7 @@ from torch import Tensor
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Objective, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
+from isobit.rl.algorithm.objective import AGGREGATIONS
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.packing import pack
@@ -84,6 +85,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
         scale = {
             "token_mean": 1 / num_tokens,
             "sequence_mean": 1 / len(samples) / len(terms),
+            "sequence_sum": 1 / len(samples),
             "constant": 1 / len(samples) / 5,
         }
         loss = loss + sum(terms) * scale[objective.loss_aggregation]
@@ -96,7 +98,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-5), ("fp8", 0.1)])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_do_not_depend_on_the_split(
     precision: str, bound: float, aggregation: str
 ) -> None:

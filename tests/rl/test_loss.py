@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.rl import Objective
 from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import clip, kl_penalty, token_weights
-from isobit.rl.algorithm.objective import KL_ESTIMATORS
+from isobit.rl.algorithm.objective import AGGREGATIONS, KL_ESTIMATORS
 from tests.rl.helpers import loss_inputs, policy_loss
 
 LOW, HIGH = 0.2, 0.28
@@ -136,7 +136,7 @@ def test_kl_stays_finite_for_extreme_differences(estimator: str) -> None:
     assert torch.isfinite(policy.grad).all()
 
 
-def test_token_weights_are_the_three_averages() -> None:
+def test_token_weights_are_the_four_averages() -> None:
     lengths = [3, 1, 0, 4]
     per_token = f64(*range(1, 9))
     sequence = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3])
@@ -147,10 +147,11 @@ def test_token_weights_are_the_three_averages() -> None:
 
     assert loss("token_mean") == pytest.approx(36 / 8)
     assert loss("sequence_mean") == pytest.approx((2 + 4 + 0 + 6.5) / 4)
+    assert loss("sequence_sum") == pytest.approx((6 + 4 + 0 + 26) / 4)
     assert loss("constant") == pytest.approx(36 / (4 * 10))
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_no_tokens_are_no_error(aggregation: str) -> None:
     assert token_weights([], aggregation, 10) == []
     assert all(math.isfinite(w) for w in token_weights([0, 0], aggregation, 10))

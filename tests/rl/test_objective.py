@@ -25,6 +25,7 @@ def test_presets_are_the_papers() -> None:
         "rloo": ("rloo", "sequence_mean", 0.2, 0.2),
         "dapo": ("grpo", "token_mean", 0.2, 0.28),
         "gspo": ("grpo", "sequence_mean", 3e-4, 4e-4),
+        "luspo": ("grpo", "sequence_sum", 2e-3, 2.5e-3),
         "cispo": ("grpo", "token_mean", 1.0, 4.0),
         "sapo": ("grpo", "sequence_mean", 0.2, 0.2),
         "gmpo": ("grpo", "sequence_mean", 0.4, 0.4),
@@ -39,6 +40,7 @@ def test_presets_are_the_papers() -> None:
     assert {name: o.ratio for name, o in OBJECTIVES.items() if o.ratio != "token"} == {
         "rloo": "sequence_sum",
         "gspo": "sequence",
+        "luspo": "sequence",
     }
     assert {name: o.loss for name, o in OBJECTIVES.items() if o.loss != "clip"} == {
         "cispo": "cispo",

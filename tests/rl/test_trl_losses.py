@@ -162,6 +162,34 @@ def test_extreme_log_ratios_leave_gmpo_finite() -> None:
     assert torch.isfinite(gradient).all()
 
 
+def luspo(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """arXiv 2602.05261: GSPO's clipped loss of a sequence times its length, the mean over
+    sequences; the ratio as the root of a product, a token after the other."""
+    losses = []
+    for row, before, advantage, there in zip(policy, old, advantages, mask, strict=True):
+        product, length = torch.ones((), dtype=torch.float64), int(there.sum())
+        for t in range(length):
+            product = product * torch.exp(row[t] - before[t])
+        ratio = product ** (1 / max(length, 1))
+        bounded = ratio.clamp(1 - 2e-3, 1 + 2.5e-3)
+        losses.append(-length * torch.minimum(ratio * advantage, bounded * advantage).sum())
+    return torch.stack(losses).mean()
+
+
+@needs_trl
+def test_luspo_is_trls() -> None:
+    given = {"importance_sampling_level": "sequence", "epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
+    assert equal(ours("luspo"), trl_loss(*case(), loss_type="luspo", **given))
+
+
+def test_luspo_is_its_formula() -> None:
+    """The controls: GSPO, which does not count the length, and ratios of tokens."""
+    expected = restated(luspo)
+    assert equal(ours("luspo"), expected)
+    assert not equal(ours("luspo", loss_aggregation="sequence_mean"), expected)
+    assert not equal(ours("luspo", ratio="token"), expected)
+
+
 def dppo(kind: str, low: float, high: float) -> Callable[..., Tensor]:
     """arXiv 2602.04879: the sum of M·ratio·A over tokens, here divided as Dr. GRPO does; M is 0
     where A > 0, ratio > 1 and D > high, and where A < 0, ratio < 1 and D > low; a token after the

@@ -275,12 +275,16 @@ def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int)
     the trained tokens of each.
 
     token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences
-    (GRPO). constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). An empty completion has no
-    tokens, but counts as a sequence.
+    (GRPO). sequence_sum: 1 / sequences, the sum over a sequence, then the mean over sequences
+    (LUSPO, 2026, arXiv 2602.05261: GSPO's loss of a sequence times its length). constant: 1 /
+    (sequences · max_new_tokens) (Dr. GRPO). An empty completion has no tokens, but counts as a
+    sequence.
     """
     if aggregation == "token_mean":
         return [1.0 / max(sum(lengths), 1)] * len(lengths)
     if aggregation == "constant":
         return [1.0 / (max(len(lengths), 1) * max_new_tokens)] * len(lengths)
+    if aggregation == "sequence_sum":
+        return [1.0 / max(len(lengths), 1)] * len(lengths)
     assert aggregation == "sequence_mean"
     return [1.0 / (len(lengths) * max(length, 1)) for length in lengths]

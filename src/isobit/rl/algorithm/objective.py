@@ -18,7 +18,7 @@ LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl"
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl")
 """Losses that define their ratio: no `ratio` but of tokens beside them."""
 RATIOS = ("token", "sequence", "sequence_sum")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
 _DPPO = {
     "advantage": "dr_grpo",
@@ -31,6 +31,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo", "ratio": "sequence_sum"},
     "dapo": {"loss_aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "luspo": {
+        "ratio": "sequence",
+        "loss_aggregation": "sequence_sum",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+    },
     "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo"},
     "gmpo": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
@@ -43,8 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
-as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no
-lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Qi et al.
+as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; LUSPO 2026; MiniMax 2025, whose ratio has
+no lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Qi et al.
 2026, as their own script has it: bounds around the policy that sampled; Hu et al. 2025, as verl
 averages it."""
 
@@ -61,8 +67,8 @@ Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 class Objective:
     """The objective. `preset` sets every key that is not given; the defaults are those of grpo.
 
-    loss_aggregation: the mean over tokens, over sequences, or a sum over tokens divided by
-    `max_new_tokens` (constant). clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 +
+    loss_aggregation: the mean over tokens, over sequences, over sequences of the sum over tokens,
+    or that divided by `max_new_tokens` (constant). clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 +
     clip_high. correction: weights and rejection where the policy that sampled differs from the
     learner's (`correction_rule.py`); recompute_old_logprobs: whether the learner computes the
     log-probabilities of the weights that sampled, before it changes them, or the rollout's own
@@ -111,8 +117,8 @@ class Objective:
     loss_aggregation: Annotated[
         str,
         OneOf(AGGREGATIONS),
-        "the mean over tokens, the mean over completions, or the sum over tokens divided by "
-        "max_new_tokens (constant)",
+        "the mean over tokens, the mean over completions of the mean or the sum over their tokens, "
+        "or that sum divided by max_new_tokens (constant)",
     ] = "sequence_mean"
     clip_low: Annotated[
         float,
