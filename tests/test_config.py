@@ -89,6 +89,11 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm={preset: gmpo, dual_clip: 3}", "gmpo has no such clip"),
         ("algorithm={preset: gmpo, ratio: sequence}", "has no meaning under loss: gmpo"),
         ("algorithm={loss: dppo_kl, ratio: sequence_sum}", "has no meaning under loss: dppo_kl"),
+        ("algorithm={advantage: maxrl, overlong_buffer: 2}", "maxrl needs rewards of 0 and more"),
+        (
+            "algorithm={advantage: maxrl, kl_coefficient: 0.1, kl_in_reward: true}",
+            "maxrl needs rewards of 0 and more",
+        ),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),
         ("algorithm.correction={}", "an empty correction"),

@@ -24,7 +24,7 @@ KEYS = set(
     )
 )
 NONE = ("no counterpart", "always on")
-NOT_KEYS = {"remax", "opo", "grpo_passk", "tis", "seq_sum_k1"}  # values in a column of keys
+NOT_KEYS = {"remax", "grpo_passk", "tis", "seq_sum_k1"}  # values in a column of keys
 ALSO = {  # a name whose values lead to several keys, and rows that say so
     "loss_type": ("algorithm.loss_aggregation",),
     "scale_rewards": ("algorithm.advantage",),

@@ -120,7 +120,6 @@ def test_every_row_is_of_a_setting_that_exists(trainer: str) -> None:
     page = [*on_page(PAGES[trainer], "Options"), *on_page(PAGES[trainer], "Not there")]
     values = {
         "remax",
-        "opo",
         "grpo_passk",
         "gspo",
         "cispo",

@@ -99,6 +99,7 @@ def test_reward_rises(tmp_path: Path, base_model: Path) -> None:
         "algorithm={preset: gspo, updates_per_batch: 2}",
         "algorithm={preset: cispo, updates_per_batch: 2}",
         "algorithm={preset: dppo_tv, updates_per_batch: 2}",
+        "algorithm={preset: luspo, advantage: maxrl, updates_per_batch: 2}",
         "algorithm={preset: reinforce_pp, dual_clip: 3}",
         "algorithm={preset: rloo, updates_per_batch: 2, epochs: 2}",
         "algorithm={preset: dr_grpo, kl_coefficient: 0.1}",

@@ -183,11 +183,16 @@ def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) 
 
 
 def _check_loss(algorithm: Objective) -> None:
-    """Raise IsobitError where a part of the objective has no meaning beside its loss."""
+    """Raise IsobitError where a part of the objective has no meaning beside its loss or advantage."""
     if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
         raise IsobitError(
             f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
             "clip: leave one of them out"
+        )
+    if algorithm.advantage == "maxrl" and (algorithm.kl_in_reward or algorithm.overlong_buffer):
+        raise IsobitError(
+            "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
+            "overlong_buffer can make less: leave one of them out"
         )
     if algorithm.loss in OWN_RATIO and algorithm.ratio != "token":
         raise IsobitError(

@@ -1,5 +1,5 @@
-"""Advantages of completions from the rewards of their group (GRPO, Dr. GRPO, RLOO); which groups
-teach anything.
+"""Advantages of completions from the rewards of their group (GRPO, Dr. GRPO, RLOO, OPO, MaxRL);
+which groups teach anything.
 
 An advantage is a function of `AdvantageInputs`: those here, those of tokens
 (`token_advantages.py`), and a user's own (`functions.py`). An unscored completion (reward None) has
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from isobit.errors import IsobitError
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group
 
@@ -56,10 +57,20 @@ def grpo(inputs: AdvantageInputs) -> Advantages:
     sample's standard deviation (n - 1), as the field's trainers take it."""
 
     def factor(scored: Sequence[float], mean: float) -> float:
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1))
-        return 1.0 / (deviation + _EPS)
+        return 1.0 / (_deviation(scored, mean) + _EPS)
 
     return [_centred(row, factor) for row in inputs.totals()]
+
+
+def grpo_batch(inputs: AdvantageInputs) -> Advantages:
+    """(r - mean of the group) / (std over all groups of the step + 1e-6): easy and hard prompts
+    weigh alike (TRL's `scale_rewards="batch"`; Liu et al. 2025, arXiv 2508.08221)."""
+    totals = inputs.totals()
+    scored = [reward for row in totals for reward in row if reward is not None]
+    if not has_spread(scored):
+        return [[None if reward is None else 0.0 for reward in row] for row in totals]
+    scale = 1.0 / (_deviation(scored, math.fsum(scored) / len(scored)) + _EPS)
+    return [_centred(row, lambda of_group, mean: scale) for row in totals]
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Advantages:
@@ -74,6 +85,40 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
         _centred(row, lambda scored, mean: len(scored) / (len(scored) - 1))
         for row in inputs.totals()
     ]
+
+
+def opo(inputs: AdvantageInputs) -> Advantages:
+    """r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where the
+    squared gradient of a completion grows with its length (Hao et al. 2025, arXiv 2505.23585)."""
+    found: list[list[float | None]] = []
+    for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
+        lengths = [len(taken) for taken in penalties]
+        scored = [(n, r) for n, r in zip(lengths, row, strict=True) if r is not None]
+        tokens = sum(n for n, _ in scored)
+        if not has_spread(row) or not tokens:
+            found.append([None if reward is None else 0.0 for reward in row])
+            continue
+        baseline = math.fsum(n * r for n, r in scored) / tokens
+        found.append([None if reward is None else reward - baseline for reward in row])
+    return found
+
+
+def maxrl(inputs: AdvantageInputs) -> Advantages:
+    """(r - mean) / mean, 0 in a group without a success (Tajwar et al. 2026, arXiv 2602.02710): of
+    a group of n rewards 0 and 1 the gradient is, in the mean, that of the log-likelihood of a
+    success to order n - 1 in the chance of failure. Raises IsobitError for a reward below 0."""
+    totals = inputs.totals()
+    least = min((r for row in totals for r in row if r is not None), default=0.0)
+    if least < 0:
+        raise IsobitError(
+            f"algorithm.advantage: maxrl divides by the mean reward of a group: expected rewards "
+            f"of 0 and more, got {least:.6g}"
+        )
+    return [_centred(row, lambda scored, mean: 1.0 / mean) for row in totals]
+
+
+def _deviation(values: Sequence[float], mean: float) -> float:
+    return math.sqrt(math.fsum((r - mean) ** 2 for r in values) / (len(values) - 1))
 
 
 def _centred(

@@ -28,6 +28,9 @@ from isobit.rl.algorithm.advantages import (
     Advantages,
     dr_grpo,
     grpo,
+    grpo_batch,
+    maxrl,
+    opo,
     rloo,
 )
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
@@ -36,8 +39,11 @@ from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_base
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
+    "grpo_batch": grpo_batch,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "opo": opo,
+    "maxrl": maxrl,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }

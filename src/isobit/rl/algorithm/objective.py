@@ -13,7 +13,10 @@ from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
 
-ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGE_KINDS = (
+    *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
+    *("reinforce_pp", "reinforce_pp_baseline"),
+)
 LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl")
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl")
 """Losses that define their ratio: no `ratio` but of tokens beside them."""
@@ -80,7 +83,9 @@ class Objective:
     ] = "grpo"
     advantage: Annotated[
         Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
-        "by name, or your own: path/to/file.py:function",
+        "by name, or your own: path/to/file.py:function. grpo_batch: over the deviation of all "
+        "rewards of a step; opo: less the mean by length; maxrl: over the mean of the group, of "
+        "rewards of 0 and more",
     ] = "grpo"
     discount: Annotated[
         float,
