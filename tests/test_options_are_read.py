@@ -120,7 +120,8 @@ RUNS = (
     ("adapter={rank: 2, targets: [q_proj]}",),
     ("optimizer={name: muon}", "serve.port=0"),
     (
-        "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1}",
+        "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "
+        "off_policy_mask_threshold: 0.1}",
         "optimizer={schedule: cosine, warmup_steps: 1}",
     ),
 )

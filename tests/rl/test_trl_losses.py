@@ -2,6 +2,7 @@
 padded batches in float64, and TRL 1.16's own code where trl is installed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,16 @@ from torch import Tensor
 
 from isobit.rl import OBJECTIVES, ResolvedObjective
 from isobit.rl.algorithm.functions import weighted_sum
-from isobit.rl.algorithm.loss import LOSSES, token_weights
-from tests.rl.helpers import loss_inputs
+from isobit.rl.algorithm.loss import LOSSES, token_weights, without_off_policy
+from tests.models import tiny_model
+from tests.rl.helpers import (
+    alternating,
+    distance,
+    gradients,
+    loss_inputs,
+    make_learner,
+    roll_out,
+)
 from tests.rl.test_sources import LENGTHS, generator, padded
 from tests.rl.trl_loss import needs_trl, trl_loss
 
@@ -30,8 +39,14 @@ def case(spread: float = 0.6) -> Case:
     return policy, old, torch.randn(len(LENGTHS), generator=generator(4), dtype=torch.float64)
 
 
-def ours(preset: str, **changed: Any) -> Found:
-    """Loss and gradient of a preset, some of its parts `changed`."""
+def rollout(old: Tensor) -> Tensor:
+    """Of an engine that is not the learner."""
+    return old + 0.3 * torch.randn(len(old), generator=generator(5), dtype=torch.float64)
+
+
+def ours(preset: str, sampled: Callable[[Tensor], Tensor] = rollout, **changed: Any) -> Found:
+    """Loss and gradient of a preset, some of its parts `changed`; `sampled`: the rollout's
+    log-probabilities by the old ones."""
     policy, old, advantages = case()
     objective = ResolvedObjective.of(OBJECTIVES[preset], **changed)
     weights = torch.tensor(
@@ -42,10 +57,11 @@ def ours(preset: str, **changed: Any) -> Found:
         old,
         advantages.repeat_interleave(COUNTS),
         objective,
+        rollout_logprobs=sampled(old),
         token_weights=weights.repeat_interleave(COUNTS),
         sequence=torch.arange(len(LENGTHS)).repeat_interleave(COUNTS),
     )
-    total = weighted_sum(LOSSES[objective.loss](inputs), inputs)
+    total = weighted_sum(without_off_policy(LOSSES[objective.loss](inputs), inputs), inputs)
     (gradient,) = torch.autograd.grad(total, policy)
     return total.detach(), gradient
 
@@ -265,3 +281,57 @@ def test_dppo_bounds_what_a_token_moves_and_not_its_ratio(kind: str) -> None:
     clipped = LOSSES["clip"](inputs)
     assert clipped.clipped is not None
     assert clipped.clipped.tolist()[:1] == [True]
+
+
+def off_policy(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """arXiv 2512.02556, section 3.1: GRPO's loss, times 0 for a sequence with A < 0 and a mean of
+    log rollout - log policy above 0.25; sequence by sequence."""
+    sampled, losses = padded(rollout(case()[1]))[0], []
+    for i, there in enumerate(mask):
+        length = int(there.sum())
+        ratio = torch.exp(policy[i] - old[i])
+        surrogate = torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
+        left = float((sampled[i] - policy[i].detach())[:length].sum()) / max(length, 1)
+        kept = 0.0 if float(advantages[i]) < 0 and left > 0.25 else 1.0
+        losses.append(-kept * surrogate[:length].sum() / max(length, 1))
+    return torch.stack(losses).mean()
+
+
+@needs_trl
+def test_the_off_policy_mask_is_trls() -> None:
+    policy, old, advantages = case()
+    given = {"rollout": rollout(old), "off_policy_mask_threshold": 0.25, "loss_type": "grpo"}
+    theirs = trl_loss(policy, old, advantages, **given)
+    assert equal(ours("grpo", off_policy_mask_threshold=0.25), theirs)
+
+
+def test_the_off_policy_mask_is_its_formula() -> None:
+    """The controls: no mask, another threshold, and the old policy in place of the rollout's."""
+    expected = restated(off_policy)
+    assert equal(ours("grpo", off_policy_mask_threshold=0.25), expected)
+    assert not equal(ours("grpo"), expected)
+    for threshold in (0.1, 0.4):
+        assert not equal(ours("grpo", off_policy_mask_threshold=threshold), expected)
+    assert not equal(ours("grpo", lambda old: old, off_policy_mask_threshold=0.25), expected)
+
+
+def test_the_learner_leaves_out_the_sequences_that_the_mask_does() -> None:
+    """Their gradient is that of no advantage, as if the rollout had taken their tokens for much
+    likelier than the policy does; what a sequence with a positive advantage has stays. The control
+    is a threshold that none reaches."""
+    model = tiny_model("float32", scale=8)
+    samples = [
+        replace(s, rollout_logprobs=tuple(x + (0.5 if i % 3 else 0.0) for x in s.rollout_logprobs))
+        for i, s in enumerate(roll_out(model))
+    ]
+    advantages = alternating(samples)
+    left_out = [0.0 if a < 0 and i % 3 else a for i, a in enumerate(advantages)]
+    assert 0 < sum(a != b for a, b in zip(advantages, left_out)) < sum(a < 0 for a in advantages)
+
+    def gradient(threshold: float | None, given: list[float]) -> dict[str, Tensor]:
+        objective = ResolvedObjective(loss="reinforce", off_policy_mask_threshold=threshold)
+        return gradients(make_learner(model, objective), samples, given)
+
+    wanted = gradient(None, left_out)
+    assert distance(gradient(0.3, advantages), wanted) < 1e-6
+    assert distance(gradient(0.7, advantages), wanted) > 0.05

@@ -20,11 +20,11 @@ def trl_loss(
 ) -> tuple[Tensor, Tensor]:
     """`_compute_loss` of GRPOTrainer or GMPOTrainer, and its gradient by `policy` [tokens]; a
     number of `advantages` for each token, or one for each sequence. given: attributes of the
-    trainer; `args`: of its settings; `reference`: log-probabilities [tokens]."""
+    trainer; `args`: of its settings; `reference`, `rollout`: log-probabilities [tokens]."""
     rows, mask = padded(policy)
     per_token = advantages.shape == policy.shape
     settings = {"use_bias_correction_kl": True, "delta": None, "steps_per_generation": 1}
-    reference = given.pop("reference", None)
+    reference, rollout = given.pop("reference", None), given.pop("rollout", None)
     attributes = {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (rows, torch.zeros_like(mask), None),
         "accelerator": SimpleNamespace(
@@ -55,6 +55,8 @@ def trl_loss(
         "ref_per_token_logps": None if reference is None else padded(reference)[0],
         "num_items_in_batch": mask.sum(),
     }
+    if rollout is not None:
+        inputs["sampling_per_token_logps"] = padded(rollout)[0]
     if trainer == "grpo":
         from trl.trainer.grpo_trainer import GRPOTrainer as Trainer
     else:

@@ -123,7 +123,7 @@ _NAMES = {
 
 _NONE = (
     "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
-    "max_rollout_turns mask_truncated_completions top_entropy_quantile off_policy_mask_threshold "
+    "max_rollout_turns mask_truncated_completions top_entropy_quantile "
     "use_vllm vllm_mode entropy_coeff tensor_model_parallel_size overlong_filtering reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
     "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "

@@ -38,8 +38,8 @@ METRICS: dict[str, str] = {
     "learning_rate": "learning rate of this step",
     "entropy": "mean entropy of the policy's distribution per completion token that the learner "
     "computes, in nats",
-    "clip_fraction": "completion tokens whose gradient the clip of the loss cuts off; none "
-    "where the advantage is 0",
+    "clip_fraction": "completion tokens whose gradient the clip of the loss or the off-policy mask "
+    "cuts off; none where the advantage is 0",
     "groups/zero_spread_fraction": "groups whose scored rewards are all equal: nothing to learn "
     "from",
     "advantage/nonzero_fraction": "samples learned from whose advantage is not 0; where it "

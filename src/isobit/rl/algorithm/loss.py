@@ -8,7 +8,7 @@ micro-batches. Left out: where log-probabilities come from (`learner/learner.py`
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -190,6 +190,20 @@ def ratios(inputs: LossInputs) -> Tensor:
     """
     log_ratio = _log_ratio(inputs)
     return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+
+
+def without_off_policy(outputs: LossOutputs, inputs: LossInputs) -> LossOutputs:
+    """Without the loss of tokens with a negative advantage whose sequence the policy has left: the
+    mean over it of log rollout - log policy is above `off_policy_mask_threshold`, if there is one
+    (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, section 3.1, off-policy sequence masking, as
+    TRL's `off_policy_mask_threshold`). They count as clipped; a KL penalty stays."""
+    threshold = inputs.settings.off_policy_mask_threshold
+    if threshold is None:
+        return outputs
+    left = _over_sequence(inputs.rollout_logprobs - inputs.policy_logprobs.detach(), inputs)
+    out = (inputs.advantages < 0) & (left > threshold)
+    clipped = out if outputs.clipped is None else outputs.clipped | out
+    return replace(outputs, loss=torch.where(out, 0.0, outputs.loss), clipped=clipped)
 
 
 def _bounded(ratio: Tensor, inputs: LossInputs) -> Tensor:

@@ -138,6 +138,12 @@ class Objective:
         "the ratio is clipped above 1 plus this; under loss: gmpo, above exp of this; under "
         "dppo_tv and dppo_kl the largest divergence of a token that becomes more likely",
     ] = 0.2
+    off_policy_mask_threshold: Annotated[
+        float | None,
+        above(0),
+        "no loss of tokens with a negative advantage in a sequence whose mean of log rollout minus "
+        "log policy is above this (DeepSeek-V3.2), under any loss; default: none",
+    ] = None
     dynamic_sampling: Annotated[
         bool, "sample other prompts in place of those whose completions all have the same reward"
     ] = False

@@ -24,7 +24,7 @@ from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost
 from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.weights.checksums import checksums, first_difference
 from isobit.rl.algorithm.functions import weighted_sum
-from isobit.rl.algorithm.loss import LossFunction, kl_in_loss
+from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_policy
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.batch import OptimizerBatch
 from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
@@ -204,7 +204,7 @@ class Differentiation:
         found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
-        outputs = self.loss(inputs)
+        outputs = without_off_policy(self.loss(inputs), inputs)
         loss = total = weighted_sum(outputs, inputs)
         if found.tape is not None and objective.router_aux_coefficient > 0:
             probabilities = summed(found.tape)
