@@ -40,7 +40,9 @@ def poisoned(tmp_path: Path) -> Path:
 def test_workers_trackers_and_cages_run_none_of_it(
     tmp_path: Path, poisoned: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "tests": ["assert True"]}\n' * 4)
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "1+1=", "tests": ["assert f(1) == 1"]}\n' * 4
+    )
     code = {"function": "code", "options": {"column": "tests"}}
     config = load_config(
         write_config(
