@@ -117,7 +117,7 @@ RUNS = (
         "algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, "
         "decoupled_rewards: true}",
     ),
-    ("adapter={rank: 2, targets: [q_proj]}",),
+    ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
     ("optimizer={name: muon}", "serve.port=0"),
     (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "

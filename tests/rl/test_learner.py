@@ -43,6 +43,10 @@ def written_out_loss(
     if objective.loss == "gmpo":
         most = log_ratios.clamp(max=high) if advantage > 0 else log_ratios.clamp(min=-low)
         return [-torch.exp(most.mean()) * advantage] * len(olds)
+    if objective.loss == "vespo":
+        w, i = float(log_ratios.detach().sum().exp()), 0 if advantage >= 0 else 1
+        k, rate = objective.vespo_k[i], objective.vespo_lambda[i]
+        return [-(w**k) * math.exp(rate * (1 - w)) * advantage * logprob for logprob in logprobs]
     for logprob, old in zip(logprobs, olds):
         ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
         bounded = ratio.clamp(1 - low, 1 + high)

@@ -31,6 +31,7 @@ def test_presets_are_the_papers() -> None:
         "gmpo": ("grpo", "sequence_mean", 0.4, 0.4),
         "dppo_tv": ("dr_grpo", "constant", 0.15, 0.15),
         "dppo_kl": ("dr_grpo", "constant", 0.05, 0.05),
+        "vespo": ("grpo", "token_mean", 0.2, 0.2),
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
         "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
@@ -48,10 +49,12 @@ def test_presets_are_the_papers() -> None:
         "gmpo": "gmpo",
         "dppo_tv": "dppo_tv",
         "dppo_kl": "dppo_kl",
+        "vespo": "vespo",
     }
     assert [n for n, o in OBJECTIVES.items() if o.recompute_old_logprobs == "never"] == [
         "dppo_tv",
         "dppo_kl",
+        "vespo",
     ]
     for objective in OBJECTIVES.values():
         assert objective.advantage in ADVANTAGE_KINDS

@@ -1,6 +1,7 @@
 """Losses by name against their sources, off policy, value and gradient: their formula restated on
 padded batches in float64, and TRL 1.16's own code where trl is installed."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -169,15 +170,6 @@ def test_gmpo_says_which_tokens_are_clipped_and_gives_them_no_gradient() -> None
     assert torch.equal(gradient == 0, expected)
 
 
-def test_extreme_log_ratios_leave_gmpo_finite() -> None:
-    policy = torch.tensor([0.0, -200.0, 0.0], requires_grad=True)
-    old, advantages = torch.tensor([-200.0, 0.0, -200.0]), torch.tensor([-1.0, -1.0, -1.0])
-    found = LOSSES["gmpo"](loss_inputs(policy, old, advantages, OBJECTIVES["gmpo"])).loss
-    (gradient,) = torch.autograd.grad(found.sum(), policy)
-    assert torch.isfinite(found).all()
-    assert torch.isfinite(gradient).all()
-
-
 def luspo(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """arXiv 2602.05261: GSPO's clipped loss of a sequence times its length, the mean over
     sequences; the ratio as the root of a product, a token after the other."""
@@ -281,6 +273,49 @@ def test_dppo_bounds_what_a_token_moves_and_not_its_ratio(kind: str) -> None:
     clipped = LOSSES["clip"](inputs)
     assert clipped.clipped is not None
     assert clipped.clipped.tolist()[:1] == [True]
+
+
+def vespo(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """arXiv 2602.10693: φ(W)·A·log π, no gradient through φ(W) = W^k·exp(λ·(1 - W)), W the product
+    of the ratios, a token after the other; the mean over tokens."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, before, advantage, there in zip(policy, old, advantages, mask, strict=True):
+        ratio, length = 1.0, int(there.sum())
+        for t in range(length):
+            ratio *= float(torch.exp(row[t].detach() - before[t]))
+        k, rate = (2.0, 3.0) if float(advantage) >= 0 else (3.0, 2.0)
+        weight = ratio**k * math.exp(rate * (1 - ratio))
+        total = total - weight * float(advantage) * row[:length].sum()
+    return total / mask.sum()
+
+
+@needs_trl
+def test_vespo_is_trls() -> None:
+    names = ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")
+    shape = dict(zip(names, (2.0, 3.0, 3.0, 2.0), strict=True))
+    assert equal(ours("vespo"), trl_loss(*case(), loss_type="vespo", args=shape))
+
+
+def test_vespo_is_its_formula() -> None:
+    """The controls: one shape for both signs, and no weight at all."""
+    expected = restated(vespo)
+    assert equal(ours("vespo"), expected)
+    assert not equal(ours("vespo", vespo_k=(2.0, 2.0)), expected)
+    assert not equal(ours("vespo", vespo_lambda=(3.0, 3.0)), expected)
+    assert not equal(ours("vespo", loss="reinforce"), expected)
+
+
+@pytest.mark.parametrize("kind", ["sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_extreme_ratios_leave_every_loss_finite(kind: str, advantage: float) -> None:
+    policy = torch.tensor([0.0, -200.0, 0.0], requires_grad=True)
+    old, advantages = torch.tensor([-200.0, 0.0, -200.0]), torch.full((3,), advantage)
+    for sequence in ([0, 0, 0], [0, 1, 2]):
+        given = {"sequence": torch.tensor(sequence)}
+        found = LOSSES[kind](loss_inputs(policy, old, advantages, OBJECTIVES[kind], **given)).loss
+        (gradient,) = torch.autograd.grad(found.sum(), policy)
+        assert torch.isfinite(found).all()
+        assert torch.isfinite(gradient).all()
 
 
 def off_policy(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def trl_loss(
         from trl.trainer.grpo_trainer import GRPOTrainer as Trainer
     else:
         from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer as Trainer
-    own = SimpleNamespace(**attributes | given, get_off_policy_mask=Trainer.get_off_policy_mask)
+    static = {name: getattr(Trainer, name) for name in ("get_off_policy_mask", "get_gamma_weights")}
+    own = SimpleNamespace(**attributes | given | static)
     total = Trainer._compute_loss(own, None, inputs)
     (gradient,) = torch.autograd.grad(total, policy)
     return total.detach(), gradient

@@ -61,6 +61,8 @@ _NAMES = {
     "algorithm.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
     "algorithm.dual_clip": "delta clip_ratio_c ratio_clip_c",
     "algorithm.sapo_temperatures": "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg",
+    "algorithm.vespo_k": "vespo_k_pos vespo_k_neg",
+    "algorithm.vespo_lambda": "vespo_lambda_pos vespo_lambda_neg",
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss "
     "reference_policy_kl_penalty init_kl_coef",
     "algorithm.kl_estimator": "kl_loss_type kl_penalty reference_policy_kl_type "
@@ -131,7 +133,7 @@ _NONE = (
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
     "chat_template_kwargs max_tool_calling_iterations "
-    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef use_adaptive_entropy "
+    "entropy_coef use_adaptive_entropy "
     "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "

@@ -20,6 +20,7 @@ _LOG_RATIO_LIMIT = (
 )
 _SEQUENCE_LIMIT = 10.0  # verl's, of the mean log ratio of a sequence
 _LEAST_OTHERS = 1e-8  # verl's, of the probability of all other tokens, under dppo_kl
+_LEAST_RATIO = 1e-8  # TRL's, of a whole sequence, under vespo
 _LOW_VARIANCE_LIMIT = 10.0  # verl's and NeMo RL's, of a token's KL
 
 
@@ -162,6 +163,23 @@ def _within(inputs: LossInputs, moved: Tensor, divergence: Tensor) -> LossOutput
     return LossOutputs(-torch.where(clipped, 0.0, ratio) * inputs.advantages, clipped)
 
 
+def vespo(inputs: LossInputs) -> LossOutputs:
+    """-φ(w)·A·log policy, no gradient through φ(w) = w^k·exp(λ·(1 - w)), w the ratio of the whole
+    sequence, the product over its tokens: a soft weight, 1 at w = 1, by `vespo_k` and
+    `vespo_lambda` (VESPO, 2026, arXiv 2602.10693; with TRL's bounds: the log of a token's ratio
+    within ±20, w from 1e-8 to exp(20))."""
+    (k_rise, k_fall), (l_rise, l_fall) = (
+        map(inputs.advantages.new_tensor, pair)
+        for pair in (inputs.settings.vespo_k, inputs.settings.vespo_lambda)
+    )
+    up = inputs.advantages >= 0
+    k, rate = torch.where(up, k_rise, k_fall), torch.where(up, l_rise, l_fall)
+    total = _sum_over_sequence(_token_log_ratio(inputs).detach(), inputs)
+    log_ratio = total.clamp(math.log(_LEAST_RATIO), _LOG_RATIO_LIMIT)
+    weight = torch.exp(rate + k * log_ratio - rate * torch.exp(log_ratio))
+    return LossOutputs(-weight * inputs.advantages * inputs.policy_logprobs)
+
+
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
     """-log policy, of given tokens: supervised training's, which knows no advantage."""
     return LossOutputs(-inputs.policy_logprobs)
@@ -175,6 +193,7 @@ LOSSES: dict[str, LossFunction] = {
     "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "vespo": vespo,
 }
 
 
@@ -215,26 +234,27 @@ def _token_log_ratio(inputs: LossInputs) -> Tensor:
     return difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
-def _over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
-    """The mean of a token's sequence, [T]."""
+def _sum_over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
+    """The sum of a token's sequence, [T]."""
     sequence = inputs.sequence
     count = int(sequence.max()) + 1 if sequence.numel() else 0
-    tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
-    total = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
-    return (total / tokens)[sequence]
+    return torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)[sequence]
+
+
+def _over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
+    """The mean of a token's sequence, [T]."""
+    return _sum_over_sequence(values, inputs) / torch.bincount(inputs.sequence)[inputs.sequence]
 
 
 def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
     """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else
     the mean's."""
-    policy, sequence = inputs.policy_logprobs, inputs.sequence
+    policy = inputs.policy_logprobs
     difference = policy - inputs.old_logprobs
     if inputs.settings.ratio == "token":
         return difference
     if inputs.settings.ratio == "sequence_sum":
-        count = int(sequence.max()) + 1 if sequence.numel() else 0
-        none = torch.zeros(count, dtype=policy.dtype)
-        return none.index_add(0, sequence, difference)[sequence]
+        return _sum_over_sequence(difference, inputs)
     assert inputs.settings.ratio == "sequence"
     if not own_gradient:
         return _over_sequence(difference, inputs)

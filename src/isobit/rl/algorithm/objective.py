@@ -17,8 +17,8 @@ ADVANTAGE_KINDS = (
     *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
     *("reinforce_pp", "reinforce_pp_baseline"),
 )
-LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl")
-OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl")
+LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo")
+OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
 """Losses that define their ratio: no `ratio` but of tokens beside them."""
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
@@ -45,6 +45,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
     "dppo_tv": {**_DPPO, "loss": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15},
     "dppo_kl": {**_DPPO, "loss": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05},
+    "vespo": {
+        "loss": "vespo",
+        "loss_aggregation": "token_mean",
+        "recompute_old_logprobs": "never",
+    },
     "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
@@ -54,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024,
 as TRL's RLOOTrainer clips it; Yu et al. 2025; Zheng et al. 2025; LUSPO 2026; MiniMax 2025, whose ratio has
 no lower bound, with the upper one of Khatri et al. 2025; Gao et al. 2025; Zhao et al. 2025; Qi et al.
-2026, as their own script has it: bounds around the policy that sampled; Hu et al. 2025, as verl
+2026, as their own script has it: bounds around the policy that sampled; VESPO 2026, likewise; Hu et al. 2025, as verl
 averages it."""
 
 
@@ -71,11 +76,12 @@ class Objective:
     """The objective. `preset` sets every key that is not given; the defaults are those of grpo.
 
     loss_aggregation: the mean over tokens, over sequences, over sequences of the sum over tokens,
-    or that divided by `max_new_tokens` (constant). clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 +
-    clip_high. correction: weights and rejection where the policy that sampled differs from the
-    learner's (`correction_rule.py`); recompute_old_logprobs: whether the learner computes the
-    log-probabilities of the weights that sampled, before it changes them, or the rollout's own
-    serve. What `auto` becomes for these two depends on the model's precision (`for_precision`).
+    or that divided by `max_new_tokens` (constant). clip_low, clip_high: bounds of the ratio, 1 -
+    clip_low and 1 + clip_high. correction: weights and rejection where the policy that sampled
+    differs from the learner's (`correction_rule.py`); recompute_old_logprobs: whether the learner
+    computes the log-probabilities of the weights that sampled, before it changes them, or the
+    rollout's own serve. What `auto` becomes for these two depends on the model's precision
+    (`for_precision`).
     """
 
     preset: Annotated[
@@ -101,7 +107,7 @@ class Objective:
         "by name, or your own: path/to/file.py:function. reinforce: advantage times "
         "log-probability, without a ratio; sapo: a soft gate in place of the clip; gmpo: the "
         "geometric mean of a sequence's clipped ratios; dppo_tv, dppo_kl: no gradient of tokens "
-        "that leave a region around the old policy",
+        "that leave a region around the old policy; vespo: a soft weight of a whole sequence",
     ] = "clip"
     ratio: Annotated[
         str,
@@ -119,6 +125,15 @@ class Objective:
         "of the gate of loss: sapo, for tokens with a positive advantage and for the others: how "
         "soon it fades as the ratio leaves 1",
     ] = (1.0, 1.05)
+    vespo_k: Annotated[
+        tuple[Annotated[float, at_least(0)], Annotated[float, at_least(0)]],
+        "of loss: vespo, for tokens with an advantage of 0 and more and for the others: the power "
+        "of a sequence's ratio in its weight",
+    ] = (2.0, 3.0)
+    vespo_lambda: Annotated[
+        tuple[Annotated[float, above(0)], Annotated[float, above(0)]],
+        "of loss: vespo, likewise: how soon the weight falls as the ratio grows",
+    ] = (3.0, 2.0)
     loss_aggregation: Annotated[
         str,
         OneOf(AGGREGATIONS),
