@@ -36,7 +36,7 @@ TESTS = (
     "tests/kernels/test_windows.py",
     "tests/kernels/test_stochastic.py", "tests/kernels/test_packed_fp4.py",
     "tests/kernels/test_probabilities.py",
-    "tests/kernels/test_delta.py",
+    "tests/kernels/test_delta.py", "tests/kernels/test_low_rank.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip
 _BUILD = (
