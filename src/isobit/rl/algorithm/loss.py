@@ -214,7 +214,7 @@ def ratios(inputs: LossInputs) -> Tensor:
 def without_off_policy(outputs: LossOutputs, inputs: LossInputs) -> LossOutputs:
     """Without the loss of tokens with a negative advantage whose sequence the policy has left: the
     mean over it of log rollout - log policy is above `off_policy_mask_threshold`, if there is one
-    (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, section 3.1, off-policy sequence masking, as
+    (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking, as
     TRL's `off_policy_mask_threshold`). They count as clipped; a KL penalty stays."""
     threshold = inputs.settings.off_policy_mask_threshold
     if threshold is None:
