@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError
 from isobit.model import RewardModel, Tokenizer
+from isobit.model.text import escape_special
 from isobit.model.text.escape_special import ContentEncoder
 from tests.loaders.cases import CHAT, byte_tokenizer
 
@@ -257,6 +258,13 @@ def test_a_token_inside_another_and_private_characters(
     ids = ContentEncoder(fast).chat(user(text), "escape", render)
     assert fast.decode(ids, skip_special_tokens=False) == render(user(text))
     assert [i for i in ids if i >= bpe.vocab_size] == [fast.token_to_id("<b>")] * 2
+
+
+def test_no_character_of_a_name_hides_another() -> None:
+    """Else it would be taken back for what it hides, in about one process of five hundred."""
+    hiding = set(map(chr, escape_special._PRIVATE))
+    assert hiding
+    assert not hiding & set(escape_special._NAME)
 
 
 def test_tokens_that_a_normalizer_makes_of_text(bpe: Tokenizer) -> None:

@@ -35,8 +35,8 @@ from isobit.errors import IsobitError, brief
 Rule = Literal["escape", "allow", "refuse"]
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]
-_PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing
-_NAME = "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(12))
+_PRIVATE = range(0xE000, 0xF000)  # characters that stand for nothing; names have others
+_NAME = "".join(chr(0xF000 + secrets.randbelow(0x900)) for _ in range(12))
 _PICKS: tuple[Callable[[str], int], ...] = (
     lambda word: 0,
     lambda word: len(word) - 1,
