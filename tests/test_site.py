@@ -184,7 +184,7 @@ def test_it_is_read_and_searched_from_disk(site: Path, opened: Open) -> None:
         assert {before, body.get_attribute("data-md-color-scheme")} == {"default", "slate"}
         seen.page.evaluate("document.querySelector('input.md-search__input').focus()")
         seen.page.locator("input.md-search__input").press_sequentially("token_mult_prob_error")
-        # the results of the words so far come and go while it is typed
-        found = seen.page.locator(".md-search-result__item a[href*='metrics.html']")
-        found.first.wait_for(timeout=60_000)
+        found = seen.page.locator(".md-search-result__item a.md-search-result__link").first
+        found.wait_for(timeout=60_000)
+        assert (site / Path(urlsplit(found.get_attribute("href") or "").path).name).is_file()
     assert not [line for line in seen.said if line.startswith(("error", "request: http"))]
