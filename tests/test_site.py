@@ -186,5 +186,6 @@ def test_it_is_read_and_searched_from_disk(site: Path, opened: Open) -> None:
         seen.page.locator("input.md-search__input").press_sequentially("token_mult_prob_error")
         found = seen.page.locator(".md-search-result__item a.md-search-result__link").first
         found.wait_for(timeout=60_000)
-        assert (site / Path(urlsplit(found.get_attribute("href") or "").path).name).is_file()
+        address = urlsplit(found.get_attribute("href") or "")
+        assert Path(unquote(address.path)).is_file(), address
     assert not [line for line in seen.said if line.startswith(("error", "request: http"))]
