@@ -1,4 +1,5 @@
-"""What mkdocs does besides: every key of docs/config.md gets an anchor, and an entry in the search.
+"""What mkdocs does besides: every key of docs/config.md, and every metric of docs/metrics.md, gets an anchor, and an
+entry in the search.
 
 The tables of keys and metrics are marked, so that a narrow window shows the cells of a row one
 below the other. A page with wide output has no list of contents beside it.
@@ -13,12 +14,14 @@ from typing import Any
 
 QUICK = re.compile(r"^\| ([^|`]+) \| \[`([\w.]+)`\][^|]*\|[^|]*\| (.+) \|$", re.M)
 """A row of docs/quick-reference.md: what it is called, the key, and what it does."""
-ROW = re.compile(r"<tr>\n<td><code>([\w.]+)</code></td>\n(.+?)</tr>", re.S)
+ROW = re.compile(r"<tr>\n<td><code>([\w./*]+)</code></td>\n(.+?)</tr>", re.S)
 BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 CODE_COLUMNS = 90
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
 NAME = re.compile(r"(?<=<code>)[^<]{12,}(?=</code>)")
-STACKED = ("config.md", "metrics.md", "quick-reference.md")
+FOUND = ("config.md", "metrics.md")
+"""Pages of which each row is found."""
+STACKED = (*FOUND, "quick-reference.md")
 QUICK_BOOST = 4.0
 """A key that many people set comes before others that match equally well."""
 
@@ -31,10 +34,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Add an id to each row of a key; of a key that is there twice (`steps`) the second gets `steps-2`."""
+    """Add an id to each row of a key or a metric; of a key that is there twice (`steps`) the second gets `steps-2`."""
     if page.file.src_uri in STACKED:
         content = content.replace("<table>", "<table data-keys>")
-    if page.file.src_uri != "config.md":
+    if page.file.src_uri not in FOUND:
         return content
     seen: dict[str, int] = {}
 
@@ -60,7 +63,7 @@ def _heading(key: str, occurrence: int, content: str) -> str | None:
 
 def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
     """Add the entries, behind the page's own, which the search plugin has made by now."""
-    if page.file.src_uri != "config.md":
+    if page.file.src_uri not in FOUND:
         return
     quick = (Path(config["docs_dir"]) / "quick-reference.md").read_text(encoding="utf-8")
     words = {key: (name, text.replace("`", "")) for name, key, text in QUICK.findall(quick)}
