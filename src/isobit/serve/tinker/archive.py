@@ -20,9 +20,9 @@ from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
 from isobit.serve.state.state import State
+from isobit.serve.tinker.wire import ttl_of
 from isobit.serve.wire import read_fields
 
-SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
 _MOST_LISTED, _BLOCK = 1000, 1 << 18
 
 
@@ -65,9 +65,7 @@ class Archive:
     async def set_ttl(self, request: Request) -> Response:
         """When a checkpoint is dropped; null: never."""
         fields = await read_fields(request, self._gateway.limits)
-        ttl = None
-        if fields.take("ttl_seconds") is not None:
-            ttl = float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
+        ttl = ttl_of(fields)
         fields.finish()
         await in_thread(self._state.set_ttl, request.state.tenant, _name(request), ttl)
         return Response(status_code=204)

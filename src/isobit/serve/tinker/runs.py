@@ -30,6 +30,7 @@ from isobit.serve.state.state import State
 from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
 from isobit.serve.tinker.sessions import Session, Sessions
+from isobit.serve.tinker.wire import number_of
 from isobit.serve.wire import read_fields
 
 ALPHA = 32.0
@@ -148,15 +149,15 @@ class Runs:
         return run
 
     async def ask(
-        self, request: Request, kind: str, work: Callable[[Run, Fields], Awaitable[Response]]
+        self, request: Request, kind: str, work: Callable[[Run, int, Fields], Awaitable[Response]]
     ) -> Response:
-        """A request in JSON: the future's name."""
+        """A request in JSON, which is done with its run and its number: the future's name."""
         fields = await read_fields(request, self._gateway.limits)
         if fields.text("type", kind) != kind:
             raise BadRequest(f"type: expected {kind}", "type")
         run = self.find(request, fields.text("model_id"))
-        number = fields.whole("seq_id", 0, 1, 2**62)
-        return await self.begin(request, run, number, lambda: work(run, fields))
+        number = number_of(fields)
+        return await self.begin(request, run, number, lambda: work(run, number, fields))
 
     async def begin(
         self, request: Request, run: Run, number: int, work: Callable[[], Awaitable[Response]]

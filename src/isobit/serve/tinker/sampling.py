@@ -23,7 +23,7 @@ from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
-from isobit.serve.tinker.wire import PROTOBUF, encoded
+from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
 from isobit.serve.wire import read_fields
 
 _MOST_SAMPLERS, _MOST_AWAKE = 4096, 32
@@ -70,7 +70,7 @@ class Samplers:
         number, it is the same."""
         fields = await read_fields(request, self._gateway.limits)
         session = self._sessions.find(request, fields.text("session_id"))
-        number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
+        number = number_of(fields, "sampling_session_seq_id", 0)
         base, path = fields.text("base_model"), fields.text("model_path")
         if (session.name, number) not in self._numbered:
             self.check_room(session)
@@ -147,7 +147,7 @@ class Samplers:
         """Begin to sample: the future's name, which the sampling client and the request's number
         make."""
         fields = await read_fields(request, self._gateway.limits)
-        name, number = fields.text("sampling_session_id"), fields.whole("seq_id", 0, 0, 2**62)
+        name, number = fields.text("sampling_session_id"), number_of(fields, lowest=0)
         found = self._find(request, name)
         future = f"{name}:{number}"
         count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)

@@ -29,9 +29,12 @@ from isobit.serve.tinker.runs import PARTS, Run, Runs, answer_of, new_adapter_of
 from isobit.serve.tinker.sampling import Sampler, Samplers
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import (
+    HIGHEST_NUMBER,
     PROTOBUF,
+    number_of,
     read_batch,
     read_message,
+    ttl_of,
     unpacked,
     write_outputs,
 )
@@ -55,7 +58,7 @@ class Training:
         """A run with a new adapter begins."""
         fields = await read_fields(request, self._gateway.limits)
         session = self._sessions.find(request, fields.text("session_id"))
-        number = fields.whole("model_seq_id", 0, 0, 2**62)
+        number = number_of(fields, "model_seq_id", 0)
         base = self._base_of(fields)
         self._check_optimizer(fields, "optimizer_config")
         if fields.take("lora_config") is None:
@@ -97,7 +100,7 @@ class Training:
         if fields.text("session_id") is not None:
             return await self._create_from(request, fields, path, optimizer)
         run = self._runs.find(request, fields.text("model_id"))
-        number = fields.whole("seq_id", 0, 1, 2**62)
+        number = number_of(fields)
 
         async def work() -> Response:
             _, folder = await self._saved(run.tenant, path, optimizer)
@@ -121,7 +124,7 @@ class Training:
             body = await in_thread(unpacked, body, limits.body_bytes)
         message = await in_thread(read_message, body)
         run = self._runs.find(request, message.model_id)
-        if not 1 <= message.seq_id < 2**62:
+        if not 1 <= message.seq_id < HIGHEST_NUMBER:
             raise BadRequest("seq_id: expected a whole number from 1", "seq_id")
 
         async def work() -> Response:
@@ -140,11 +143,10 @@ class Training:
         """One step by the gradients so far."""
         return await self._runs.ask(request, "optim_step", self._optim_step)
 
-    async def _optim_step(self, run: Run, fields: Fields) -> Response:
+    async def _optim_step(self, run: Run, number: int, fields: Fields) -> Response:
         if fields.take("optimizer_params") is not None:
             raise BadRequest("optimizer_params: only AdamW is offered", "optimizer_params")
         adam = _adam_of(fields.inner("adam_params"))
-        number = fields.whole("seq_id", 0, 1, 2**62)
         fields.finish()
 
         def step() -> Mapping[str, Any]:
@@ -156,8 +158,8 @@ class Training:
         """A checkpoint to train from, with the optimizer's state."""
         return await self._runs.ask(request, "save_weights", self._save_weights)
 
-    async def _save_weights(self, run: Run, fields: Fields) -> Response:
-        return await self._save(run, fields, "training", fields.flag("overwrite"))
+    async def _save_weights(self, run: Run, number: int, fields: Fields) -> Response:
+        return await self._save(run, number, fields, "training", fields.flag("overwrite"))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         """A checkpoint to sample from; without a name a sampling client of the weights as they are
@@ -166,14 +168,12 @@ class Training:
             request, "save_weights_for_sampler", self._save_weights_for_sampler
         )
 
-    async def _save_weights_for_sampler(self, run: Run, fields: Fields) -> Response:
+    async def _save_weights_for_sampler(self, run: Run, asked: int, fields: Fields) -> Response:
         if fields.text("kind", "snapshot") != "snapshot":
             raise BadRequest("kind: only snapshot is offered, whose weights never change", "kind")
-        number = fields.take("sampling_session_seq_id")
-        if number is None:
-            return await self._save(run, fields, "sampler", True)
-        number = fields.whole("sampling_session_seq_id", 0, 0, 2**62)
-        asked = fields.whole("seq_id", 0, 1, 2**62)
+        if fields.take("sampling_session_seq_id") is None:
+            return await self._save(run, asked, fields, "sampler", True)
+        number = number_of(fields, "sampling_session_seq_id", 0)
         for key in ("ttl_seconds", "user_metadata"):
             fields.take(key)
         fields.finish()
@@ -236,7 +236,7 @@ class Training:
         self, request: Request, fields: Fields, path: str, optimizer: bool
     ) -> Response:
         session = self._sessions.find(request, fields.text("session_id"))
-        number = fields.whole("model_seq_id", 0, 0, 2**62)
+        number = number_of(fields, "model_seq_id", 0)
         metadata = _metadata(fields)
         base = self._base_of(fields)
         fields.take("type")
@@ -286,13 +286,12 @@ class Training:
             metadata=metadata,
         )
 
-    async def _save(self, run: Run, fields: Fields, kind: Any, overwrite: bool) -> Response:
+    async def _save(
+        self, run: Run, number: int, fields: Fields, kind: Any, overwrite: bool
+    ) -> Response:
         optimizer = kind == "training"
-        number = fields.whole("seq_id", 0, 1, 2**62)
         name = fields.text("path") or f"request-{number}"
-        ttl = fields.take("ttl_seconds")
-        if ttl is not None:
-            ttl = float(fields.whole("ttl_seconds", 0, 3600, 3660 * 86400))
+        ttl = ttl_of(fields)
         metadata = _metadata(fields)
         fields.finish()
 

@@ -1,5 +1,6 @@
-"""Tinker's protobuf, read and written. Its messages are those of the `tinker` package, which is the
-format's home. Left out: images and audio, which are refused."""
+"""Tinker's messages: what several routes read of them, and the protobuf, read and written, whose
+classes are those of the `tinker` package, which is the format's home. Left out: images and audio,
+which are refused."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from torch import Tensor
 from isobit.engine.types import Completion, Top
 from isobit.errors import IsobitError, brief
 from isobit.rl.stepwise import Datum, Outputs
-from isobit.serve.requests import BadRequest
+from isobit.serve.requests import BadRequest, Fields
 
 PROTOBUF = "application/x-protobuf"
+HIGHEST_NUMBER = 2**62
+"""Of a request, a run or a sampling client, as its session counts them."""
+SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
 _MOST_ENTRIES = 1 << 24
 """Of a request's tensors, written out where they are sparse."""
 
@@ -29,6 +33,18 @@ class Batch:
     loss: str
     options: Mapping[str, float]
     forward_only: bool
+
+
+def number_of(fields: Fields, key: str = "seq_id", lowest: int = 1) -> int:
+    """The number by which a client's session counts something. Raises BadRequest."""
+    return fields.whole(key, 0, lowest, HIGHEST_NUMBER)
+
+
+def ttl_of(fields: Fields) -> float | None:
+    """Seconds after which a checkpoint is dropped; None: never. Raises BadRequest."""
+    if fields.take("ttl_seconds") is None:
+        return None
+    return float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
 
 
 def package() -> Any:
