@@ -1,5 +1,6 @@
 """Tiny random models for all tests, and where a real one stands beside the checkout."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
@@ -91,3 +93,16 @@ def tiny_model(
                     parameter.mul_(scale)
         model.sync()
     return model
+
+
+def trained_adapters(where: Path, adapters: Mapping[str, NewAdapter]) -> dict[str, Path]:
+    """Folders of some adapters of the model at `where`/base, beside it, by name; as after an
+    update: B is not 0."""
+    for number, (name, given) in enumerate(adapters.items()):
+        model = Model.load(where / "base", "bf16", adapter=given)
+        random = torch.Generator().manual_seed(number)
+        for key, parameter in model.named_parameters().items():
+            if key.endswith("lora_B"):
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+        model.save(where / name)
+    return {name: where / name for name in adapters}

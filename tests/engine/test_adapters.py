@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
@@ -13,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.targets import NewAdapter
-from tests.models import level, require, tiny_model
+from tests.models import level, require, tiny_model, trained_adapters
 
 PROMPTS = ["1+1=", "23*4=", "1+1=", "9-", "567+89=567+89=", "1+1="]
 NAMES = ["a", "b", None, "a", "b", "b"]
@@ -26,13 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, and the two adapters after an update, as their folders."""
     where = tmp_path_factory.mktemp("adapters")
     tiny_model("bf16", scale=4).save(where / "base")
-    for number, (name, given) in enumerate(ADAPTERS.items()):
-        model = Model.load(where / "base", "bf16", adapter=given)
-        random = torch.Generator().manual_seed(number)
-        for key, parameter in model.named_parameters().items():
-            if key.endswith("lora_B"):
-                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
-        model.save(where / name)
+    trained_adapters(where, ADAPTERS)
     return where
 
 

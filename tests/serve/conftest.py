@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from isobit.serve.requests import Limits
-from tests.models import require
+from tests.models import require, trained_adapters
 
-from .helpers import ADAPTERS, KEY, OTHER_KEY, Running, base_model, serving, some_adapters
+from .helpers import ADAPTERS, KEY, OTHER_KEY, Running, base_model, serving
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require("native")
     where = tmp_path_factory.mktemp("serve")
     base_model(where / "base")
-    some_adapters(where)
+    trained_adapters(where, ADAPTERS)
     return where
 
 

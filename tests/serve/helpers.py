@@ -2,14 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 import uvicorn
 from starlette.applications import Starlette
 
@@ -18,6 +17,7 @@ from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
 from isobit.serve.gateway import Gateway
+from isobit.serve.jobs import Done, Event, Token
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
 from isobit.serve.tool_formats.table import format_of
@@ -43,18 +43,6 @@ def base_model(folder: Path, max_positions: int = 256) -> Path:
     model.tokenizer.chat_template = TEMPLATE
     model.save(folder)
     return folder
-
-
-def some_adapters(where: Path) -> dict[str, Path]:
-    """Adapters of the model at `where`/base, after an update, beside it."""
-    for number, (name, given) in enumerate(ADAPTERS.items()):
-        model = Model.load(where / "base", "bf16", adapter=given)
-        random = torch.Generator().manual_seed(number)
-        for key, parameter in model.named_parameters().items():
-            if key.endswith("lora_B"):
-                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
-        model.save(where / name)
-    return {name: where / name for name in ADAPTERS}
 
 
 @dataclass
@@ -144,3 +132,12 @@ def serving(
     engine.integrity()
     assert engine.num_open == 0
     assert engine.pages.num_used == 0
+
+
+def bits(events: Sequence[Event]) -> tuple[list[int], list[float]]:
+    """Of a streamed job with one answer, whose tokens are told once and in order."""
+    tokens = [event for event in events if isinstance(event, Token)]
+    (done,) = (event.completion for event in events if isinstance(event, Done))
+    told = [token.token for token in tokens], [token.logprob for token in tokens]
+    assert told == (done.token_ids, done.logprobs)
+    return told

@@ -28,6 +28,7 @@ import httpx
 import pytest
 
 from isobit.serve.requests import Limits
+from tests.models import trained_adapters
 
 from . import helpers, hostile
 from .helpers import Running, base_model, serving
@@ -311,7 +312,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = base_model(folder / "base")
-        adapters = helpers.some_adapters(folder)
+        adapters = trained_adapters(folder, helpers.ADAPTERS)
         load = run(base, adapters, folder, 60 * given.minutes, given.clients, given.tenants)
     place, count = len(load.memory) // 2, len(load.memory) // 4
     early = statistics.median(load.memory[place : place + count])

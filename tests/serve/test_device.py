@@ -20,6 +20,8 @@ from isobit.serve.device import Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
 from isobit.serve.snapshots import Snapshots
 
+from .helpers import bits
+
 PROMPT = (10, 11, 12, 13, 14)
 
 
@@ -69,15 +71,6 @@ class Asked:
         assert self.device.failure is None
         self.engine.integrity()
         assert self.engine.pages.num_used == 0
-
-
-def bits(events: Sequence[Event]) -> tuple[list[int], list[float]]:
-    """Of a streamed job with one answer, whose tokens are told once and in order."""
-    tokens = [event for event in events if isinstance(event, Token)]
-    (done,) = (event.completion for event in events if isinstance(event, Done))
-    told = [token.token for token in tokens], [token.logprob for token in tokens]
-    assert told == (done.token_ids, done.logprobs)
-    return told
 
 
 def poison(folder: Path, model: Model) -> Adapter:

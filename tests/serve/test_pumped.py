@@ -14,8 +14,10 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.serve import pumped
 from isobit.serve.device import STOPPING
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, WorkJob
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
 from isobit.serve.pumped import PumpedDevice
+
+from .helpers import bits
 
 PROMPT = (10, 11, 12, 13, 14)
 SAMPLING: dict[str, Any] = {"max_new_tokens": 12, "seed": 1, "ignore_eos": True}
@@ -67,15 +69,6 @@ def asked(folder: Path) -> Iterator[Asked]:
     found.engine.integrity()
     assert found.engine.num_open == 0
     assert found.engine.pages.num_used == 0
-
-
-def bits(events: Sequence[Event]) -> tuple[list[int], list[float]]:
-    """Of an answer, whose tokens are told once and in order."""
-    tokens = [event for event in events if isinstance(event, Token)]
-    (done,) = (event.completion for event in events if isinstance(event, Done))
-    told = [token.token for token in tokens], [token.logprob for token in tokens]
-    assert told == (done.token_ids, done.logprobs)
-    return told
 
 
 def test_a_request_that_spans_an_update_has_the_new_bits(asked: Asked) -> None:
