@@ -21,13 +21,14 @@ from isobit.model.adapters.targets import NewAdapter, new_adapter
 
 ROWS, PROMPT, RANK = 16, 24, 8
 _PROMPTS = [[3 + (7 * row + place) % 40 for place in range(PROMPT)] for row in range(ROWS)]
-_SIZES = {(256, 4): (64, 0.5), (768, 8): (16, 0.6)}
-"""Tokens of an answer, and the ratio that is claimed, by hidden size and layers."""
+_SIZES = {(256, 4): 64, (768, 8): 16}
+"""Tokens of an answer, by hidden size and layers."""
+_AIM = 0.7
 
 
 def run(rounds: int) -> Result:
     result = Result("adapters")
-    for (hidden, layers), (tokens, claimed) in _SIZES.items():
+    for (hidden, layers), tokens in _SIZES.items():
         case = f"hidden {hidden}, {layers} layers"
         with tempfile.TemporaryDirectory() as name:
             path = save_model(Path(name) / "model", hidden, layers, 4096, 512)
@@ -37,7 +38,7 @@ def run(rounds: int) -> Result:
             result.rows += race(case, contestants, rounds, amount=amount, unit="tokens")
         ratio = result.median("base", case) / result.median("16 adapters", case)
         what = f"tokens a second, 16 adapters over the base, {case}"
-        result.claims.append(Claim(what, ratio, ">=", claimed))
+        result.claims.append(Claim(what, ratio, ">=", _AIM))
     return result
 
 
