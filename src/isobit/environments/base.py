@@ -1,0 +1,106 @@
+"""What an environment is, and what a rollout and the environments' processes say to each other.
+
+An episode is a prompt and what follows it: the model's turns and, after each, the messages that an
+environment appends. One environment serves one episode. A rollout sees all of them as
+`Environments`: it asks, goes on decoding other episodes, and polls for replies. Left out: how text
+becomes tokens (`model/text`), and who decodes the turns (`engine`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from isobit.data.dataset import Message
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, as the model wrote it; `arguments` as JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer of the model, as an environment sees it. `number` counts from 0; `text` is the
+    whole answer and `content` what is left of it without its calls and thoughts. `problems` say, a
+    line each, why what looks like a call is none. `truncated`: it ended at a length limit."""
+
+    number: int
+    text: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    problems: tuple[str, ...] = ()
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a turn: messages to append, of role "tool" or "user", the episode's reward so
+    far (None: the environment gives none), and whether the episode is over."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode's environment."""
+
+    def reset(self, **columns: Any) -> str | Sequence[Message] | None:
+        """Begin an episode on a row of the data; text or messages that are added to its prompt."""
+        ...
+
+    async def step(self, turn: Turn) -> Step:
+        """What follows this turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """One call of a tool that was carried out: its seconds, and one line where it failed."""
+
+    name: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one question about the episode `key`. To `begin`, `step.messages` are what
+    reset adds to the prompt. `problem`: the environment raised, hung or died, in one line; what
+    `on_error` says of it is in `step` already (observe: a message says so; end: done)."""
+
+    key: int
+    step: Step
+    uses: tuple[ToolUse, ...] = ()
+    problem: str | None = None
+
+
+class Environments(Protocol):
+    """What a rollout sees of all its environments. Every call but `poll` returns at once.
+
+    `tools`: JSON schemas for the chat template, empty where there are none. `max_turns`: turns of
+    the model in an episode, at most.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    max_turns: int
+
+    def begin(self, key: int, columns: Mapping[str, Any]) -> None:
+        """Open an episode on a row of the data. Its reply says what is added to the prompt."""
+        ...
+
+    def turn(self, key: int, turn: Turn) -> None:
+        """Ask what follows this turn. One question about an episode may be open at a time."""
+        ...
+
+    def end(self, key: int) -> None:
+        """Free an episode; safe at any time, no reply follows."""
+        ...
+
+    def poll(self, wait_s: float) -> list[Reply]:
+        """Replies that have come, in any order; waits at most so many seconds for the first.
+        Raises RunFailed for a problem where `on_error` is stop."""
+        ...
