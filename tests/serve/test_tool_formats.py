@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import Reply
+from isobit.model.text.tool_formats.harmony import MARKS
+from isobit.model.text.tool_formats.table import FORMATS, format_of
 from isobit.serve.answers import Asked, ChoiceStream
-from isobit.serve.tool_formats.base import Reply
-from isobit.serve.tool_formats.harmony import MARKS
-from isobit.serve.tool_formats.table import FORMATS, format_of
 
 from .helpers import ALPHABET
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from isobit.engine.types import Completion, Sampling, Top
 from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import Reply, ToolFormat, special_tokens
+from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
 from isobit.serve.streams import TextStream
-from isobit.serve.tool_formats.base import Reply, ToolFormat, special_tokens
-from isobit.serve.tool_formats.harmony import ChannelStream
 
 
 @dataclass(frozen=True, eq=False)

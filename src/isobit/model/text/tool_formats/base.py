@@ -8,22 +8,25 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.engine.types import Completion
+from isobit.environments.base import Call
 from isobit.model.text.tokenizer import Tokenizer
 
 Pieces = Sequence[tuple[str, str]]
 """An answer: (mark, the text behind it up to the next one); the first mark is empty."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a tool; `arguments` as JSON text of an object."""
+class Answer(Protocol):
+    """What was sampled behind a prompt: its tokens, and its text without what ended it."""
 
-    name: str
-    arguments: str
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,21 @@ class ToolFormat:
         """`read` of a text in which marks are spelled."""
         return self.read(_cut([("", text)], self.marks))
 
-    def of(self, completion: Completion, tokenizer: Tokenizer) -> Reply | None:
+    def of(self, answer: Answer, tokenizer: Tokenizer) -> Reply | None:
         """`read` of what was sampled."""
         special = special_tokens(self.marks, tokenizer)
         spelled = [mark for mark in self.marks if mark not in special.values()]
         if not special:
-            return self.read(_cut([("", completion.text)], spelled))
+            return self.read(_cut([("", answer.text)], spelled))
         runs: list[tuple[str, list[int]]] = [("", [])]
-        for token in completion.token_ids:
+        for token in answer.token_ids:
             if token in special:
                 runs.append((special[token], []))
             else:
                 runs[-1][1].append(token)
-        first = tokenizer.decode_completion(completion.prompt_token_ids, runs[0][1])
+        first = tokenizer.decode_completion(answer.prompt_token_ids, runs[0][1])
         later = [(mark, tokenizer.decode(ids)) for mark, ids in runs[1:]]
-        return self.read(_cut(_shortened([("", first), *later], len(completion.text)), spelled))
+        return self.read(_cut(_shortened([("", first), *later], len(answer.text)), spelled))
 
 
 def special_tokens(names: Collection[str], tokenizer: Tokenizer) -> dict[int, str]:

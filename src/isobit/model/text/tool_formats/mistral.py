@@ -11,7 +11,8 @@ The ids that a model writes are left out: the server gives its own.
 import re
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.serve.tool_formats.base import Call, Pieces, Reply, ToolFormat, call_of, dumped
+from isobit.environments.base import Call
+from isobit.model.text.tool_formats.base import Pieces, Reply, ToolFormat, call_of, dumped
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s{}\[\]\"]+")

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.serve.tool_formats.base import Call, Pieces, Reply, ToolFormat, dumped, object_call
+from isobit.environments.base import Call
+from isobit.model.text.tool_formats.base import Pieces, Reply, ToolFormat, dumped, object_call
 
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from isobit.errors import IsobitError, did_you_mean
-from isobit.serve.tool_formats.base import ToolFormat
-from isobit.serve.tool_formats.harmony import HARMONY
-from isobit.serve.tool_formats.mistral import MISTRAL
-from isobit.serve.tool_formats.tagged import HERMES, LLAMA3_JSON, QWEN3_CODER
+from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.model.text.tool_formats.harmony import HARMONY
+from isobit.model.text.tool_formats.mistral import MISTRAL
+from isobit.model.text.tool_formats.tagged import HERMES, LLAMA3_JSON, QWEN3_CODER
 
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": HERMES,
