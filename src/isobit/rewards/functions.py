@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from isobit.data.answers import answer_text
+from isobit.data.answers import completion_text
 from isobit.data.foreign import exists
 from isobit.errors import IsobitError, brief, listed
 from isobit.options.reading import OptionError
@@ -344,7 +344,7 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
         scores = []
         for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
             sample = {"data_source": source, "extra_info": info}
-            sample |= {"solution_str": answer_text(completion), "ground_truth": gold}
+            sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
             scores.append(
                 function(**{key: sample[key] for key in sample if names is None or key in names})
             )
