@@ -71,8 +71,9 @@ class Reply:
     """The answer to one question about the episode `key`.
 
     To `begin`: `prompt` with what reset adds to it (a text to the content of its last message, as
-    TRL does; messages behind it), and the episode's `tools`. To `turn`: `step`, and a `ToolUse` for
-    each call that was carried out. To `finish`: `rewards`, of the names in `reward_names` that
+    TRL does; messages behind it), and the episode's `tools`; where reset failed, the prompt as it
+    was, and done. To `turn`: `step`, and a `ToolUse` for
+    each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
     apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
     line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
     """
@@ -91,13 +92,14 @@ class Environments(Protocol):
 
     `tools`: JSON schemas of all tools, empty where there are none; an episode's own come with its
     `begin`, since a row may choose among several environments. `max_turns`: turns of the model in
-    an episode, at most. `reward_names`: what `finish` may score: the environment's own reward, and
-    reward functions that ask for `environments`.
+    an episode, at most. `reward_weights`: what `finish` may score, by name, and its weight in the
+    sum of rewards: the environment's own reward, under its class's name, and reward functions that
+    ask for `environments`.
     """
 
     tools: Sequence[Mapping[str, Any]]
     max_turns: int
-    reward_names: Sequence[str]
+    reward_weights: Mapping[str, float]
 
     def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
         """Open an episode on a row of the data, whose prompt and other columns these are."""

@@ -30,9 +30,9 @@ from isobit.rewards.built import built, check_rows
 from isobit.rewards.exchange import Exchange
 from isobit.rewards.failures import Failure, excerpt_of, failure_of
 from isobit.rewards.functions import answer, loaded_object
-from isobit.rewards.output import MAX_AT_ONCE, Output
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import Death, Reply, WorkerProcess
+from isobit.workers.output import MAX_AT_ONCE, Output
 
 MAX_DEATHS = 16
 Said = str | EpisodeRecord
