@@ -101,7 +101,7 @@ class Episodes:
         self._groups[group] = episodes
         for episode in episodes:
             self._open[episode.key] = episode
-            self._dialogue.environments.begin(episode.key, prompt, episode.columns)
+            self._dialogue.environments.begin(episode.key, prompt, episode.columns)  # type: ignore[arg-type]
         return group
 
     def step(self) -> list[tuple[Request, Completion]]:

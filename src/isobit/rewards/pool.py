@@ -302,6 +302,7 @@ class RewardBatch:
         to stop."""
         self._meanwhile = meanwhile
         if self._running is None:
+            self.cancel()
             return [Reward(0.0, {}) for _ in self._added]
         try:
             here = [
