@@ -7,10 +7,10 @@ becomes tokens (`model/text`), and who decodes the turns (`engine`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from isobit.data.dataset import Message
+from isobit.data.dataset import Message, Prompt
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,52 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one question about the episode `key`. To `begin`, `step.messages` are what
-    reset adds to the prompt. `problem`: the environment raised, hung or died, in one line; what
-    `on_error` says of it is in `step` already (observe: a message says so; end: done)."""
+    """The answer to one question about the episode `key`.
+
+    To `begin`: `prompt` with what reset adds to it (a text to the content of its last message, as
+    TRL does; messages behind it), and the episode's `tools`; where reset failed, the prompt as it
+    was, and done. To `turn`: `step`, and a `ToolUse` for
+    each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
+    apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
+    line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
+    """
 
     key: int
-    step: Step
+    step: Step = Step()
     uses: tuple[ToolUse, ...] = ()
     problem: str | None = None
+    prompt: Prompt | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class Environments(Protocol):
     """What a rollout sees of all its environments. Every call but `poll` returns at once.
 
-    `tools`: JSON schemas for the chat template, empty where there are none. `max_turns`: turns of
-    the model in an episode, at most.
+    `tools`: JSON schemas of all tools, empty where there are none; an episode's own come with its
+    `begin`, since a row may choose among several environments. `max_turns`: turns of the model in
+    an episode, at most. `reward_weights`: what `finish` may score, by name, and its weight in the
+    sum of rewards: the environment's own reward, under its class's name, and reward functions that
+    ask for `environments`.
     """
 
     tools: Sequence[Mapping[str, Any]]
     max_turns: int
+    reward_weights: Mapping[str, float]
 
-    def begin(self, key: int, columns: Mapping[str, Any]) -> None:
-        """Open an episode on a row of the data. Its reply says what is added to the prompt."""
+    def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
+        """Open an episode on a row of the data, whose prompt and other columns these are."""
         ...
 
     def turn(self, key: int, turn: Turn) -> None:
-        """Ask what follows this turn. One question about an episode may be open at a time."""
+        """Ask what follows this turn. One question about an episode may be open at a time. A turn
+        that is the last of `max_turns` calls no tools."""
+        ...
+
+    def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
+        """Ask for the rewards of an episode that is over, for whatever reason. `arguments`: what a
+        reward function is given of this one episode, under TRL's names: `prompts`, `completions`,
+        `completion_ids` and the columns, each without the list around it."""
         ...
 
     def end(self, key: int) -> None:
