@@ -28,7 +28,9 @@ _ID = "call{:05d}"
 _SHOWN = 40
 """Characters of what two renderings differ in."""
 _PROMPT: Sequence[Message] = ({"role": "user", "content": ""},)
-_THOUGHTS, _SAYS = "qzthoughtsx", "qzanswerx"
+_SAYING = {"role": "assistant", "content": "qzanswerx"}
+_THOUGHTS = "qzthoughtsx"
+_END = "</think>"
 _NO_END = (
     "the model's chat template does not end an answer with one of the model's end-of-sequence "
     "tokens ({}), so nothing can be appended to it"
@@ -57,7 +59,6 @@ class Appending:
         self._tokenizer, self._variables = tokenizer, dict(variables or {})
         self._prompt = _shape(prompt)
         self._ends = frozenset(tokenizer.eos_ids)
-        self._as_text = False  # some templates take a call's arguments as JSON text only
 
     def appended(self, messages: Sequence[Message], answer: Sequence[int]) -> list[int]:
         """The tokens behind an answer: its end, unless it ended with a token that ends answers,
@@ -82,18 +83,12 @@ class Appending:
     def refusal(self, role: str) -> str | None:
         """Why what is appended with a message of this role, `tool` or `user`, is not what the
         template would write of the whole conversation, in one line; None: it is."""
-        try:
-            why = self._tool_refusal if role == "tool" else self._user_refusal
-        except TookTooMuch:
-            raise
-        except IsobitError as error:
-            return str(error)
+        why = self._tool_refusal if role == "tool" else self._user_refusal
         if why is None:
             return None
         return (
-            f"the model's chat template {why} once a message of role {role} follows, so turns "
-            "cannot be appended (environment.history: append); name a template that keeps what it "
-            "wrote with model.chat_template"
+            f"the model's chat template {why}, so turns cannot be appended (environment.history: "
+            "append); name a template that keeps what it wrote with model.chat_template"
         )
 
     @cached_property
@@ -105,57 +100,67 @@ class Appending:
         return self._difference(_dummies("user"))
 
     def _difference(self, given: list[dict[str, Any]]) -> str | None:
-        """In what the template changes an answer that dummies follow; None: in nothing."""
+        """What the template does to an answer that dummies follow, or to them; None: it only writes
+        them behind it."""
         role = given[0]["role"]
-        self._cut_of(role)
-        for said in self._answers(given):
-            last = self._rendered([said], False)
-            whole = self._rendered([said, *given], True)
-            if given[0]["content"] not in whole:
-                return "leaves out what it says"
-            if not whole.startswith(last):
-                return _why(last, whole, self._prompt)
+        try:
+            for said in self._answers(given):
+                last, whole = self._encoded([said], False), self._encoded([said, *given], True)
+                shown = self._text(whole)
+                if given[0]["content"] not in shown:
+                    return f"leaves out what a message of role {role} says"
+                last = last[: self._end(last)]
+                if whole[: len(last)] != last:
+                    before = shown.partition(given[0]["content"])[0]
+                    why = _why(self._text(last), before, self._prompt)
+                    return f"{why} once a message of role {role} follows"
+            self._cut_of(role)
+        except TookTooMuch:
+            raise
+        except IsobitError as error:
+            _, told, reason = str(error).partition("refused a conversation: ")
+            if not told:
+                raise
+            return f"refuses a message of role {role} behind an answer: {reason}"
         return None
 
+    def _end(self, last: Sequence[int]) -> int:
+        """How many tokens an answer that nothing follows has with its prompt and its end. What a
+        template writes behind the last end of turn is no part of the answer."""
+        places = [place for place, token in enumerate(last) if token in self._ends]
+        return places[self._before] + 1 if len(places) > self._before else len(last)
+
+    @cached_property
+    def _before(self) -> int:
+        """How many ends the prompt has."""
+        return self._count(self._encoded([], True))
+
     def _answers(self, given: Sequence[Message]) -> Iterator[dict[str, Any]]:
-        """Dummies of an answer: plain, with thoughts beside its text, and with thoughts in it."""
+        """Dummies of an answer: plain, with thoughts beside its text, and with thoughts in it where
+        the template looks for their end."""
         said = self._said(given)
         yield said
         yield said | {"reasoning_content": _THOUGHTS, "thinking": _THOUGHTS}
-        yield said | {"content": f"<think>\n{_THOUGHTS}\n</think>\n\n{said['content']}"}
+        if _END in (self._tokenizer.chat_template or ""):
+            yield said | {"content": f"<think>\n{_THOUGHTS}\n{_END}\n\n{said['content']}"}
 
     def _cut_of(self, role: str) -> _Cut:
         return self._tool_cut if role == "tool" else self._user_cut
 
     @cached_property
     def _tool_cut(self) -> _Cut:
-        given = _dummies("tool")
-        try:
-            return self._cut(given)
-        except TookTooMuch:
-            raise
-        except IsobitError:
-            self._as_text = True
-            try:
-                return self._cut(given)
-            except IsobitError:
-                self._as_text = False
-                return self._cut(given)
+        return self._cut(_dummies("tool"))
 
     @cached_property
     def _user_cut(self) -> _Cut:
         return self._cut(_dummies("user"))
 
     def _cut(self, given: list[dict[str, Any]]) -> _Cut:
-        said = self._said(given)
-        ends = self._count(self._encoded([], True))
+        said, ends = self._said(given), self._before
         closes = self._count(self._encoded([said], False)) > ends
         whole = self._encoded([said, *given], True)
         places = [place for place, token in enumerate(whole) if token in self._ends]
-        if len(places) <= ends:
-            raise self._no_end()
-        before = self._tokenizer.decode(whole[: places[ends]], special=True)
-        if given[0]["content"] in before:
+        if len(places) <= ends or given[0]["content"] in self._text(whole[: places[ends]]):
             raise self._no_end()
         return _Cut(ends, closes)
 
@@ -165,21 +170,22 @@ class Appending:
 
     def _said(self, given: Sequence[Message]) -> dict[str, Any]:
         """The dummy of the answer that these messages follow."""
-        calls = [
-            {
-                "id": message["tool_call_id"],
-                "type": "function",
-                "function": {
-                    "name": message["name"],
-                    "arguments": "{}" if self._as_text else {},
-                },
-            }
-            for message in given
-            if message["role"] == "tool"
-        ]
-        if not calls:
-            return {"role": "assistant", "content": _SAYS}
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        called = [message for message in given if message["role"] == "tool"]
+        return _calling(called, self._arguments) if called else _SAYING
+
+    @cached_property
+    def _arguments(self) -> Any:
+        """No arguments of a call, as the template takes them: some want JSON as text."""
+        choices: tuple[Any, ...] = ({}, "{}")
+        for arguments in choices:
+            try:
+                self._encoded([_calling(_dummies("tool"), arguments)], False)
+                return arguments
+            except TookTooMuch:
+                raise
+            except IsobitError:
+                continue
+        return {}
 
     def _count(self, tokens: Sequence[int]) -> int:
         return sum(token in self._ends for token in tokens)
@@ -188,8 +194,21 @@ class Appending:
         chat = [*self._prompt, *more]
         return self._tokenizer.encode_chat(chat, answering, self._variables)
 
-    def _rendered(self, more: Sequence[Message], answering: bool) -> str:
-        return self._tokenizer.render_chat([*self._prompt, *more], answering, self._variables)
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, special=True)
+
+
+def _calling(given: Sequence[Message], arguments: Any) -> dict[str, Any]:
+    """The dummy of an answer that calls the tools whose messages are given."""
+    calls = [
+        {
+            "id": message["tool_call_id"],
+            "type": "function",
+            "function": {"name": message["name"], "arguments": arguments},
+        }
+        for message in given
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _shape(prompt: Sequence[Message]) -> list[dict[str, Any]]:
@@ -220,7 +239,7 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:
     """What a template changes in `last` where the rendering goes on as `whole`."""
-    if _THOUGHTS in last and _THOUGHTS not in whole:
+    if any(last.count(mark) > whole.count(mark) for mark in (_THOUGHTS, _END)):
         return "leaves out the thoughts of an answer"
     for message in prompt:
         text = message["content"]

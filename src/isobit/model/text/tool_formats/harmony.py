@@ -15,13 +15,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isobit.data.foreign import BadJson, parse_json
 from isobit.environments.base import Call
+from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
+    NoCall,
     Pieces,
     Reply,
     ToolFormat,
-    dumped,
+    Tools,
+    json_value,
+    named_call,
 )
 
 START, _CHANNEL, MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -76,26 +79,20 @@ def _messages(pieces: Pieces) -> Iterator[tuple[Header, str]]:
         yield header, body
 
 
-def _harmony(pieces: Pieces) -> Reply | None:
-    content, reasoning, calls = list[str](), list[str](), list[Call]()
+def _harmony(pieces: Pieces, tools: Tools) -> Reply | None:
+    content, reasoning = list[str](), list[str]()
+    calls, problems = list[Call](), list[str]()
     for header, body in _messages(pieces):
         if header.tool is not None:
-            given = _arguments(body)
-            if given is None:
+            try:
+                calls.append(named_call(header.tool, json_value(body)))
+            except NoCall as error:
                 content.append(body)
-            else:
-                calls.append(Call(header.tool, given))
+                problems.append(f"a call of {brief(header.tool, 40)} is none: {error}")
         else:
             (content if header.channel == "final" else reasoning).append(body)
-    return Reply(NEXT.join(content), tuple(calls), NEXT.join(reasoning))
-
-
-def _arguments(text: str) -> str | None:
-    try:
-        given = parse_json(text)
-    except BadJson:
-        return None
-    return dumped(given) if isinstance(given, dict) else None
+    joined = NEXT.join(content), tuple(calls), NEXT.join(reasoning)
+    return Reply(*joined, tuple(problems))
 
 
 HARMONY = ToolFormat((), _harmony, MARKS, channels=True)

@@ -10,63 +10,55 @@ The ids that a model writes are left out: the server gives its own.
 
 import re
 
-from isobit.data.foreign import BadJson, parse_json
 from isobit.environments.base import Call
-from isobit.model.text.tool_formats.base import Pieces, Reply, ToolFormat, call_of, dumped
+from isobit.model.text.tool_formats.base import (
+    NoCall,
+    Pieces,
+    Reply,
+    ToolFormat,
+    Tools,
+    call_of,
+    calls_in,
+    json_value,
+    named_call,
+)
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s{}\[\]\"]+")
 
 
-def _mistral(pieces: Pieces) -> Reply | None:
+def _mistral(pieces: Pieces, tools: Tools) -> Reply | None:
     (_, before), *rest = pieces
     written: list[list[tuple[str, str]]] = []  # pieces of each opened call
     for mark, text in rest:
         if mark == _CALLS:
             written.append([])
         elif not written:
-            return None
+            return Reply(before, problems=(f"a call is none: {mark} without {_CALLS} before it",))
         written[-1].append((mark, text))
-    calls: list[Call] = []
-    for call in written:
-        found = _calls(call)
-        if not found:
-            return None
-        calls += found
-    return Reply(before, tuple(calls)) if calls else None
+    return calls_in(before, written, _calls) if written else None
 
 
 def _calls(pieces: Pieces) -> list[Call]:
-    """The calls behind one `[TOOL_CALLS]`; none where they do not parse."""
+    """The calls behind one `[TOOL_CALLS]`. Raises NoCall."""
     marks, head = [mark for mark, _ in pieces[1:]], pieces[0][1].strip()
     if marks in ([_ARGUMENTS], [_ID, _ARGUMENTS]):
-        return _named(head, pieces[-1][1])
+        return [_named(head, pieces[-1][1])]
     if marks:
-        return []
-    if head.startswith("["):
-        return _listed(head)
-    name, brace, rest = head.partition("{")
-    return _named(name.strip(), brace + rest)
+        raise NoCall(f"expected one {_ARGUMENTS} behind the name, got {' '.join(marks)}")
+    if not head.startswith("["):
+        name, brace, rest = head.partition("{")
+        return [_named(name.strip(), brace + rest)]
+    values = json_value(head)
+    if not values:
+        raise NoCall("the list of calls is empty")
+    return [call_of(value, "arguments") for value in values]
 
 
-def _listed(text: str) -> list[Call]:
-    """The calls of a JSON list; none where one of them is wrong."""
-    try:
-        values = parse_json(text)
-    except BadJson:
-        return []
-    found = [call_of(value, "arguments") for value in values]
-    return [call for call in found if call is not None] if None not in found else []
-
-
-def _named(name: str, text: str) -> list[Call]:
-    """The call of a name with arguments; none where they are no object."""
-    try:
-        given = parse_json(text)
-    except BadJson:
-        return []
-    right = _NAME.fullmatch(name) and isinstance(given, dict)
-    return [Call(name, dumped(given))] if right else []
+def _named(name: str, text: str) -> Call:
+    if not _NAME.fullmatch(name):
+        raise NoCall("expected the name of a tool, without spaces")
+    return named_call(name, json_value(text))
 
 
 MISTRAL = ToolFormat((_CALLS,), _mistral, (_CALLS, _ID, _ARGUMENTS))
