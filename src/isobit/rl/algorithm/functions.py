@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.rewards.functions import find_function, last_line
 from isobit.rl.algorithm.advantages import (
     Advantage,
     AdvantageFunction,
@@ -36,6 +35,7 @@ from isobit.rl.algorithm.advantages import (
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
 from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_baseline
+from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
