@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.data.answers import answer_text
+from isobit.data.answers import completion_text
 from isobit.errors import IsobitError
 from isobit.options.reading import OptionError
 from isobit.rewards import named
@@ -230,7 +230,7 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
         scores = []
         for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
             sample = {"data_source": source, "extra_info": info}
-            sample |= {"solution_str": answer_text(completion), "ground_truth": gold}
+            sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
             scores.append(
                 function(**{key: sample[key] for key in sample if names is None or key in names})
             )
