@@ -15,12 +15,12 @@ from starlette.applications import Starlette
 from isobit.engine.engine import Engine
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
+from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.jobs import Done, Event, Token
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
-from isobit.serve.tool_formats.table import format_of
 from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")

@@ -82,7 +82,7 @@ def serve(
         str,
         typer.Option(
             help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-            "mistral or harmony"
+            "mistral, harmony, pythonic or json"
         ),
     ] = "auto",
     train: Train = None,

@@ -446,9 +446,10 @@ class Ops(Protocol):
         weight: Prepared,
         tokens: Tensor,
         temperature: float,
+        dentropy: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
-        log-probabilities [T]."""
+        log-probabilities [T] and, where there is one, that of the entropies [T] float32."""
 
     def head_sample(
         self,

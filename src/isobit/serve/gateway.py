@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
+from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
 from isobit.serve.metrics import Metrics
@@ -21,7 +22,6 @@ from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.state import State
-from isobit.serve.tool_formats.base import ToolFormat
 
 _T = TypeVar("_T")
 Indexed = tuple[int, Event]
