@@ -19,8 +19,9 @@ from isobit.environments.base import Environments, Turn
 from isobit.errors import IsobitError
 from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.model.text.tool_formats.base import Reply, ToolFormat
+from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.table import format_of
+from isobit.model.text.tool_formats.turn import reply_of, turn_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +68,8 @@ class Dialogue:
             prompt_token_ids=[*completion.prompt_token_ids, *completion.token_ids[:begin]],
             token_ids=completion.token_ids[begin:],
         )
-        said = self.parser.of(answer, self.tokenizer) or Reply(completion.text)
-        turn = Turn(
-            number,
-            completion.text,
-            said.content,
-            tuple(said.calls),
-            truncated=completion.finish_reason == "length",
-        )
+        said = reply_of(answer, self.tokenizer, self.parser, self.environments.tools)
+        turn = turn_of(number, answer, said)
         message: Message = {"role": "assistant", "content": said.content}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
