@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
@@ -14,7 +15,7 @@ from isobit.training.train import TrainResult, replay, resume, train
 from tests.conftest import RunIsobit
 from tests.dialogues import TEMPLATE
 from tests.models import ALPHABET, tiny_model
-from tests.runs import fingerprint, write_config
+from tests.runs import fingerprint
 
 ENVIRONMENT = '''
 import os, random, time
@@ -44,7 +45,11 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "chat"
+    return save_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+def save_chat_model(path: Path) -> Path:
+    """A tiny random model with a chat template."""
     tiny_model(alphabet=ALPHABET, scale=2.0, max_positions=192).save(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
@@ -52,17 +57,23 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, model: Path, slow: float = 0.0, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    source = ENVIRONMENT.replace("SLOW", str(slow))
-    (folder / "counting.py").write_text(source)
-    given: dict[str, Any] = {
-        "task": {"chat": True},
+    (folder / "counting.py").write_text(ENVIRONMENT.replace("SLOW", str(slow)))
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "task": {"path": str(folder / "sums.jsonl"), "held_out_size": 8, "chat": True},
         "environment": {"factory": f"{folder / 'counting.py'}:Counting", "max_turns": 4},
-        "rewards": {"functions": []},
+        "prompts_per_step": 4,
         "sampling": {"group_size": 4, "max_new_tokens": 5},
+        "optimizer": {"learning_rate": 1e-3},
         "steps": 3,
-        "run": {"checkpoint_every": 1, "keep_last": 3},
+        "run": {"dir": str(folder / "run"), "checkpoint_every": 1, "keep_last": 3, "report": False},
+        **changes,
     }
-    return write_config(folder, model, **{**given, **changes})
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
 def run(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResult:
@@ -103,7 +114,7 @@ def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path)
     first = fingerprint(run(tmp_path / "a", chat_model).run_dir)
     slow = run(tmp_path / "b", chat_model, "environment.workers=2", slow=0.03)
     assert fingerprint(slow.run_dir) == first
-    tight = ["engine.kv_pages=40", "engine.page_size=4", "engine.max_sequences=3"]
+    tight = ["engine.kv_pages=24", "engine.page_size=4", "engine.max_sequences=3"]
     ahead = run(tmp_path / "c", chat_model, *tight, "steps=1", slow=0.01)
     resume(ahead.run_dir, ["steps=3"])
     assert comparable(fingerprint(ahead.run_dir)) == comparable(first)
@@ -188,10 +199,10 @@ def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path)
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"task": {"chat": False}}, "set task.chat: true"),
+        ({"task.chat": False}, "set task.chat: true"),
         ({"environment.history": "fork"}, "history: fork is not offered yet"),
-        ({"fleet": {"engines": 1}}, "set fleet.engines: 0"),
-        ({"rewards": {"models": [{"path": "x"}]}}, "reward models do not read conversations"),
+        ({"fleet.engines": 1}, "set fleet.engines: 0"),
+        ({"rewards.models": [{"path": "x"}]}, "reward models do not read conversations"),
     ],
 )
 def test_what_is_not_offered_is_refused_in_one_line(

@@ -40,8 +40,6 @@ from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
 
-_ANY = 2**31 - 1  # tokens: no limit but the context's
-
 
 def _name_or_path(text: str) -> str:
     return "name" if text in TASKS else "path"
@@ -112,19 +110,18 @@ class Config:
     @property
     def most_sampled(self) -> int:
         """Tokens that a completion has at most of the model's own, in all turns."""
-        environment, turn = self.environment, self.sampling.max_new_tokens
-        if not environment.used:
-            return turn
-        return min(turn * environment.max_turns, environment.max_tokens or _ANY)
+        if not self.environment.used:
+            return self.sampling.max_new_tokens
+        return min(self.sampling.max_new_tokens * self.environment.max_turns, self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
         """Tokens that a completion has at most, those of tools included, as far as the model's
         context goes."""
-        environment = self.environment
+        environment, turn = self.environment, self.sampling.max_new_tokens
         if not environment.used:
-            return self.sampling.max_new_tokens
-        return environment.max_tokens or _ANY
+            return turn
+        return environment.max_tokens or 2 * turn * environment.max_turns
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm

@@ -16,12 +16,12 @@ from isobit.data.foreign import BadJson, parse_json
 from isobit.engine.prompts import Prompt, encode_prompt
 from isobit.engine.types import Completion
 from isobit.environments.base import Environments, Turn
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
-from isobit.model.text.tool_formats.table import format_of
-from isobit.model.text.tool_formats.turn import reply_of, turn_of
+from isobit.model.text.tool_formats.table import FORMATS, format_of
+from isobit.model.text.tool_formats.turn import turn_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,8 @@ class Dialogue:
                 "environment: the model has no chat template, so it has no turns; give one with "
                 "model.chat_template"
             )
+        if parser not in (known := ("auto", *FORMATS)):
+            raise IsobitError(f"environment.parser {parser!r}: {did_you_mean(parser, known)}")
         return Dialogue(environments, tokenizer, format_of(parser, template), max_tokens)
 
     def prompt(
@@ -60,7 +62,9 @@ class Dialogue:
             return self.tokenizer.encode_chat(prompt, variables={"tools": list(tools)})  # type: ignore[arg-type]
         return encode_prompt("the prompt", prompt, self.tokenizer, vocab_size)
 
-    def turn(self, number: int, completion: Completion, begin: int) -> tuple[Turn, Message]:
+    def turn(
+        self, number: int, completion: Completion, begin: int, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Turn, Message]:
         """The last turn of a completion, which its tokens from `begin` on are: as an environment
         sees it, and as a message."""
         answer = replace(
@@ -68,15 +72,12 @@ class Dialogue:
             prompt_token_ids=[*completion.prompt_token_ids, *completion.token_ids[:begin]],
             token_ids=completion.token_ids[begin:],
         )
-        said = reply_of(answer, self.tokenizer, self.parser, self.environments.tools)
-        turn = turn_of(number, answer, said)
-        message: Message = {"role": "assistant", "content": said.content}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
+        turn = turn_of(number, answer, self.tokenizer, self.parser, tools)
+        message: Message = {"role": "assistant", "content": turn.content}
+        if turn.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": _given(c.arguments)}}
-                for c in said.calls
+                for c in turn.calls
             ]
         return turn, message
 

@@ -62,6 +62,11 @@ class _Open:
         return self.given if changed is None else changed
 
     @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of those that the model may call in it."""
+        return () if self.began is None else self.began.tools
+
+    @property
     def completion(self) -> Completion:
         """Of one that has answered."""
         assert self.so_far is not None
@@ -101,7 +106,7 @@ class Episodes:
         self._groups[group] = episodes
         for episode in episodes:
             self._open[episode.key] = episode
-            self._dialogue.environments.begin(episode.key, prompt, episode.columns)
+            self._dialogue.environments.begin(episode.key, prompt, episode.columns)  # type: ignore[arg-type]
         return group
 
     def step(self) -> list[tuple[Request, Completion]]:
@@ -179,8 +184,7 @@ class Episodes:
             if before is not None and _alike(before, episode):
                 prompts.append(prompts[-1])
             else:
-                tools = () if episode.began is None else episode.began.tools
-                prompts.append(self._said.prompt(episode.prompt, tools, vocab_size))
+                prompts.append(self._said.prompt(episode.prompt, episode.tools, vocab_size))
         for tokens, run in groupby(zip(prompts, episodes), key=lambda pair: pair[0]):
             part = [episode for _, episode in run]
             one = replace(group.sampling, n=len(part), max_new_tokens=self._room(group, 0))
@@ -201,7 +205,7 @@ class Episodes:
         if not waiting:
             del self._asked[request]
         episode.so_far, episode.asked = completion, None
-        turn, message = self._said.turn(episode.turns, completion, episode.begin)
+        turn, message = self._said.turn(episode.turns, completion, episode.begin, episode.tools)
         episode.messages.append(message)
         episode.turns += 1
         if episode.began is not None and episode.began.step.done:  # there is nobody to ask

@@ -88,7 +88,7 @@ class Client:
 
     def _step(self, _action: Any = dict, **fields: Any) -> str:
         if self._over:
-            raise ValueError("The episode is over.")
+            return str({"error": "The episode is over."})
         return self._seen(self._client.step(_action(**fields)))
 
     def _seen(self, result: Any) -> str:

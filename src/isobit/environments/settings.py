@@ -42,8 +42,8 @@ class EnvironmentConfig:
     max_tokens: Annotated[
         int | None,
         at_least(1),
-        "tokens of an episode behind its prompt, those of tools included; default: "
-        "sampling.max_tokens for each turn, and the model's context in all",
+        "tokens of an episode behind its prompt, those of tools included; default: twice "
+        "sampling.max_new_tokens for each turn, as far as the model's context goes",
     ] = None
     turn_deadline_s: Annotated[
         float, above(0), "seconds for what an environment does between two turns"

@@ -30,8 +30,8 @@ UNPARSED = "unknown"
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call, by its name. `file` it comes from, for messages; a `remote`
-    tool checks its arguments itself."""
+    """A function that a model may call, by its name. `file` it comes from, for messages; the
+    signature of a `remote` one, whose code is elsewhere, says nothing."""
 
     name: str
     schema: Mapping[str, Any]
@@ -137,12 +137,26 @@ def _arguments(call: Call, tool: Tool) -> dict[str, Any]:
         raise _BadCall(f"the arguments are no JSON: {error.reason}") from None
     if not isinstance(given, dict):
         raise _BadCall(f"the arguments are {type(given).__name__}, not a JSON object")
-    if not tool.remote:
-        try:
-            inspect.signature(tool.call).bind(**given)
-        except TypeError as error:
-            raise _BadCall(f"{tool.name}() {error}") from None
+    if tool.remote:
+        _check_names(tool, given)
+        return given
+    try:
+        inspect.signature(tool.call).bind(**given)
+    except TypeError as error:
+        raise _BadCall(f"{tool.name}() {error}") from None
     return given
+
+
+def _check_names(tool: Tool, given: Mapping[str, Any]) -> None:
+    """The same of names alone, by the schema of a tool whose code is elsewhere."""
+    schema = tool.schema["function"]["parameters"]
+    for name in schema.get("required", ()):
+        if name not in given:
+            raise _BadCall(f"{tool.name}() missing a required argument: {name!r}")
+    known = schema.get("properties")
+    for name in given if known and not schema.get("additionalProperties") else ():
+        if name not in known:
+            raise _BadCall(f"{tool.name}() got an unexpected keyword argument {name!r}")
 
 
 def _said(outcome: Outcome) -> str:

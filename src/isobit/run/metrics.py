@@ -38,6 +38,8 @@ METRICS: dict[str, str] = {
     "learning_rate": "learning rate of this step",
     "entropy": "mean entropy of the policy's distribution per completion token that the learner "
     "computes, in nats",
+    "entropy_coefficient": "weight of the entropy bonus in the loss of the next optimizer step, "
+    "where there is one (algorithm.entropy_coefficient)",
     "clip_fraction": "completion tokens whose gradient the clip of the loss or the off-policy mask "
     "cuts off; none where the advantage is 0",
     "groups/zero_spread_fraction": "groups whose scored rewards are all equal: nothing to learn "

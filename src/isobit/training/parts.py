@@ -17,10 +17,10 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task
 from isobit.training.resolved import Resolved
+from isobit.training.rollouts.processes import Processes
 from isobit.training.rollouts.serving import Serving
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer
-from isobit.training.session.processes import Processes
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,6 +34,7 @@ from isobit.training.rollouts.lengths import (
     say_ends,
     say_special_tokens,
 )
+from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.scoring import RewardScorer
 from isobit.training.session.assembly import (
     date_of,
@@ -43,7 +44,6 @@ from isobit.training.session.assembly import (
     sized_engine,
 )
 from isobit.training.session.conversing import open_dialogue
-from isobit.training.session.processes import Processes, open_processes
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -45,11 +45,11 @@ from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
+from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
 from isobit.training.session.machine import machine_facts
-from isobit.training.session.processes import Processes, open_processes
 from isobit.training.sft.supervised import cached_model
 
 

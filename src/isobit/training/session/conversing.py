@@ -14,14 +14,15 @@ def open_dialogue(
     config: Config, model: Model, environments: Environments, example: Example
 ) -> Dialogue:
     """With `environments`, on prompts such as that of the example. Raises IsobitError for prompts
-    that are no chats, and for a template with which turns cannot be appended."""
+    that are no chats, and for a template with which the answers of tools cannot be appended; what
+    else is appended is seen when it comes."""
     dialogue = _dialogue(config, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
             f"environment: {example.place} has a text as its prompt, and turns need chats; set "
             "task.chat: true"
         )
-    if environments.tools:  # what else is appended is seen when it comes
+    if environments.tools and config.environment.history == "append":
         dialogue.appending(example.prompt).check("tool")
     return dialogue
 
@@ -32,5 +33,5 @@ def recorded_dialogue(config: Config, model: Model) -> Dialogue:
 
 
 def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
-    given = config.environment
-    return Dialogue.of(model.tokenizer, environments, given.parser or "auto", given.max_tokens)
+    parser = config.environment.parser or "auto"
+    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens)

@@ -57,8 +57,9 @@ class Processes:
         self.rewards.check_columns(task.train.examples[0].columns)
         examples = (*task.train.examples, *task.held_out.examples)
         self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
-        for each in examples if self.environments is not None else ():
-            self.environments.check_row(each.place, each.columns)
+        if self.environments is not None:
+            for each in examples:
+                self.environments.check_row(each.place, each.columns)
         if not (self.rewards.specs or self.earned or config.rewards.models):
             raise IsobitError(
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
