@@ -2,8 +2,8 @@
 alone, in one process.
 
 `fp8`, rank 8 on every matrix, 16 rows a step. Beside them half of the requests by adapters and half
-by the base, and without a claim all requests by one adapter. Quickstart-like size (hidden 256,
-4 layers), and hidden 768 with 8 layers.
+by the base, and without a claim all requests by one adapter. Quickstart-like size (hidden 256, 4
+layers), and hidden 768 with 8 layers.
 """
 
 import tempfile
