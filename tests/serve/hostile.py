@@ -219,8 +219,11 @@ def check_again(server: Running, case: Case, response: httpx.Response) -> None:
     if "json" not in response.headers["content-type"]:
         return
     first, asked = response.json(), json.loads(case.content)
-    inner = asked["sampling_params"] if case.valid.route.endswith("generate") else asked
+    of_samples = case.valid.route.endswith("generate")
+    inner = asked if not of_samples else dict(asked.get("sampling_params") or {})
     inner["seed"] = first["seed"]
+    if of_samples:
+        asked["sampling_params"] = inner
     again = server.post(case.valid.route, asked).json()
     assert essence(again) == essence(first), f"{case}: {essence(first)}, then {essence(again)}"
 

@@ -9,10 +9,9 @@ import asyncio
 import resource
 from typing import Any
 
-import h11
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http import h11_impl
 
 from isobit.serve.requests import Limits
 
@@ -34,7 +33,7 @@ def most_connections(limits: Limits) -> int:
     return max(1, min(limits.connections, soft - _REFUSED - _OWN))
 
 
-class Connection(H11Protocol):
+class Connection(h11_impl.H11Protocol):
     """uvicorn's, of which there are at most so many."""
 
     def __init__(self, *given: Any, limits: Limits, most: int, **named: Any) -> None:
@@ -80,7 +79,7 @@ class Connection(H11Protocol):
 
     def _watch(self) -> None:
         """Until the first lines of a request are whole their time runs on."""
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11_impl.h11.IDLE:
             if self._head is not None:
                 self._head.cancel()
                 self._head = None

@@ -11,7 +11,6 @@ import hmac
 import secrets
 import time
 from collections.abc import Mapping
-from urllib.parse import quote
 
 from isobit.serve.requests import BadRequest
 from isobit.serve.tinker.wire import PREFIX
@@ -30,9 +29,10 @@ class Links:
         self._key = secrets.token_bytes(32)
 
     def link(self, checkpoint: str, file: str, expires: int) -> str:
-        """Path and query of a link that ends at `expires`, in seconds since 1970."""
+        """Path and query of a link that ends at `expires`, in seconds since 1970. `file`: a name
+        that the server gave, which a path has as it is."""
         query = f"expires={expires}&signature={self._signature(checkpoint, file, expires)}"
-        return f"{LINKS}{checkpoint}/{quote(file)}?{query}"
+        return f"{LINKS}{checkpoint}/{file}?{query}"
 
     def check(self, checkpoint: str, file: str, query: Mapping[str, str]) -> None:
         """Raise BadRequest (403) unless the query makes this a link of this server that has not
