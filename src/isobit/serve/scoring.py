@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from isobit.engine.types import Top
-from isobit.model import Model
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
 from isobit.serve.snapshots import Snapshot
@@ -46,12 +45,15 @@ async def score(
 ) -> Scores:
     """Scores of the last `scored` tokens of a prompt, by a snapshot that is held. Raises Refused
     and BadRequest."""
-    return await gateway.work(tenant, partial(_score, gateway.model, prompt, held, scored, top))
+    return await gateway.work(tenant, partial(_score, gateway, prompt, held, scored, top))
 
 
-def _score(model: Model, prompt: Sequence[int], held: Snapshot, scored: int, top: int) -> Scores:
+def _score(
+    gateway: Gateway, prompt: Sequence[int], held: Snapshot, scored: int, top: int
+) -> Scores:
     """On the device thread."""
-    first = len(prompt) - scored
+    gateway.device.snapshots.check(held)
+    model, first = gateway.model, len(prompt) - scored
     found = [math.nan, *model.logprobs([prompt], adapter=held.served)[0].tolist()]
     logprobs = [math.nan] * first + found[first:]
     if not top:
