@@ -129,10 +129,22 @@ def killed(server: Server, times: int, rng: random.Random) -> Iterator[None]:
     assert not wrong, wrong
 
 
+def begun(url: str) -> tuple[Any, Any]:
+    """A session, and a run in it. The official client tries a minute long to begin a session, and a
+    busy machine may take longer to begin a server."""
+    end = time.monotonic() + LONG
+    while True:
+        try:
+            service = tinker.ServiceClient(base_url=url, api_key=KEY)
+            made = service.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+            return service, made.result()
+        except tinker.APIConnectionError:
+            assert time.monotonic() < end
+
+
 def work(url: str, seed: int = 0, steps: int = STEPS) -> tuple[str, list[Any]]:
     """(SHA-256 of the adapter, samples on the way) of a client that trains and samples."""
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    client = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    service, client = begun(url)
     samples = list[Any]()
     for step in range(steps):
         asked: list[Any] = [
