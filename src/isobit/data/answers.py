@@ -75,6 +75,23 @@ def answer_text(value: Any) -> str:
     )
 
 
+def completion_text(value: Any) -> str:
+    """The text of what a model answered: of a conversation in which tools or users have answered it
+    what it said last, and nothing where that only calls tools. Raises NoAnswer."""
+    if not _is_conversation(value):
+        return answer_text(value)
+    last = max(place for place, each in enumerate(value) if each["role"] == "assistant")
+    return content_text(value[last].get("content")) or ""
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether it begins with the assistant's turn, and others answer it."""
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        return False
+    roles = [each.get("role") for each in value]
+    return roles[:1] == ["assistant"] and bool({"tool", "user"} & set(roles))
+
+
 def gold_text(value: Any) -> str:
     """The text of a right answer, which may be a number. Raises NoAnswer."""
     if isinstance(value, int | float) and not isinstance(value, bool):

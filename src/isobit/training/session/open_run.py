@@ -113,8 +113,10 @@ class Session:
         if recorded is not None:
             return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
         if not self._on_fleet:
-            between = None if parts.serving is None else parts.serving.between
-            sampler = ClaimedGroups(parts.engine, parts.sampling, self.ranks, between)
+            between = (lambda: None) if parts.serving is None else parts.serving.between
+            sampler = ClaimedGroups(
+                parts.engine, parts.sampling, self.ranks, between, parts.dialogue
+            )
             return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
         learned, source = Event(), None
         if parts.fleet is not None:
@@ -233,7 +235,7 @@ class Session:
         with ExitStack() as stack:
             for resource_ in (
                 self.run,
-                self.parts.rewards,
+                self.parts.processes,
                 self.interruption,
                 self.display,
                 self.trackers,
@@ -251,7 +253,7 @@ class Session:
     def _begin(self) -> None:
         """Say what computes, know what was done before, and record what is due before the first
         step."""
-        self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
+        self.parts.processes.print_to(self.run.directory)
         for line in () if self.parts.serving is None else self.parts.serving.lines:
             self.display.note(line)
         computes, rule = self.model.ops.why, self.objective.rule
