@@ -359,6 +359,30 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
     )
 
 
+def test_the_figures_of_adapters_are_those_of_the_results() -> None:
+    """Each cell of their table, with its aim where there is one."""
+    results = json.loads((ROOT / "benchmarks/results/adapters.json").read_text())
+    rate = {(row["case"], row["contestant"]): row["rate"] for row in results["rows"]}
+    aims = {claim["what"]: claim for claim in results["claims"]}
+    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
+
+    def cell(kind: str, case: str) -> str:
+        shown = f"{rate[case, kind] / rate[case, 'base']:.2f}"
+        aim = aims.get(f"tokens a second, {kind} over the base, {case}")
+        missed = "" if aim is None or aim["holds"] else ": missed"
+        return shown if aim is None else f"{shown} (aim {aim['target']:g}{missed})"
+
+    words = {
+        "16 adapters": "16 adapters",
+        "8 adapters and the base": "8 adapters, and 8 of the base",
+        "one adapter": "one adapter",
+    }
+    page = MEASURED.read_text()
+    assert f"| 16 requests, of | {' | '.join(cases)} |" in page
+    for kind, said in words.items():
+        assert f"| {said} | {' | '.join(cell(kind, case) for case in cases)} |" in page
+
+
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
     """Every row of the measured page and of the log's, from the numbers of each run; and what is
     concluded of them."""
