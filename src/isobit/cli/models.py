@@ -18,6 +18,7 @@ from isobit.cli.app import (
     app,
     columns,
     names,
+    template_kwargs,
 )
 
 
@@ -44,6 +45,13 @@ def generate(
     chat_template: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
+    ] = None,
+    chat_template_kwargs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="a variable of the chat template, such as enable_thinking=false",
+        ),
     ] = None,
     adapter: Adapters = None,
     as_json: Annotated[
@@ -84,6 +92,7 @@ def generate(
         (precision, backend, consistency),
         chat=chat,
         chat_template=chat_template,
+        chat_template_kwargs=template_kwargs(chat_template_kwargs),
         adapters={name: model_directory(path) for name, path in adapters(adapter).items()},
         as_json=as_json,
     )

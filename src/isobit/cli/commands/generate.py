@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from isobit.cli.commands.serving import open_serving
 from isobit.engine.engine import Engine
@@ -24,6 +25,7 @@ def print_completions(
     *,
     chat: bool = False,
     chat_template: Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Path] | None = None,
     as_json: bool = False,
 ) -> None:
@@ -36,7 +38,7 @@ def print_completions(
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     several = adapters if adapters is not None and len(adapters) > 1 else {}
-    rules = TextRules(chat_template=chat_template)
+    rules = TextRules(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs or {})
     if several:
         model = open_serving(path, several, flow, rules)
     else:
