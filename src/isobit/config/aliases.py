@@ -96,6 +96,7 @@ _NAMES = {
     "algorithm.correction.cap": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
     "adapter.rank": "lora_r lora_rank peft_config.r",
     "adapter.alpha": "lora_alpha",
+    "adapter.rslora": "use_rslora rank_stabilized_lora",
     "adapter.targets": "lora_target_modules target_modules",
     "adapter.init": "lora_adapter_path",
     "optimizer.learning_rate": "lr",
@@ -158,10 +159,16 @@ _NONE = (
     "eval_use_gather_object greater_is_better save_only_model save_on_each_node "
     "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter "
     "log_multimodal debug push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
-    "hub_always_push hub_revision log_completions_hub_repo trackio_bucket_id "
+    "lora_dropout hub_always_push hub_revision log_completions_hub_repo trackio_bucket_id "
     "trackio_static_space_id rollout.nnodes rollout.n_gpus_per_node rollout_correction.loss_type"
 )
 """Names to which nothing here corresponds."""
+
+WHY_NOT = {
+    "lora_dropout": "an adapter has no dropout: the learner would drop at random what the rollout "
+    "had, and their log-probabilities would differ"
+}
+"""Why, of some of these, by the end of their names."""
 
 _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()} | dict.fromkeys(
     _NONE.split()

@@ -39,15 +39,17 @@ def load_trained(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
             )
         return model
-    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
+    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
     model = Model.load(
         base, *flow, adapter=checkpoint or given.init or new, masters=masters, rules=rules
     )
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
-    if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):
+    settings = (given.rank, given.alpha, given.rslora, wanted)
+    if (found.rank, found.alpha, found.rslora, found.projections) != settings:
         raise IsobitError(
-            f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these"
+            f"adapter.init: {given.init} is an {found}; set rank, alpha, rslora and targets to "
+            "these"
         )
     return model
 

@@ -26,9 +26,10 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
-from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from isobit.monitor.report.intervals import Estimate, proportion
 from isobit.monitor.screen import Display
 from isobit.options.consistency import resolved
@@ -207,7 +208,7 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         num_heads=init.num_heads,
         num_kv_heads=init.num_kv_heads or init.num_heads,
         head_dim=head_dim,
-        rope=Rope.of(init.rope_theta, family.partial_rotary),
+        rope=family.fresh_rope(init.rope_theta, init.max_positions),
         qkv_bias=family.qkv_bias or family.biased,
         o_bias=family.biased and family.output_bias,
         qk_norm=family.qk_norm,
@@ -218,9 +219,15 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
+        multipliers=Multipliers(attention=head_dim**-0.5) if family.multipliers else None,
         experts=None
         if init.num_experts is None
-        else Experts(init.num_experts, init.experts_per_token or 2, init.intermediate_size),
+        else Experts(
+            init.num_experts,
+            init.experts_per_token or 2,
+            init.intermediate_size,
+            shared=init.intermediate_size if family.mixtures and family.mixtures.shared else 0,
+        ),
     )
 
 
