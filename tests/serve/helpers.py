@@ -91,14 +91,15 @@ def serving(
     grace: float = 5.0,
     state: Path | None = None,
     whole: bool = False,
+    every: int = 10,
     **sizes: int,
 ) -> Iterator[Running]:
     """A server over the model at `base`, which trains where it has a `state`, adapters or the
-    `whole` model; at the end all its pages must be free."""
+    `whole` model, and keeps a run `every` so many steps; at the end all its pages must be free."""
     model = Model.load(base, "fp8", "native")
     model = model if whole else model.serving({})
     engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
-    kept = None if state is None else State(state)
+    kept = None if state is None else State(state, every=every)
     chat = format_of(tools, model.tokenizer.chat_template)
     gateway = Gateway(engine, "tiny", chat, limits, kept)
     for name, folder in (adapters or {}).items():
