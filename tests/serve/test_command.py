@@ -150,6 +150,10 @@ def test_what_it_refuses(
     assert "expected nothing more, or full, got 'half'" in said(
         monkeypatch, capsys, base, "--train=half", *token
     )
+    full = ("--train", "full", "--state", tmp_path / "full")
+    assert "is an adapter; give the model" in said(
+        monkeypatch, capsys, folder / "math", *full, *token
+    )
     assert "with --train full the weights that it is for would change" in said(
         monkeypatch, capsys, base, "--train", "full", *wrong, *token
     )
