@@ -9,7 +9,8 @@ end that is listed wins.
 _NAMES = {
     "model.path": "model_name model_name_or_path actor_rollout_ref.model.path "
     "pretrained_model_name_or_path",
-    "model.chat_template": "custom_chat_template chat_template_path apply_chat_template_kwargs",
+    "model.chat_template": "custom_chat_template chat_template_path",
+    "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
     "task.path": "train_dataset dataset dataset_name data train_files data_files "
     "train.data_path data_path",
     "task.held_out_path": "eval_dataset val_files validation.data_path",
@@ -142,7 +143,6 @@ _NONE = (
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
-    "chat_template_kwargs "
     "entropy_coef_min ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "

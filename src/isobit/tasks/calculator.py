@@ -46,7 +46,9 @@ try:
     except SyntaxError:
         run(compile(source, "program.py", "exec"))
     else:
-        print(value_of(program))
+        value = value_of(program)
+        if value is not None:
+            print(value)
 except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """

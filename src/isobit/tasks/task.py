@@ -21,7 +21,9 @@ class TaskSettings:
     run before it starts, or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is
     `task.path`."""
 
-    name: Annotated[str, "arithmetic, countdown, gsm8k, or file (any data)"] = "file"
+    name: Annotated[
+        str, "arithmetic, countdown, gsm8k, calculator, lookup, guess, or file (any data)"
+    ] = "file"
     path: Annotated[
         str | None,
         "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
