@@ -119,6 +119,14 @@ class Box:
         time.sleep(seconds)
         return f"opened {self.opened}"
 
+    def fill(self, size: int) -> str:
+        """Fill the box.
+
+        Args:
+            size: With how much.
+        """
+        return "x" * size
+
     def get_reward(self):
         if self.how == "no reward":
             raise RuntimeError("no judge")
@@ -383,6 +391,24 @@ def test_calls_of_all_episodes_overlap_async_or_not(path: str) -> None:
             pool.turn(key, calling(0, call("meet"), call("meet_later")))
         found = replies(pool, 20)
         assert all(contents(each) == ["met", "met"] for each in found.values())
+
+
+def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
+    """Five hundred episodes that stay open; kept results alone would be 32 MB a turn."""
+    with EnvironmentPool(EnvironmentConfig(factory=f"{path}:Box", max_turns=9)) as pool:
+        for key in range(500):
+            pool.begin(key, PROMPT, {})
+        replies(pool, 500)
+        process = pool._workers[0].process._process
+        assert process is not None
+        sizes = []
+        for number in range(4):
+            for key in range(500):
+                pool.turn(key, calling(number, call("fill", {"size": 64_000})))
+            replies(pool, 500)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            sizes.append(int(status.partition("VmRSS:")[2].split()[0]))
+        assert sizes[-1] - sizes[0] < 16_000, f"{sizes} KB"
 
 
 @pytest.mark.parametrize(
