@@ -21,6 +21,27 @@ from isobit.cli.app import (
     template_kwargs,
 )
 
+_ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
+]
+_Kwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
+    ),
+]
+_Tools = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE:FUNCTION",
+        help="a function that the model may call; may be given several times",
+    ),
+]
+_Parser = Annotated[
+    str | None, typer.Option(help="how the model writes calls; default: found by its chat template")
+]
+
 
 @app.command()
 def generate(
@@ -42,29 +63,11 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="render each prompt with the model's chat template")
     ] = False,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
-    ] = None,
-    chat_template_kwargs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="a variable of the chat template, such as enable_thinking=false",
-        ),
-    ] = None,
-    tools: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE:FUNCTION",
-            help="a function that the model may call; may be given several times",
-        ),
-    ] = None,
+    chat_template: _ChatTemplate = None,
+    chat_template_kwargs: _Kwargs = None,
+    tools: _Tools = None,
     max_turns: Annotated[int, typer.Option(help="turns of the model, with tools")] = 8,
-    parser: Annotated[
-        str | None,
-        typer.Option(help="how the model writes calls; default: found by its chat template"),
-    ] = None,
+    parser: _Parser = None,
     adapter: Adapters = None,
     as_json: Annotated[
         bool,
