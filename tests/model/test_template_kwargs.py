@@ -61,6 +61,7 @@ def test_the_row_s_own_go_before_the_config_s(tmp_path: Path) -> None:
         appended = Appending(tokenizer, {}, example.prompt).appended(ASKED, [5])
         assert tokenizer.decode(appended, special=True).endswith(text[text.rindex("assistant") :])
     plain = Tokenizer.load(tmp_path)
+    assert isinstance(text, str)
     assert plain.render_chat(ASKED) == text.replace("<think>\n\n</think>\n\n", "").replace(
         "high", ""
     )

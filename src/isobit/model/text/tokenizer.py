@@ -252,12 +252,14 @@ class Tokenizer:
             first = {key: part for key, part in messages[0].items() if key != TEMPLATE_KWARGS}
             messages = [first, *messages[1:]]
         variables = {
-            "messages": list(messages),
             "tools": None,
             "documents": None,
+            **self.template_kwargs,
+            **own,
+            **(more or {}),
+            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
-        variables |= self.template_kwargs | own | (more or {})
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def _use_template(self, path: str | Path) -> None:
