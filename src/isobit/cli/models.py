@@ -14,6 +14,7 @@ from isobit.cli.app import (
     Consistency,
     Precision,
     Stop,
+    TemplateKwargs,
     adapters,
     app,
     columns,
@@ -21,16 +22,6 @@ from isobit.cli.app import (
     template_kwargs,
 )
 
-_ChatTemplate = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
-]
-_Kwargs = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
-    ),
-]
 _Tools = Annotated[
     list[str] | None,
     typer.Option(
@@ -39,7 +30,8 @@ _Tools = Annotated[
     ),
 ]
 _Parser = Annotated[
-    str | None, typer.Option(help="how the model writes calls; default: found by its chat template")
+    str | None,
+    typer.Option(help="how the model writes calls of tools; default: found by its chat template"),
 ]
 
 
@@ -63,8 +55,11 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="render each prompt with the model's chat template")
     ] = False,
-    chat_template: _ChatTemplate = None,
-    chat_template_kwargs: _Kwargs = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
+    ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     tools: _Tools = None,
     max_turns: Annotated[int, typer.Option(help="turns of the model, with tools")] = 8,
     parser: _Parser = None,
