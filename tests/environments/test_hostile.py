@@ -39,6 +39,8 @@ def act(what: str) -> str:
         raise KeyError("nothing here")
     if what == "exit":
         sys.exit(3)
+    if what == "key":
+        return os.environ["SEARCH_API_KEY"]
     if what == "mute":
         raise RuntimeError
     if what == "print":
@@ -355,6 +357,19 @@ def test_a_reward_that_goes_wrong_is_none_and_said(
         reply = finished(pool, 0)
         assert reply.rewards == rewards
         assert (problem or "None") in str(reply.problem)
+
+
+def test_a_variable_that_a_tool_lacks_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "secret")
+    with EnvironmentPool(config(path, on_error="stop")) as pool:
+        begun(pool, 0)
+        pool.turn(0, calling(0, call("act", {"what": "key"})))
+        with pytest.raises(RunFailed) as caught:
+            replies(pool, 1)
+    said = "; SEARCH_API_KEY is set here, and passed on where it is named in environment.variables"
+    assert str(caught.value).endswith(said)
+    with EnvironmentPool(config(path, variables=("SEARCH_API_KEY",))) as pool:
+        assert contents(_first_turn(pool, call("act", {"what": "key"}))) == ["secret"]
 
 
 def test_what_tools_print_goes_to_a_file(path: str, tmp_path: Path) -> None:
