@@ -320,6 +320,10 @@ def _can_have_docstring(node: ast.AST) -> bool:
             ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic", "isobit.rewards.named"),
         ),
         (
+            "import isobit.environments.pool, isobit.environments.worker",
+            ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic", "transformers"),
+        ),
+        (
             "import isobit.rl, isobit.rl.algorithm.correction_rule, isobit.rl.algorithm.replay",
             ("torch", "pydantic"),
         ),
