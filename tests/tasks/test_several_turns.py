@@ -76,7 +76,7 @@ def test_the_tool_runs_in_the_cage() -> None:
     assert python("print(1)") == "1"
     assert python("1/0") == "ZeroDivisionError: division by zero"
     assert python("'\u00e9' * 3") == "???"
-    assert len(python("'a' * 10**6")) == 200
+    assert len(python("'a' * 10**4")) == 200
     assert python("import os; os._exit(3)") == "error: it was stopped"
     assert "Error" in python(f"open({str(ROOT / 'pyproject.toml')!r}).read()")
     assert "1" not in python("-" * 200_000 + "1")  # what a parser gives up on
