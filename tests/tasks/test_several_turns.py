@@ -87,7 +87,7 @@ def test_only_the_last_answer_counts(reward: Any, column: str) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
     tool = {"role": "tool", "name": "f", "content": column}
     right, wrong = ({"role": "assistant", "content": text} for text in (f" {column}\n", "no"))
-    said = [[right], [call, tool, right], [call, tool, wrong], [call, tool], [call]]
+    said = [[right], [call, tool, right], [call, tool, wrong], [call, tool], [right, tool, call]]
     assert reward([None] * 5, said, [column] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 

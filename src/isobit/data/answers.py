@@ -85,13 +85,11 @@ def completion_text(value: Any) -> str:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether it begins with the assistant's turn, and others answer it, or a call waits for an
-    answer."""
+    """Whether it begins with the assistant's turn, and others answer it."""
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
         return False
     roles = [each.get("role") for each in value]
-    called = any(each.get("tool_calls") for each in value)
-    return roles[:1] == ["assistant"] and (called or bool({"tool", "user"} & set(roles)))
+    return roles[:1] == ["assistant"] and bool({"tool", "user"} & set(roles))
 
 
 def gold_text(value: Any) -> str:
