@@ -198,10 +198,6 @@ class Config:
                 "environment.history: fork is not offered yet; set history: append, and a chat "
                 "template that keeps the past as it wrote it (model.chat_template)"
             )
-        if self.fleet.engines:
-            raise IsobitError(
-                "environment: engines of a fleet have no environments yet; set fleet.engines: 0"
-            )
         if self.rewards.models:
             raise IsobitError(
                 "environment: reward models do not read conversations with tools yet; give "
