@@ -14,7 +14,9 @@ from isobit.model.described import Described
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
     """How a config reads prompts; `now`: the date that they are told."""
-    return TextRules(config.task.special_tokens_in_content, now, config.model.chat_template)
+    model = config.model
+    rule = config.task.special_tokens_in_content
+    return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
 
 
 def load_trained(
