@@ -93,7 +93,8 @@ def tiny_model(
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
     if table.latent is not None:
-        sizes = latent_values(Latent(16, 8, 4, 6, 20), 4, Rope()) | sizes
+        own = latent_values(Latent(16, 8, 4, 6, 20), 4, Rope())
+        sizes = own | {key: value for key, value in sizes.items() if key != "head_dim"}
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,
