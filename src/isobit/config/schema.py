@@ -311,6 +311,10 @@ class ArchitectureConfig:
     def __post_init__(self) -> None:
         from isobit.model.families import FAMILIES as tables  # here, so that --help needs no torch
 
+        if tables[self.family].latent is not None:
+            raise IsobitError(
+                f"family: {self.family} has latent attention, whose sizes model.init does not have"
+            )
         mixture = tables[self.family].mixtures is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(
