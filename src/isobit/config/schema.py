@@ -25,6 +25,7 @@ from isobit.config.sections import (
     SamplingConfig,
     ServeConfig,
     SftEvaluationConfig,
+    SftRunConfig,
 )
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
@@ -299,8 +300,8 @@ class SftModelConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or
-    `messages`."""
+    """One supervised run: on prompts and completions, conversations, or texts. `out: DIR` is
+    `run.dir`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -311,11 +312,20 @@ class SftConfig:
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
+    turns: Annotated[
+        Literal["last", "all"],
+        "which of the assistant's turns in a conversation are learned, each up to the end that the "
+        "chat template gives it",
+    ] = "last"
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
     max_new_tokens: Annotated[int, at_least(1), "length limit of completions in the evaluation"] = (
         64
     )
-    out: Annotated[str, "where the model is written; must not exist yet, or be empty"] = "runs/sft"
+    run: SftRunConfig = SftRunConfig()
+    tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
+    ranks: Annotated[
+        int, at_least(1), "processes that train together on this machine, as of `isobit train`"
+    ] = 1
     seed: Annotated[int, at_least(0), below(2**63)] = 0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 METRICS: dict[str, str] = {
-    "step": "batches of rollouts that were learned from, this one included",
+    "step": "batches that were learned from, this one included",
     "reward/mean": "mean reward of the scored completions",
     "reward/std": "standard deviation of these rewards (over n - 1)",
     "reward/function/*": "mean of one reward function, unweighted",
@@ -28,6 +28,10 @@ METRICS: dict[str, str] = {
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",
     "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
+    "loss/cross_entropy": "of a supervised run: mean cross-entropy of the step's trained tokens, in "
+    "nats",
+    "loss/held_out": "of a supervised run: mean cross-entropy of the held-out answers' trained "
+    "tokens, in nats",
     "loss/*": "a metric of your own loss function: its mean over the trained tokens",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's "
     "optimizer steps",

@@ -165,13 +165,18 @@ class Learner:
         """Samples of the present working weights that are learned from later, by other weights.
         Raises Disagreement as `learn`, and under on_mismatch: correct too where no correction will
         weigh them."""
-        found, _ = logprobs_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
         rows = rollout_logprobs(samples)
-        compared = [(sample, row, found[i]) for i, (sample, row) in enumerate(zip(samples, rows))]
+        compared = list(zip(samples, rows, self.logprobs(samples), strict=True))
         weighed = self.on_mismatch == "correct" and self.objective.rule.active
         if self.expects_equal_bits and self.on_mismatch != "warn" and not weighed:
             require_agreement(compared, samples)
         return compared
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of the present working weights, [trained tokens] of each sample, without a gradient."""
+        parts = self._cutting.whole(samples)
+        found, _ = logprobs_of(self._forward(), samples, parts, self._ranks)
+        return [found[i] for i in range(len(samples))]
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to

@@ -39,16 +39,16 @@ from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
-from isobit.training.adapting import load_trained
+from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import fit_prompts
+from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
-from isobit.training.session.machine import machine_facts
-from isobit.training.sft.supervised import cached_model
+from isobit.training.sft.base import cached_model
 
 
 def open_parts(
@@ -241,7 +241,7 @@ def rollout_sampling(config: Config) -> Sampling:
 def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
     """The model that a run begins with, and whose KL penalty it may pay."""
     if config.model.path is not None:
-        return Path(config.model.path)
+        return model_named(config.model.path)
     return cached_model(str(config.model.sft), began, quiet=quiet)
 
 
@@ -302,15 +302,6 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
         model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
         found.append(WeightedModel(model, given.weight, given.name))
     return found
-
-
-def date_of(began: Mapping[str, Any]) -> datetime:
-    """What chat templates say the date is: of a run with these facts, that of its beginning, so
-    that its prompts stay what they are; else now."""
-    try:
-        return datetime.fromisoformat(began["date"])
-    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
-        return datetime.now()
 
 
 def sized_engine(

@@ -1,5 +1,9 @@
 """What computes a run, as its machine.json says."""
 
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
 from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.options.consistency import default_order
@@ -22,3 +26,12 @@ def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
     if functions := digests(objective):
         facts["functions"] = functions
     return facts
+
+
+def date_of(began: Mapping[str, Any]) -> datetime:
+    """What chat templates say the date is: of a run with these facts, that of its beginning, so
+    that its prompts stay what they are; else now."""
+    try:
+        return datetime.fromisoformat(began["date"])
+    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
+        return datetime.now()
