@@ -24,11 +24,11 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter, new_adapter
+from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.app import Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
-from isobit.serve.tool_formats.table import format_of
 
 CLIENTS, PROMPT, TOKENS, ADAPTERS = 32, 24, 256, 16
 TOKEN = "benchmark-token-0123456789"

@@ -4,8 +4,8 @@ Both train an adapter of rank 8 on all projections under `fp8` (hidden 256, 4 la
 8 completions of 16 tokens, one optimizer step. A step by the client is all that its loop does:
 snapshot, 32 samplings, rewards, advantages, `forward_backward`, `optim_step`; the client runs in
 this process too, so its Python takes turns with the server's. Log-probabilities of sampling and of
-training are compared in every step, on both sides. The learner of a run computes a prompt once for all its
-completions, that of the server for each; a second run does as the server. Left out: evaluation and saving.
+training are compared in every step, on both sides. Both learners compute a prompt once for all its
+completions; a second run does so for each. Left out: evaluation and saving.
 """
 
 import tempfile

@@ -22,7 +22,7 @@ FLOORS = [
     {"evaluation", "fleet", "rl", "engine", "serve"},
     {"model"},
     {"distributed", "kernels", "precision"},
-    {"monitor", "run", "tasks", "rewards", "data", "options", "errors"},
+    {"monitor", "run", "tasks", "rewards", "environments", "workers", "data", "options", "errors"},
 ]
 """From the top down: a room imports what stands below it, and rooms of its own floor where no
 circle comes of it."""

@@ -26,6 +26,7 @@ from isobit.options.declare import options_of, plain, sections
 from isobit.training.sft.supervised import supervised_run
 from tests.runs import write_config
 from tests.training.test_scoring import reward_model
+from tests.training.test_turns import config_of, save_chat_model
 
 SOURCE = Path(isobit.__file__).parent
 NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
@@ -38,6 +39,9 @@ NOT_BY_A_RUN = {
     "FleetSettings.cpus_per_engine",
     "FleetSettings.gpus_per_engine",
     "FleetSettings.deadline_s",
+    # by an MCP server (tests/environments)
+    "McpServer.command",
+    "McpServer.environment",
 }
 Key = tuple[type, str]
 
@@ -134,6 +138,7 @@ def make_runs(folder: Path, base_model: Path) -> None:
         given = ["steps=2", f"serve.token={folder / 'tokens'}", *overrides]
         train(load_config(write_config(folder / str(i), base_model), given))
     resume(folder / "0" / "run", ["steps=3"])
+    train(load_config(config_of(folder / "turns", save_chat_model(folder / "chat")), ["steps=1"]))
     judge = str(reward_model(folder / "judge"))
     (folder / "sft.yaml").write_text(
         "model: {init: {hidden_size: 16, num_layers: 1}}\ntask: arithmetic\nsteps: 1\n"

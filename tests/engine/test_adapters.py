@@ -2,7 +2,9 @@
 alone."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.adapters.multi_lora import MultiLora, Rows
 from isobit.model.adapters.targets import NewAdapter
 from tests.models import level, require, tiny_model, trained_adapters
 
@@ -71,6 +73,38 @@ def test_each_request_has_the_bits_that_it_has_alone(
         )  # from the prefix cache
         assert drawn(again) == drawn(wanted)
         assert engine.stats.cached_tokens > 0
+
+
+def test_a_mixed_batch_is_multiplied_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that leaves the bits; and which rows are whose is found once for all weights that have
+    the same adapters. The control may not multiply rows together."""
+    model = served(folder)
+    ops = model.transformer.ops["rollout"]
+    found, splits, once = list[object](), list[int](), list[int]()
+    counts, product, split = Counter[str](), type(ops).product, Rows._split
+
+    def counted(self: Any, *given: Any, **more: Any) -> Any:
+        counts["products"] += 1
+        return product(self, *given, **more)
+
+    def noted(self: Any, known: Any) -> Any:
+        counts["splits"] += 1
+        return split(self, known)
+
+    for allowed in (True, False):
+        with monkeypatch.context() as patch:
+            counts.clear()
+            patch.setattr(type(ops), "product", counted)
+            patch.setattr(Rows, "_split", noted)
+            if not allowed:
+                patch.setattr(type(ops), "rounds_last", lambda self, a, b: False)
+            engine = Engine(model, page_size=4, prefix_cache=False)
+            found.append(drawn(engine.generate(PROMPTS, SAMPLING, range(6), adapters=NAMES)))
+            once.append(counts["products"])
+            splits.append(counts["splits"])
+    assert found[0] == found[1]
+    assert once[0] < 0.8 * once[1]
+    assert 0 < splits[0] == splits[1] < once[0] / 2
 
 
 def test_neither_preemption_nor_pages_of_ones_own_change_a_bit(folder: Path) -> None:

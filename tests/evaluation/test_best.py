@@ -365,7 +365,7 @@ def test_memory_counts_the_evaluations_cache(tmp_path: Path, base_model: Path) -
         for e in ("{}", "{every: 1, num_samples: 64}")
     ]
     for opened in parts:
-        opened.rewards.close()
+        opened.processes.close()
     allocated = [opened.memory_metrics()["memory/kv_cache_mib"] * 2**20 for opened in parts]
     assert allocated[0] == parts[0].engine.kv_bytes
     assert isinstance(parts[1].held_out, PeriodicEvaluation)

@@ -118,3 +118,33 @@ def test_what_has_no_order_is_the_definitions(consistency: str, dtype: torch.dty
     near = 0.5 * (x.float() @ a.to(dtype).float().t()).to(dtype).float() @ b.to(dtype).float().t()
     assert torch.allclose(total[rows], near[rows], atol=0.2, rtol=0.02)
     assert (total[[0, 2, 3, 5]] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["bf16", "ue8m0", "fp32"])
+@pytest.mark.parametrize("order", [TDP32, VDP32])
+def test_ordered_products_are_rounded_last(order: str, form: str) -> None:
+    """Of few rows and of many, with a bias and without, subnormal sums too: rows without an adapter
+    may be multiplied with those that have one."""
+    require("native")
+    ops = get_ops("native", f"bitwise-{order}")
+    x, values = _given(form)[0], _random(OUT, IN, seed=5)
+    blocks = QuantSpec(E4M3, "128x128", "fp32" if form == "bf16" else form)
+    weight: Operand = values if form == "bf16" else quantize(values, blocks)
+    b = ops.prepare(weight)
+    assert ops.rounds_last(x, b)
+    for bias in (None, _random(OUT, seed=6)):
+        for rows in (torch.arange(3), torch.arange(x.shape[0])):
+            a = picked(x, rows)
+            wide = ops.product(a, b, bias, torch.float32)
+            assert same(ops.product(a, b, bias, torch.bfloat16), wide.bfloat16())
+
+
+def test_exact_products_are_not_rounded_last() -> None:
+    """The control: just above the middle of two BF16 numbers, which float32 cannot say."""
+    require("native")
+    ops = get_ops("native", "exact")
+    a = torch.tensor([[1.0, 1.0, 2.0**-20]]).bfloat16()
+    b = ops.prepare(torch.tensor([[1.0, 2.0**-8, 2.0**-20]]).bfloat16())
+    assert not ops.rounds_last(a, b)
+    wide = ops.product(a, b, None, torch.float32)
+    assert not same(ops.product(a, b, None, torch.bfloat16), wide.bfloat16())

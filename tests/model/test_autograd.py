@@ -343,6 +343,7 @@ def _head(
     ops: Ops,
     gradient: Tensor | None,
     filtering: Filtering | None = None,
+    of_entropy: Tensor | None = None,
 ) -> tuple:
     master = torch.nn.Parameter(_random(97, hidden.shape[1], seed=7, dtype=torch.float32) * 0.3)
     head = Weight("head", master, master.detach().to(dtype), None, None)
@@ -354,9 +355,11 @@ def _head(
         logprobs, entropy = head_logprobs(
             hidden, head, targets, 0.7, chunk, ops, filtering, context
         )
-    if gradient is not None:
+    if of_entropy is not None:
+        ((logprobs * gradient).sum() + (entropy * of_entropy).sum()).backward()
+    elif gradient is not None:
         logprobs.backward(gradient)
-    return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
+    return logprobs.detach(), entropy.detach(), hidden.grad, master.grad, head.working, targets
 
 
 def test_head_logprobs_against_autograd_and_in_chunks(ops: Ops) -> None:
@@ -367,7 +370,6 @@ def test_head_logprobs_against_autograd_and_in_chunks(ops: Ops) -> None:
         hidden, torch.float32, 8, spy, gradient
     )
     assert max(spy.rows) == 8
-    assert not entropy.requires_grad
     exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     distribution = ((exact @ exact_weight.T) / 0.7).log_softmax(-1)
     distribution[torch.arange(29), targets].backward(gradient.double())
@@ -379,6 +381,38 @@ def test_head_logprobs_against_autograd_and_in_chunks(ops: Ops) -> None:
     )
     torch.testing.assert_close(dhidden.double(), exact.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("filtering", [None, (20, 0.9, 0.01, 1.3)], ids=str)
+def test_the_entropys_gradient_against_autograd(ops: Ops, filtering: Filtering | None) -> None:
+    """In float64, beside that of the log-probabilities. The control is without the entropy's."""
+    hidden, every = _random(29, 40, dtype=torch.float32), torch.arange(29)
+    gradient, of_entropy = (_random(29, seed=n, dtype=torch.float32) for n in (8, 9))
+    _, entropy, dhidden, dweight, weight, targets = _head(
+        hidden, torch.float32, 8, ops, gradient, filtering, of_entropy
+    )
+    exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    z, kept = exact @ exact_weight.T, torch.ones(29, 97, dtype=torch.bool)
+    if filtering is not None:
+        factor = torch.ones(29, 97, dtype=torch.float64)
+        for row in range(29):
+            seen = targets[(0 if row < 10 else 10) : row + 1]
+            up = z[row, seen] > 0
+            factor[row, seen] = torch.where(up, 1 / filtering[3], filtering[3]).double()
+        z = z * factor
+        kept = _kept((z / 0.7).detach(), filtering)
+        kept[every, targets] = True
+    distribution = (z / 0.7).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    exact_entropy = -(distribution.exp() * distribution.masked_fill(~kept, 0.0)).sum(-1)
+    chosen = distribution[every, targets]
+    total = (chosen * gradient.double()).sum() + (exact_entropy * of_entropy.double()).sum()
+    total.backward()
+    close = torch.testing.assert_close
+    close(entropy.double(), exact_entropy.detach(), rtol=1e-6, atol=1e-6)
+    close(dhidden.double(), exact.grad, rtol=1e-5, atol=2e-6)
+    close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+    without = _head(hidden, torch.float32, 8, ops, gradient, filtering)
+    assert float((without[2] - exact.grad).norm() / tensor(exact.grad).norm()) > 0.1
 
 
 def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:

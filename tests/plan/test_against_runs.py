@@ -63,7 +63,7 @@ def test_a_run_reports_what_was_planned(
     given = (*changes, f"precision={flow}", "steps=1")
     config = load_config(write_config(tmp_path, tmp_path / "model"), given)
     parts = open_parts(config, quiet=True)
-    parts.rewards.close()
+    parts.processes.close()
     job = job_of(config, HERE, parts.engine.longest_prompt)
     row = list(read_jsonl(Path(train(config, quiet=True).run_dir) / METRICS))[-1]
     planned, held = plan(job), dict(plan(job).held)

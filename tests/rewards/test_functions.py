@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.rewards.functions import (
-    MalformedResult,
-    check_reference,
-    checked_values,
-    last_line,
-    load_function,
-)
+from isobit.rewards.functions import MalformedResult, checked_values, load_function
+from isobit.workers.loading import check_reference, last_line
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ import pytest
 
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
-from isobit.rewards.worker_process import MAX_LOG_BYTES, WorkerProcess
+from isobit.rewards.worker_process import WorkerProcess
+from isobit.workers.process import MAX_LOG_BYTES
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds processes through /proc"

@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
+from isobit.kernels import Copies
 from isobit.model import Model
 from isobit.rl import Group, Objective, OptimizerSettings, ResolvedObjective, Sample
 from isobit.rl.algorithm.advantages import AdvantageInputs
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES, LossInputs, ratios
 from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.optim.sharded import ShardedOptimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
@@ -48,6 +51,27 @@ def roll_out(
         for group in groups
         for c in group
     ]
+
+
+def seen_by_rows(packed: PackedBatch) -> list[list[int]]:
+    """Of each row the tokens whose keys it sees, its own at the end."""
+    layout, seen = packed.layout, list[list[int]]()
+    starts = layout.row_start.tolist()
+    for s, (start, stop) in enumerate(pairwise(starts)):
+        for row in range(start, stop):
+            position = torch.arange(int(layout.positions[row]) + 1)
+            slots = layout.page_table[s, position // layout.page_size] * layout.page_size
+            where = {int(slot): at for at, slot in enumerate(layout.slots)}
+            keys = (slots + position % layout.page_size).tolist()
+            seen.append([int(packed.tokens[where[key]]) for key in keys])
+    return seen
+
+
+def first_only(self: Copies, x: Tensor, ops: object) -> Tensor:
+    """In the place of `Copies.added`: without the gradients of all copies but the first."""
+    found = x.new_zeros(self.count, *x.shape[1:])
+    found[self.taken] = x[self.first]
+    return found
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def test_the_losses_by_name_do_not_depend_on_the_split(loss: str, ratio: str) ->
         "LossOutputs(-inputs.policy_logprobs * a)",
         f"return LossOutputs({PLAIN} / len(inputs.advantages))",
         f"return LossOutputs(({PLAIN}) / (1 + inputs.sequence))",
+        f"return LossOutputs({PLAIN} - inputs.entropy.mean())",
     ],
 )
 def test_a_statistic_of_the_micro_batch_is_refused(tmp_path: Path, body: str) -> None:
@@ -91,34 +92,19 @@ FORKS = "forks = inputs.entropy{detached} {above} 0.5\n    return LossOutputs(({
 @pytest.mark.parametrize(
     "body",
     [
-        BONUS.format(plain=PLAIN, detached=""),
-        f"return LossOutputs(({PLAIN}) * inputs.entropy)",
-        FORKS.format(plain=PLAIN, detached="", above="-"),
-        "return LossOutputs(-inputs.entropy * inputs.advantages)",
-    ],
-)
-def test_a_gradient_by_the_entropy_is_refused(tmp_path: Path, body: str) -> None:
-    """A bonus would be without effect in a run, where the entropy has no gradient."""
-    objective = ResolvedObjective(loss=loss_file(tmp_path, body))
-    line = line_of(lambda: check_functions(objective))
-    assert line.startswith(f"algorithm.loss {objective.loss!r}: ")
-    if "inputs.policy_logprobs" in body:
-        assert "inputs.entropy has no gradient, so a bonus made of it does nothing" in line
-    else:  # nothing else has one
-        assert "must be computed from inputs.policy_logprobs" in line
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
         FORKS.format(plain=PLAIN, detached=".detach()", above=">"),
         FORKS.format(plain=PLAIN, detached="", above=">"),  # a comparison has no gradient anyway
         f"return LossOutputs(({PLAIN}) * inputs.entropy.detach())",
         BONUS.format(plain=PLAIN, detached=".detach()"),
         f"return LossOutputs({PLAIN}, metrics={{'entropy': inputs.entropy}})",
+        BONUS.format(plain=PLAIN, detached=""),
+        f"return LossOutputs(({PLAIN}) * inputs.entropy)",
+        "return LossOutputs(-inputs.entropy * inputs.advantages)",
     ],
 )
-def test_entropy_may_choose_and_weigh_tokens_and_be_a_metric(tmp_path: Path, body: str) -> None:
+def test_entropy_may_choose_and_weigh_tokens_be_a_metric_and_be_learned(
+    tmp_path: Path, body: str
+) -> None:
     check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
 
 
@@ -333,7 +319,7 @@ def test_the_inputs_are_as_documented() -> None:
             torch.float32,
             "cpu",
         ), name
-        assert tensor.requires_grad is (name == "policy_logprobs"), name
+        assert tensor.requires_grad is (name in ("policy_logprobs", "entropy")), name
     assert inputs.sequence.dtype == torch.int64
     assert inputs.sequence.unique_consecutive().tolist() == list(range(len(samples)))
     assert float(inputs.token_weights.sum()) == pytest.approx(1.0)

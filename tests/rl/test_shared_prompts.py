@@ -16,7 +16,7 @@ from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.schedule import micro_batches
 from tests.models import require, tiny_model
-from tests.rl.helpers import alternating, make_learner, roll_out
+from tests.rl.helpers import alternating, first_only, make_learner, roll_out, seen_by_rows
 
 FAMILIES = [
     "llama",
@@ -87,17 +87,7 @@ def test_every_row_sees_the_tokens_of_its_own_sequence(
         chosen = [samples[i] for i in part]
         packed = pack(chosen, share_prompts=True)
         assert len(packed.tokens) <= budget or len(part) == 1
-        layout = packed.layout
-        seen = []
-        for s, (start, stop) in enumerate(
-            zip(layout.row_start.tolist(), layout.row_start.tolist()[1:])
-        ):
-            for row in range(start, stop):
-                position = torch.arange(int(layout.positions[row]) + 1)
-                slots = layout.page_table[s, position // layout.page_size] * layout.page_size
-                where = {int(slot): at for at, slot in enumerate(layout.slots)}
-                keys = (slots + position % layout.page_size).tolist()
-                seen.append([int(packed.tokens[where[key]]) for key in keys])
+        seen = seen_by_rows(packed)
         for row, target, index in zip(
             packed.rows.tolist(), packed.targets.tolist(), packed.sequence.tolist()
         ):
@@ -159,11 +149,6 @@ def test_the_gradient_is_that_of_whole_sequences(
     samples = roll_out(model, length=7)
     wanted, found = (gradients(model, samples, share) for share in (False, True))
     assert distance(found, wanted) < 1e-5
-
-    def first_only(self: Copies, x: torch.Tensor, ops: object) -> torch.Tensor:
-        found = x.new_zeros(self.count, *x.shape[1:])
-        found[self.taken] = x[self.first]
-        return found
 
     monkeypatch.setattr(Copies, "added", first_only)
     assert distance(gradients(model, samples, True), wanted) > 1e-2

@@ -1,6 +1,7 @@
 """TRL's own losses, given log-probabilities in place of a model; where trl is installed."""
 
 import importlib.util
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,24 @@ def trl_loss(
 ) -> tuple[Tensor, Tensor]:
     """`_compute_loss` of GRPOTrainer or GMPOTrainer, and its gradient by `policy` [tokens]; a
     number of `advantages` for each token, or one for each sequence. given: attributes of the
-    trainer; `args`: of its settings; `reference`, `rollout`: log-probabilities [tokens]."""
+    trainer, which are changed in `own` if it is a dict; `args`: of its settings; `reference`,
+    `rollout`: log-probabilities, `entropy`, [tokens]; `truncated` [sequences] has no tokens."""
     rows, mask = padded(policy)
+    entropy = padded(given.pop("entropy"))[0] if "entropy" in given else torch.zeros_like(mask)
+    if (truncated := given.pop("truncated", None)) is not None:
+        mask = mask * ~truncated.unsqueeze(1)  # as _generate_and_score_completions has it
+    own = given.pop("own", {})
     per_token = advantages.shape == policy.shape
     settings = {"use_bias_correction_kl": True, "delta": None, "steps_per_generation": 1}
     reference, rollout = given.pop("reference", None), given.pop("rollout", None)
     attributes = {
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (rows, torch.zeros_like(mask), None),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (rows, entropy, None),
         "accelerator": SimpleNamespace(
-            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
+            num_processes=1,
+            reduce=lambda x, reduction: x,
+            gather=lambda x: x,
+            pad_across_processes=lambda x, dim, pad_index: x,
+            sync_gradients=True,
         ),
         "model": SimpleNamespace(training=True),
         "args": SimpleNamespace(**settings, use_liger_kernel=False, **given.pop("args", {})),
@@ -62,8 +72,10 @@ def trl_loss(
     else:
         from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer as Trainer
     static = {name: getattr(Trainer, name) for name in ("get_off_policy_mask", "get_gamma_weights")}
-    own = SimpleNamespace(**attributes | given | static)
-    total = Trainer._compute_loss(own, None, inputs)
+    trainer_like = SimpleNamespace(**attributes | given | static)
+    trainer_like.get_high_entropy_mask = partial(Trainer.get_high_entropy_mask, trainer_like)
+    total = Trainer._compute_loss(trainer_like, None, inputs)
+    own.update(vars(trainer_like))
     (gradient,) = torch.autograd.grad(total, policy)
     return total.detach(), gradient
 
@@ -72,5 +84,6 @@ class _Anything(dict[str, Any]):
     """Metrics, under any names."""
 
     def __missing__(self, key: str) -> Any:
-        self[key] = [] if "/" in key or key in ("kl", "entropy") else _Anything()
+        numbers = ("kl", "entropy", "entropy_coef", "policy_loss")
+        self[key] = [] if "/" in key or key in numbers else _Anything()
         return self[key]

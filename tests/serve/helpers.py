@@ -15,12 +15,12 @@ from starlette.applications import Starlette
 from isobit.engine.engine import Engine
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
+from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
 from isobit.serve.gateway import Gateway
 from isobit.serve.jobs import Done, Event, Token
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
-from isobit.serve.tool_formats.table import format_of
 from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
@@ -88,11 +88,13 @@ def serving(
     tools: str = "auto",
     grace: float = 5.0,
     state: Path | None = None,
+    whole: bool = False,
     **sizes: int,
 ) -> Iterator[Running]:
-    """A server over the model at `base`, which trains where it has a `state`; at the end all its
-    pages must be free."""
-    model = Model.load(base, "fp8", "native").serving({})
+    """A server over the model at `base`, which trains where it has a `state`, adapters or the
+    `whole` model; at the end all its pages must be free."""
+    model = Model.load(base, "fp8", "native")
+    model = model if whole else model.serving({})
     engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
     kept = None if state is None else State(state)
     chat = format_of(tools, model.tokenizer.chat_template)

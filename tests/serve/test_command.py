@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,6 +15,8 @@ import pytest
 from isobit import cli
 from isobit.errors import IsobitError
 from isobit.serve.keys import read_or_make, tenant_of
+from isobit.serve.state.rows import StoredRun, StoredSession
+from isobit.serve.state.state import State
 from tests import sockets
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
@@ -147,6 +149,48 @@ def test_what_it_refuses(
     )
     wrong = ("--adapter", f"math={base}")
     assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
+    assert "expected nothing more, or full, got 'half'" in said(
+        monkeypatch, capsys, base, "--train=half", *token
+    )
+    assert "with --train full the weights that it is for would change" in said(
+        monkeypatch, capsys, base, "--train", "full", *wrong, *token
+    )
+
+
+@pytest.mark.parametrize("words", [("--train",), ("--train", "full")])
+def test_a_run_goes_on_in_a_server_of_its_kind(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    state, full = tmp_path / "state", "full" in words
+    with closing(State(state)) as kept:
+        kept.add_session(StoredSession("s", "t", 1.0))
+        kept.add_run(StoredRun("r", "t", "s", 0, "b", 4 if full else None, 0, {}, 1.0, 1.0))
+    other = "--train;" if full else "--train full;"
+    given = (folder / "base", *words, "--state", state, "--token", tmp_path / "token")
+    assert f"a run of it goes on with {other}" in said(monkeypatch, capsys, *given)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Tinker's client needs Python 3.11")
+def test_it_trains_all_weights(folder: Path, tmp_path: Path) -> None:
+    tinker = pytest.importorskip("tinker")
+    from .training import train
+
+    file, state = tmp_path / "token", tmp_path / "state"
+    words = ("--train", "full", "--state", state, "--token", file, "--name", "mine")
+    with started(folder / "base", *words, TINKER_TELEMETRY="0") as (process, url):
+        service = tinker.ServiceClient(base_url=url, api_key=file.read_text().strip())
+        client = service.create_lora_training_client(base_model="mine", rank=0).result()
+        train(client, 1, 1)
+        assert client.save_state("end").result().path.endswith("/weights/end")
+        service.holder.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert list(state.rglob("model.safetensors"))
+    assert not list(state.rglob("adapter_model.safetensors"))
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])

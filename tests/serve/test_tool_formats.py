@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import Reply
+from isobit.model.text.tool_formats.harmony import MARKS
+from isobit.model.text.tool_formats.table import FORMATS, format_of
 from isobit.serve.answers import Asked, ChoiceStream
-from isobit.serve.tool_formats.base import Reply
-from isobit.serve.tool_formats.harmony import MARKS
-from isobit.serve.tool_formats.table import FORMATS, format_of
 
 from .helpers import ALPHABET
 
@@ -33,6 +33,9 @@ SAID = {
     "mistral with ids": 'so\n[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": "x"}'
     "[TOOL_CALLS]end[CALL_ID]bcdefghij[ARGS]{}",
     "mistral bare": 'so\n[TOOL_CALLS]add{"a": 1, "b": "x"}[TOOL_CALLS]end{}',
+    "pythonic": 'so\n<|tool_call_start|>[add(a=1, b="x"), end()]<|tool_call_end|>',
+    "pythonic of llama 4": "so\n<|python_start|>[add(a = 1, b='x',),end()]<|python_end|>",
+    "json": 'so\n```json\n[{"name": "add", "arguments": {"a": 1, "b": "x"}}, {"name": "end"}]\n```',
     "harmony": "<|channel|>final<|message|>so\n<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|>'
     "<|start|>assistant to=functions.end<|channel|>commentary json<|message|>{}<|call|>",
@@ -59,7 +62,7 @@ def calls_of(reply: Reply | None) -> list[tuple[str, Any]]:
 
 def tokenizer_of(*special: str) -> Tokenizer:
     """A token for each character, and for each of these names."""
-    made = Tokenizer.characters(ALPHABET + "[]|")
+    made = Tokenizer.characters(ALPHABET + "[]|`")
     made.fast.add_special_tokens([AddedToken(name, special=True) for name in special])
     return Tokenizer(made.fast, made.settings, made.eos_ids, None)
 
@@ -76,7 +79,13 @@ def answered(
     zeros = [0.0] * len(ids)
     completion = Completion(0, 0, prompt, ids, text, zeros, "stop", 0)
     asked = Asked(
-        "m", tokenizer, [prompt], Sampling(**sampling), True, form=FORMATS[name], tools=tools
+        "m",
+        tokenizer,
+        [prompt],
+        Sampling(**sampling),
+        True,
+        form=FORMATS[name],
+        tools=[{}] if tools else (),
     )
     reason, message = asked.message(completion)
     stream, pieces = ChoiceStream(asked, 0, 0), list[dict[str, Any]]()
@@ -127,39 +136,71 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "problem"),
     [
-        ("hermes", "no call"),
-        ("hermes", "<tool_call>{not json}</tool_call>"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call> and more'),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>[]</tool_call>'),
-        ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
-        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>'),
-        ("llama3_json", "use {x} here"),
-        ("llama3_json", '{"name": 3, "parameters": {}}'),
-        ("mistral", "no call"),
-        ("mistral", "[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS] []"),
-        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": []}]'),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"}] and more'),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"}, 3]'),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{not json}"),
-        ("mistral", "[TOOL_CALLS]f[ARGS][1]"),
-        ("mistral", "[TOOL_CALLS][ARGS]{}"),
-        ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{}[ARGS]{}"),
-        ("mistral", "[ARGS]{}[TOOL_CALLS]f[ARGS]{}"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]" + DEEP),
-        ("mistral", "[TOOL_CALLS] " + "[" * 3000),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ' + "9" * 5000 + "}"),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "\\ud800"}'),
+        ("hermes", "no call", None),
+        ("hermes", "<tool_call>{not json}</tool_call>", "call 1 is none: not JSON: Expecting prop"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'expected a "name", which is text'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+         'expected "arguments" that are a JSON object, got a list'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> and more',
+         "call 1 is none: text behind </tool_call>: 'and more'"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>[]</tool_call>',
+         "call 2 is none: expected a JSON object with name and arguments, got a list"),
+        ("qwen3_coder", "<tool_call><function=></function></tool_call>", "expected <function=NAME"),
+        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', "expected <function=NAME>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>",
+         "expected <parameter=NAME>"),
+        ("llama3_json", "use {x} here", None),
+        ("llama3_json", '{"a": 3}', None),
+        ("llama3_json", '{"name": 3, "parameters": {}}', 'expected a "name", which is text'),
+        ("llama3_json", '{"name": "f", "parameters": {}', "call 1 is none: not JSON: Expecting"),
+        ("json", "[1, 2]", None),
+        ("json", '```json\n{"name": "f", "arguments": 3}\n```', '"arguments" that are a JSON object'),
+        ("json", '[{"name": "f"}, 3]', "expected a JSON object with name and arguments, got a numb"),
+        ("pythonic", "[1, 2]", None),
+        ("pythonic", "see [f(x)] here", None),
+        ("pythonic", "[f(1)]", "expected NAME=VALUE, got '1'"),
+        ("pythonic", "[f(a=g)]", "expected a value, got 'g'"),
+        ("pythonic", "[f(a=1)", "expected ']', got the end"),
+        ("pythonic", "[f(a=1)] and", "text behind the list: 'and'"),
+        ("pythonic", "[f(a='x)]", "not Python: "),
+        ("pythonic", "[f(a=" + "[" * 3000, "nested in more than 100 levels"),
+        ("pythonic", "[f(a=" + "9" * 5000 + ")]", "more than 300 digits"),
+        ("mistral", "no call", None),
+        ("mistral", "[TOOL_CALLS]", "expected the name of a tool"),
+        ("mistral", "[TOOL_CALLS] []", "the list of calls is empty"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": []}]', '"arguments" that are a JSON'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}] and more', "not JSON: Extra data"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}, 3]', "expected a JSON object with name and arg"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{not json}", "not JSON: Expecting property name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS][1]", "expected the arguments that are a JSON object, got"),
+        ("mistral", "[TOOL_CALLS][ARGS]{}", "expected the name of a tool"),
+        ("mistral", "[TOOL_CALLS]two words[ARGS]{}", "the name of a tool, without spaces"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[ARGS]{}", "expected one [ARGS] behind the name"),
+        ("mistral", "[ARGS]{}[TOOL_CALLS]f[ARGS]{}", "[ARGS] without [TOOL_CALLS] before it"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]", "call 2 is none: expected the name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]" + DEEP, "nested too deeply"),
+        ("mistral", "[TOOL_CALLS] " + "[" * 3000, "nested too deeply"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ' + "9" * 5000 + "}", "a whole number of 5,000 digits"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "\\ud800"}', "half of a surrogate pair"),
     ],
-)
-def test_what_does_not_parse_is_text(name: str, text: str) -> None:
-    assert FORMATS[name].read_text(text) is None
+)  # fmt: skip
+def test_what_does_not_parse_is_text(name: str, text: str, problem: str | None) -> None:
+    """And where it looks like a call, one line says why it is none."""
+    reply = FORMATS[name].read_text(text)
+    tokenizer = tokenizer_of()
+    if set(text) <= set(ALPHABET + "[]|`"):
+        _, message = answered(name, tokenizer, tokenizer.encode(text))
+        assert message["content"] == text
+    if problem is None:
+        assert reply is None
+        return
+    assert reply is not None
+    (line,) = reply.problems
+    assert problem in line
+    assert len(line) < 200
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -168,9 +209,14 @@ def test_what_does_not_parse_is_text(name: str, text: str) -> None:
 def test_a_call_in_channels_that_does_not_parse_is_content(given: str) -> None:
     """The control parses."""
     written = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>"
-    for body, reply in ((given, Reply(given, (), "hm")), ("{}", None)):
+    for body, right in ((given, False), ("{}", True)):
         found = FORMATS["harmony"].read_text(written + f"commentary json<|message|>{body}<|call|>")
-        assert found == reply or (reply is None and calls_of(found) == [("f", {})])
+        assert found is not None
+        assert (found.content, found.reasoning) == ("" if right else given, "hm")
+        assert calls_of(found) == ([("f", {})] if right else [])
+        assert [line.partition(":")[0] for line in found.problems] == (
+            [] if right else ["a call of f is none"]
+        )
 
 
 def test_long_answers_are_read_at_once() -> None:

@@ -238,7 +238,7 @@ def test_the_reference_model_needs_no_template_of_its_own(run: Callable[..., Pat
         "precision={preset: bf16, kv_cache: e4m3-calibrated}",
     ]
     parts = open_parts(load_config(config, changes), quiet=True)
-    parts.rewards.close()
+    parts.processes.close()
     assert parts.reference is not None
 
 
@@ -297,7 +297,7 @@ def test_special_tokens_in_prompts_are_said_once(
             open_parts(config, quiet=False)
         return
     parts = open_parts(config, quiet=False)
-    parts.rewards.close()
+    parts.processes.close()
     said = capsys.readouterr().err.splitlines()
     done = "encoded as text" if rule == "escape" else "taken for the tokens"
     assert said == [

@@ -97,7 +97,7 @@ def test_longer_completions_need_more_memory(tmp_path: Path, base_model: Path) -
     caches = []
     for tokens in (3, 30):
         parts = open_parts(load_config(config, [f"sampling.max_new_tokens={tokens}"]), quiet=True)
-        parts.rewards.close()
+        parts.processes.close()
         caches.append(parts.engine.kv_bytes)
     assert caches[1] > caches[0]
 

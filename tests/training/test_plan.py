@@ -149,7 +149,7 @@ def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
     parts = open_parts(
         load_config(write_config(tmp_path, base_model), ["evaluation.every=1"]), quiet=True
     )
-    parts.rewards.close()
+    parts.processes.close()
     masters = sum(p.numel() for p in parts.model.parameters())
     assert (
         asked == [12 * masters] * 2

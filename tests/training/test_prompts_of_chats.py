@@ -121,7 +121,7 @@ def test_a_run_that_knows_no_date_goes_on_with_the_present_one(model: Path) -> N
     given = load_config(config([user("a"), user("b")], DATED))
     for began in ({}, {"date": None}, {"date": "yesterday"}):
         parts = open_parts(given, quiet=True, began=began)
-        parts.rewards.close()
+        parts.processes.close()
         assert abs((parts.model.tokenizer.now - datetime.now()).total_seconds()) < 600
 
 
@@ -135,7 +135,7 @@ def test_a_begun_answer_is_continued(model: Path, capsys: pytest.CaptureFixture[
         config([user("a", begun), user("b")], run={"dir": "other"}, task={"path": "rows.jsonl"})
     )
     parts = open_parts(given, quiet=True)
-    parts.rewards.close()
+    parts.processes.close()
     tokenizer, examples = parts.model.tokenizer, parts.task.train.examples
     texts = [
         tokenizer.decode(encode_prompt(example, parts.model), special=True) for example in examples

@@ -1,14 +1,29 @@
 """The command that serves a model to clients: `serve`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, app
 
 Train = Annotated[
-    bool, typer.Option("--train", help="train adapters too, by the routes of Tinker's client")
+    str | None,
+    typer.Option(
+        "--train",
+        metavar="[full]",
+        help="train adapters too, by the routes of Tinker's client; full: all weights of the "
+        "model, in one run",
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token",
+        metavar="FILE",
+        help="tokens of clients, one a line; made with one if it is not there",
+    ),
 ]
 StateFolder = Annotated[
     Path | None,
@@ -30,7 +45,22 @@ StateEvery = Annotated[
 ]
 
 
-@app.command()
+_TRAINED = ("adapters", "full")
+
+
+class _Serve(TyperCommand):
+    """`--train` may stand alone, which typer's options cannot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list[str]()
+        for word, following in zip(args, [*args[1:], ""]):
+            given += [word]
+            if word == "--train" and following not in _TRAINED:
+                given += ["adapters"]
+        return super().parse_args(ctx, given)
+
+
+@app.command(cls=_Serve)
 def serve(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
@@ -40,12 +70,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="address to listen on; others than this machine's need --token")
     ] = ("127.0.0.1"),
-    token: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="tokens of clients, one a line; made with one if it is not there"
-        ),
-    ] = None,
+    token: TokenFile = None,
     name: Annotated[
         str | None, typer.Option(help="what clients call the model; default: its folder's name")
     ] = None,
@@ -57,10 +82,10 @@ def serve(
         str,
         typer.Option(
             help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-            "mistral or harmony"
+            "mistral, harmony, pythonic or json"
         ),
     ] = "auto",
-    train: Train = False,
+    train: Train = None,
     state: StateFolder = None,
     state_every: StateEvery = 10,
     kv_pages: Annotated[
@@ -82,6 +107,7 @@ def serve(
     isobit serve MODEL
     isobit serve MODEL --adapter math=DIR --adapter code=RUN --port 8001
     isobit serve MODEL --train --state DIR
+    isobit serve MODEL --train full --state DIR
     """
     from isobit.cli.commands.serve import serve_model
     from isobit.engine.types import EngineSize

@@ -74,6 +74,12 @@ _NAMES = {
     "overlong_buffer_cfg.len",
     "algorithm.overlong_penalty": "overlong_buffer_penalty overlong_buffer.penalty_factor "
     "overlong_buffer_cfg.penalty_factor",
+    "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
+    "algorithm.top_entropy_quantile": "top_entropy_quantile",
+    "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
+    "algorithm.entropy_target": "use_adaptive_entropy entropy_target",
+    "algorithm.entropy_coefficient_step": "entropy_coef_delta",
+    "algorithm.entropy_coefficient_max": "entropy_coef_max",
     "algorithm.router_replay": "enable_rollout_routing_replay",
     "algorithm.router_aux_coefficient": "router_aux_loss_coef",
     "algorithm.recompute_old_logprobs": "bypass_mode",
@@ -125,16 +131,15 @@ _NAMES = {
 
 _NONE = (
     "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
-    "max_rollout_turns mask_truncated_completions top_entropy_quantile "
-    "use_vllm vllm_mode entropy_coeff tensor_model_parallel_size overlong_filtering reward_scaling "
+    "max_rollout_turns "
+    "use_vllm vllm_mode tensor_model_parallel_size reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
     "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
     "chat_template_kwargs max_tool_calling_iterations "
-    "entropy_coef use_adaptive_entropy "
-    "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
+    "entropy_coef_min ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "
     "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "

@@ -27,6 +27,7 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     SftRunConfig,
 )
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
 from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
@@ -52,6 +53,7 @@ class Config:
     model: Annotated[ModelSource, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
     consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
@@ -106,8 +108,26 @@ class Config:
             and several
         )
 
+    @property
+    def most_sampled(self) -> int:
+        """Tokens that a completion has at most of the model's own, in all turns."""
+        if not self.environment.used:
+            return self.sampling.max_new_tokens
+        return min(self.sampling.max_new_tokens * self.environment.max_turns, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a completion has at most, those of tools included, as far as the model's
+        context goes."""
+        environment, turn = self.environment, self.sampling.max_new_tokens
+        if not environment.used:
+            return turn
+        return environment.max_tokens or 2 * turn * environment.max_turns
+
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
+        if self.environment.used:
+            self._check_environment()
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
@@ -158,6 +178,23 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_environment(self) -> None:
+        """Raise IsobitError for what takes no episodes of several turns yet."""
+        if self.environment.history == "fork":
+            raise IsobitError(
+                "environment.history: fork is not offered yet; set history: append, and a chat "
+                "template that keeps the past as it wrote it (model.chat_template)"
+            )
+        if self.fleet.engines:
+            raise IsobitError(
+                "environment: engines of a fleet have no environments yet; set fleet.engines: 0"
+            )
+        if self.rewards.models:
+            raise IsobitError(
+                "environment: reward models do not read conversations with tools yet; give "
+                "rewards.functions, or the environment's own reward"
             )
 
     def _check_serve(self) -> None:

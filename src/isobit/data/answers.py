@@ -6,7 +6,7 @@ right answer, which is compared.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.data.text_rows import kind
@@ -73,6 +73,16 @@ def answer_text(value: Any) -> str:
         if isinstance(value, str)
         else "".join(message["content"] for message in answer_messages(value))
     )
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of what a model answered: of a conversation in which tools or users have answered
+    between its turns, what it said last; nothing where that only calls tools."""
+    if isinstance(completion, str):
+        return completion
+    others = [place for place, each in enumerate(completion) if each.get("role") != "assistant"]
+    last = completion[others[-1] + 1 :] if others else completion
+    return "".join(content_text(message.get("content")) or "" for message in last)
 
 
 def gold_text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Requests on their way through the engine: each with its sequences, and the steps that compute
 these."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ class Stats:
     """What was done since the engine had no open request. Tokens count what was computed: a
     preempted sequence's are counted again, and those of prompts that were found in the cache are
     not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
-    asked the cache (`Engine.clamped`)."""
+    asked the cache (`Engine.clamped`). `episodes` with an environment are over, and tools that
+    these called took `tool_s` seconds, added up."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -29,6 +30,13 @@ class Stats:
     cached_tokens: int = 0
     kv_clamped: int = 0
     kv_written: int = 0
+    episodes: int = 0
+    tool_s: float = 0.0
+
+
+def summed(left: Stats, right: Stats) -> Stats:
+    """What was done on two occasions."""
+    return Stats(**{f.name: getattr(left, f.name) + getattr(right, f.name) for f in fields(Stats)})
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ which are the model's.
 from dataclasses import dataclass
 from typing import Annotated
 
+from isobit.environments.recorded import EpisodeRecord
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
 
@@ -159,7 +160,7 @@ class Completion:
     string) or "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for
     them, are the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under
     the same distribution, the likeliest first; tokens that it excludes are not among them, and a
-    given token has none.
+    given token has none. `episode`: what happened in a conversation with an environment.
     """
 
     prompt_id: int
@@ -174,6 +175,7 @@ class Completion:
     completion_mask: list[bool] | None = None
     adapter: str | None = None
     top_logprobs: list[Top] | None = None
+    episode: EpisodeRecord | None = None
 
     @property
     def sampled(self) -> list[bool]:
@@ -181,6 +183,11 @@ class Completion:
         return (
             [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
         )
+
+
+def said_in(completion: Completion) -> str | EpisodeRecord:
+    """What is scored of a completion: its text, or the episode where an environment answered."""
+    return completion.text if completion.episode is None else completion.episode
 
 
 def _check_count(name: str, value: object, lowest: int, highest: int) -> None:

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from isobit.data.dataset import Example, Prompt
 from isobit.distributed import ALONE, Ranks
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.episodes import Episodes
+from isobit.engine.types import Completion, Sampling, said_in
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
-from isobit.rewards.pool import Reward
+from isobit.rewards.pool import Reward, Said
 
 OnProgress = Callable[[str, int, int], None]
 """What is being done, completions done, completions asked."""
@@ -32,7 +34,7 @@ class Scorer(Protocol):
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Said],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
@@ -87,10 +89,12 @@ def measure(
     plan: EvaluationPlan,
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
+    dialogue: Dialogue | None = None,
 ) -> tuple[Question, ...]:
     """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts,
-    and returns all. Raises IsobitError for a tag that no example has."""
-    return measure_each(engine, examples, scorer, plan, [None], progress, ranks)[0]
+    and returns all. With a `dialogue` its environments answer between turns. Raises IsobitError for
+    a tag that no example has."""
+    return measure_each(engine, examples, scorer, plan, [None], progress, ranks, dialogue)[0]
 
 
 def measure_each(
@@ -101,6 +105,7 @@ def measure_each(
     adapters: Sequence[str | None],
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
+    dialogue: Dialogue | None = None,
 ) -> list[tuple[Question, ...]]:
     """`measure` of each of several adapters that the engine's model serves, None: the base alone,
     in one pass."""
@@ -118,6 +123,8 @@ def measure_each(
             if progress is None
             else lambda tokens, completions: progress(what, completions, asked)
         )
+        if dialogue is not None:
+            return Episodes(engine, dialogue).generate(own, sampling, places, told, named)
         return engine.generate(
             [e.prompt for e in own], sampling, places, progress=told, adapters=named
         )
@@ -200,7 +207,7 @@ def _grade(
     scorer: Scorer,
     plan: EvaluationPlan,
 ) -> list[Graded]:
-    texts = [completion.text for completion in completions]
+    texts = [said_in(completion) for completion in completions]
     ids = [completion.token_ids for completion in completions]
     rewards = scorer.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
     return [

@@ -13,13 +13,14 @@ from typing import Any
 
 from isobit.data.dataset import Example, Prompt
 from isobit.distributed import ALONE, Ranks
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
-from isobit.rewards.pool import Reward
+from isobit.rewards.pool import Reward, Said
 
 SEED_OFFSET = 0x5EED_E7A1
 """Added to a run's seed: an evaluation draws other random numbers than the rollouts."""
@@ -35,7 +36,7 @@ class _During:
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Said],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
@@ -53,6 +54,7 @@ class PeriodicEvaluation:
     scorer: Scorer
     plan: EvaluationPlan
     ranks: Ranks = ALONE
+    dialogue: Dialogue | None = None
 
     def check_metric(self, name: str) -> None:
         """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts
@@ -73,7 +75,14 @@ class PeriodicEvaluation:
         """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward
         functions that ask."""
         scorer = _During(self.scorer, trainer_state)
-        questions = measure(self.engine, self.examples, scorer, self.plan, ranks=self.ranks)
+        questions = measure(
+            self.engine,
+            self.examples,
+            scorer,
+            self.plan,
+            ranks=self.ranks,
+            dialogue=self.dialogue,
+        )
         result = Result("", questions, self.plan.ks)
         summary = summarize(result)
         everything = {name: estimate.value for name, estimate in summary[ALL].items()}

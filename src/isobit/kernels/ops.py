@@ -194,6 +194,10 @@ class Ops(Protocol):
         """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in
         docs/numerics.md."""
 
+    def rounds_last(self, a: Operand, b: Prepared) -> bool:
+        """Whether the product of these to bfloat16 is known to have the bits of the one to float32,
+        rounded; False says nothing."""
+
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient,
         along its columns."""
@@ -442,9 +446,10 @@ class Ops(Protocol):
         weight: Prepared,
         tokens: Tensor,
         temperature: float,
+        dentropy: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
-        log-probabilities [T]."""
+        log-probabilities [T] and, where there is one, that of the entropies [T] float32."""
 
     def head_sample(
         self,

@@ -53,7 +53,7 @@ class Job:
     @property
     def completion(self) -> int:
         """Tokens of the longest completion, for which the context has room."""
-        return min(self.config.sampling.max_new_tokens, self.model.max_positions - self.prompt)
+        return min(self.config.most_tokens, self.model.max_positions - self.prompt)
 
     @property
     def longest(self) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 from isobit.errors import IsobitError, printable
 from isobit.options.reading import OptionError
-from isobit.rewards.functions import check_reference
 from isobit.rewards.named import NamedReward
 from isobit.rewards.spec import RewardSpec
+from isobit.workers.loading import check_reference
 
 
 def built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.data.dataset import Prompt
-from isobit.rewards.environment import hint
 from isobit.rewards.worker_process import Death, Reply
+from isobit.workers.variables import hint
 
 EXCERPT_CHARACTERS = 60
 

@@ -1,4 +1,4 @@
-"""The user's reward functions, as the worker sees them: find, import, call, and check the result.
+"""The user's reward functions, as the worker sees them: load, call, and check the result.
 
 A function has TRL's signature, `def reward(prompts, completions, **columns) -> list[float | None]`.
 It is given, as keywords and where its signature takes them, the prompts, the completions, every
@@ -11,27 +11,19 @@ of a process are awaited on one event loop (`awaiting.py`). A bare name is a bui
 """
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
-import os
-import sys
-import traceback
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from isobit.data.answers import answer_text
-from isobit.data.foreign import exists
-from isobit.errors import IsobitError, brief, listed
+from isobit.data.answers import completion_text
+from isobit.errors import IsobitError
 from isobit.options.reading import OptionError
 from isobit.rewards import named
 from isobit.rewards.awaiting import LOOP
+from isobit.workers.loading import find_function, last_line
 
 
 class MalformedResult(ValueError):
@@ -47,17 +39,6 @@ ON_REQUEST: dict[str, Any] = {
     "log_extra": lambda *args, **kwargs: None,
     "log_metric": lambda *args, **kwargs: None,
 }
-# Frames that say nothing to the author of a function: the import system, and the caller in this
-# folder.
-_HERE = os.path.dirname(__file__)
-_OURS = tuple(os.path.join(_HERE, name) for name in ("worker.py", "awaiting.py"))
-_MACHINERY = (
-    "<frozen",
-    os.path.dirname(importlib.__file__),
-    os.path.dirname(asyncio.__file__),
-    __file__,
-    *_OURS,
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,12 @@ class LoadedFunction:
     takes_more: bool = True
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
-        """Call the function with those of the keyword arguments that it takes."""
+        """What the function returns for those of the keyword arguments that it takes."""
+        result = self.begin(arguments)
+        return LOOP.wait_for(result) if inspect.isawaitable(result) else result
+
+    def begin(self, arguments: dict[str, Any]) -> Any:
+        """The same, to be awaited where the function is `async`."""
         given = {
             name: value
             for name, value in arguments.items()
@@ -84,8 +70,7 @@ class LoadedFunction:
                 given[name] = arguments.get(name, value)
         if "trainer_state" in given:
             given["trainer_state"] = SimpleNamespace(**given["trainer_state"][0])
-        result = self.call(**given)
-        return LOOP.wait_for(result) if inspect.isawaitable(result) else result
+        return self.call(**given)
 
 
 def loaded_object(function: Callable[..., Any], name: str) -> LoadedFunction:
@@ -113,28 +98,6 @@ def answer(
     return {"values": values, "wrong": wrong, "unscored": unscored}
 
 
-def split_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
-    """(file or module, function) of `path/to/file.py:function` or `package.module:function`; `what`
-    it is, in errors."""
-    home, colon, function = reference.rpartition(":")
-    named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
-    if not colon or not named or not function.isidentifier():
-        raise IsobitError(
-            f"{what} {brief(reference, 300)!r}: expected path/to/file.py:function or "
-            "package.module:function"
-        )
-    return home, function
-
-
-def check_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
-    """`split_reference`, without importing anything. Raises IsobitError also for a file that is not
-    there."""
-    home, function = split_reference(reference, what)
-    if home.endswith(".py") and not (exists(Path(home)) and Path(home).is_file()):
-        raise IsobitError(f"{what} {brief(reference, 300)!r}: no file {home}")
-    return home, function
-
-
 def load_function(reference: str) -> LoadedFunction:
     """Import the function, or make the reward by name. Raises IsobitError, with file and line, for
     whatever goes wrong on the way."""
@@ -142,35 +105,6 @@ def load_function(reference: str) -> LoadedFunction:
         return _by_name(reference)
     function, file = find_function(reference)
     return _inspect(function, reference, file)
-
-
-def find_function(reference: str, what: str = "reward function") -> tuple[Callable[..., Any], str]:
-    """(the function that a reference names, its file), imported. Raises IsobitError for whatever
-    goes wrong on the way; `what` it is, in errors."""
-    home, name = check_reference(reference, what)
-    try:
-        module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
-    except (
-        BaseException
-    ) as error:  # the user's module may raise anything while it is imported, also SystemExit
-        raise IsobitError(f"{what} {brief(reference, 300)!r}: {last_line(error, home)}") from None
-    names = [
-        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-    ]
-    function = getattr(module, name, None)
-    if function is None:
-        close = get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has: {listed(names) or 'none'}"
-        raise IsobitError(
-            f"{what} {brief(reference, 300)!r}: {brief(home, 300)} has no function "
-            f"{brief(name)!r}; {hint}"
-        )
-    if not callable(function) or isinstance(function, type):
-        raise IsobitError(
-            f"{what} {brief(reference, 300)!r}: {brief(name)!r} in {brief(home, 300)} is not a "
-            "function"
-        )
-    return function, getattr(module, "__file__", None) or home
 
 
 def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
@@ -184,23 +118,6 @@ def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
     return [
         None if i in reasons else entry for i, entry in enumerate(result)
     ] if reasons else result, reasons
-
-
-def last_line(error: BaseException, file: str) -> str:
-    """The last line of the traceback, with the place in `file` that it came from, else the
-    innermost place."""
-    if isinstance(error, SyntaxError):
-        place = f"{os.path.basename(error.filename or file)}, line {error.lineno}"
-        return f"{type(error).__name__}: {error.msg} ({place})"
-    text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [
-        frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)
-    ]
-    theirs = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
-    at = inside[-1] if inside else theirs[-1] if theirs else None
-    where = f" ({os.path.basename(at.filename)}, line {at.lineno})" if at is not None else ""
-    return f"{text:.300}{where}"
 
 
 LARGEST = 1e30
@@ -264,37 +181,6 @@ def _described(value: Any) -> str:
     )
 
 
-def _import_file(path: Path) -> ModuleType:
-    path = path.resolve()
-    digest = zlib.crc32(
-        path.read_bytes(), zlib.crc32(str(path).encode())
-    )  # a file that has changed is another module
-    name = f"isobit_reward_{path.stem}_{digest:08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = (
-        module  # before the file runs: dataclasses and the like look their module up
-    )
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: what lies there takes no installed module's place
-    return importlib.import_module(name)
-
-
 def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedFunction:
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -344,7 +230,7 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
         scores = []
         for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
             sample = {"data_source": source, "extra_info": info}
-            sample |= {"solution_str": answer_text(completion), "ground_truth": gold}
+            sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
             scores.append(
                 function(**{key: sample[key] for key in sample if names is None or key in names})
             )

@@ -24,16 +24,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.data.dataset import Prompt
+from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError, RunFailed, did_you_mean
 from isobit.rewards.built import built, check_rows
 from isobit.rewards.exchange import Exchange
 from isobit.rewards.failures import Failure, excerpt_of, failure_of
 from isobit.rewards.functions import answer, loaded_object
-from isobit.rewards.output import MAX_AT_ONCE, Output
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import Death, Reply, WorkerProcess
+from isobit.workers.output import MAX_AT_ONCE, Output
 
 MAX_DEATHS = 16
+Said = str | EpisodeRecord
+"""What a model answered: a text, or several turns with an environment."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class RewardPool:
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Said],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
@@ -169,8 +172,8 @@ class RewardPool:
         in every row.
 
         Functions get columns as lists, and the completion of a chat prompt as TRL gives it,
-        [{"role": "assistant", "content": text}]. Raises RunFailed for the first failure under
-        `stop`.
+        [{"role": "assistant", "content": text}], of an episode all its messages. Raises RunFailed
+        for the first failure under `stop`.
         """
         with self.begin(len(prompts), trainer_state) as batch:
             if prompts:
@@ -250,7 +253,7 @@ class RewardBatch:
         self,
         first: int,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Said],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -267,8 +270,12 @@ class RewardBatch:
         given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
         given["prompts"] = list(prompts)
         given["completions"] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions)
+            list(said.messages)
+            if isinstance(said, EpisodeRecord)
+            else said
+            if isinstance(prompt, str)
+            else [{"role": "assistant", "content": said}]
+            for prompt, said in zip(prompts, completions)
         ]
         if self._pool.wants_tokens and completion_ids is not None:
             given["completion_ids"] = [list(ids) for ids in completion_ids]
@@ -295,6 +302,7 @@ class RewardBatch:
         to stop."""
         self._meanwhile = meanwhile
         if self._running is None:
+            self.cancel()
             return [Reward(0.0, {}) for _ in self._added]
         try:
             here = [

@@ -10,34 +10,23 @@ protocol.
     {"function": i, "count": n, "arguments": {...}}     -> {"values": [...], "wrong": {index: what}, "unscored": {...}}
                                                          or {"raised": line} or {"malformed": line}
 
-The end of the request pipe ends the process and its whole process group. On Linux the kernel does
-that itself, also inside a function that never returns, when the lifeline pipe loses its other end,
-that is, when the parent dies.
+The end of the request pipe ends the process and its whole process group.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import signal
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.rewards.awaiting import LOOP
 from isobit.rewards.functions import LoadedFunction, answer, load_function
+from isobit.workers.child import end_group, open_pipes, write
 
 
 def main() -> None:
     """Serve requests until their pipe ends."""
-    requests, replies, lifeline = (int(number) for number in sys.argv[1:4])
-    for descriptor in (requests, replies, lifeline):
-        os.set_inheritable(descriptor, False)
-    sys.argv[1:] = []
-    _die_with(lifeline)
+    requests, replies = open_pipes()
     LOOP.make_current()
-    os.register_at_fork(after_in_child=_closer(requests, replies))
     process = os.getpid()
     functions: list[LoadedFunction] = []
     with open(requests, "rb", closefd=False) as lines:
@@ -45,8 +34,8 @@ def main() -> None:
             reply = _answer(json.loads(line), functions)
             if os.getpid() != process:  # a function forked and came back from both
                 os._exit(0)
-            _write(replies, json.dumps(reply).encode() + b"\n")
-    os.killpg(0, signal.SIGKILL)  # what the functions may have left running
+            write(replies, json.dumps(reply).encode() + b"\n")
+    end_group()
 
 
 def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[str, Any]:
@@ -60,34 +49,6 @@ def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[st
     return answer(
         function, request["arguments"], request["count"], BaseException
     )  # it may raise also SystemExit
-
-
-def _die_with(lifeline: int) -> None:
-    """Have the kernel kill this process group when the other end of the lifeline is closed. Linux
-    only."""
-    if not hasattr(fcntl, "F_SETSIG"):
-        return
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _closer(*descriptors: int) -> Callable[[], None]:
-    """A function that closes the descriptors: a forked child must not hold the pipes open after its
-    parent's death."""
-
-    def close() -> None:
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-    return close
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 if __name__ == "__main__":

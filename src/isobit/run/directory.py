@@ -54,8 +54,8 @@ NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
 _MOST_BYTES = 1 << 24
-REWARDS_LOG = "rewards.log"
-"""What reward functions print; grows over a resume."""
+REWARDS_LOG, ENVIRONMENTS_LOG = "rewards.log", "environments.log"
+"""What reward functions and environments print; they grow over a resume."""
 
 
 class Lock:

@@ -42,6 +42,8 @@ METRICS: dict[str, str] = {
     "learning_rate": "learning rate of this step",
     "entropy": "mean entropy of the policy's distribution per completion token that the learner "
     "computes, in nats",
+    "entropy_coefficient": "weight of the entropy bonus in the loss of the next optimizer step, "
+    "where there is one (algorithm.entropy_coefficient)",
     "clip_fraction": "completion tokens whose gradient the clip of the loss or the off-policy mask "
     "cuts off; none where the advantage is 0",
     "groups/zero_spread_fraction": "groups whose scored rewards are all equal: nothing to learn "
@@ -52,6 +54,14 @@ METRICS: dict[str, str] = {
     "groups/unscored": "completions without a reward",
     "length/mean": "tokens per completion, the end-of-sequence token included",
     "length/truncated_fraction": "completions that ended at the length limit",
+    "env/turns": "turns of the model in an episode with an environment, mean",
+    "env/problems": "episodes whose environment raised, hung or died, as a fraction",
+    "env/cached_tokens": "tokens of earlier turns and of prompts that were found in the prefix "
+    "cache; depends on when tools answer",
+    "env/preemptions": "sequences that gave their pages back and were recomputed; depends on when "
+    "tools answer",
+    "tools/call_frequency": "calls of tools that were carried out, per episode (TRL)",
+    "tools/failure_frequency": "those of them that failed, as a fraction (TRL)",
     "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - "
     "log rollout (NeMo RL)",
     "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) "
@@ -147,6 +157,8 @@ METRICS: dict[str, str] = {
     "time/rollout": "seconds: sampling",
     "time/rollout_waited": "seconds after learning until a fleet had sampled and scored what it "
     "samples beside it",
+    "time/tools": "seconds: tools that were called between turns, added up; most of them during the "
+    "rollout, beside it and beside one another",
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/serve": "seconds: answering others' requests, most of them during the rollout and part "
@@ -169,7 +181,14 @@ METRICS: dict[str, str] = {
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities
 in nats."""
 
-TIMINGS = ("time/*", "throughput/*", "memory/peak_*", "serve/*")
+TIMINGS = (
+    "time/*",
+    "throughput/*",
+    "memory/peak_*",
+    "serve/*",
+    "env/cached_tokens",
+    "env/preemptions",
+)
 """What differs between a run and its exact repetition."""
 
 

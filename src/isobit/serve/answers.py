@@ -9,16 +9,16 @@ from typing import Any
 
 from isobit.engine.types import Completion, Sampling, Top
 from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools, special_tokens
+from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
 from isobit.serve.streams import TextStream
-from isobit.serve.tool_formats.base import Reply, ToolFormat, special_tokens
-from isobit.serve.tool_formats.harmony import ChannelStream
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: some were given, so calls are read."""
+    writes messages and calls; `tools`: those that were given, whose calls are read."""
 
     model: str
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class Asked:
     token_ids: bool = False
     tokens_by_id: bool = False
     form: ToolFormat | None = None
-    tools: bool = False
+    tools: Tools = ()
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -93,7 +93,9 @@ class Asked:
         form, text = self.form, Reply(completion.text)
         if form is None or not (self.tools or form.channels):
             return text
-        reply = form.of(completion, self.tokenizer) or text
+        reply = form.of(completion, self.tokenizer, self.tools) or text
+        if reply.problems and not form.channels:
+            reply = text
         if not self.tools and reply.calls:  # of no tool that the client has
             said = [reply.content, *(call.arguments for call in reply.calls)]
             return replace(reply, content="".join(said), calls=())

@@ -23,13 +23,13 @@ from starlette.routing import Route
 
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
+from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
 from isobit.serve.tinker import Tinker
-from isobit.serve.tool_formats.table import format_of
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16

@@ -1,7 +1,7 @@
 """Messages and tools of OpenAI's protocol as chat templates take them, and calls as it has them.
 
-Left out: how models write calls (`tool_formats/`), images, audio, and forcing a call (`tool_choice:
-required`), which takes constrained decoding.
+Left out: how models write calls (`model/text/tool_formats/`), images, audio, and forcing a call
+(`tool_choice: required`), which takes constrained decoding.
 """
 
 import secrets
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from isobit.data.foreign import BadJson, parse_json
+from isobit.environments.base import Call
 from isobit.serve.requests import BadRequest
-from isobit.serve.tool_formats.base import Call
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096

@@ -1,9 +1,9 @@
 """The device thread: it owns model and engine, and nothing else touches them.
 
 Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the
-engine the thread does one piece of work, if there is any, and gives the engine as many requests as
-it can run at once, so that the line in which others wait is the tenants' and not the engine's. What
-a step has sampled is posted together.
+engine the thread does one piece of work, if there is any that need not wait for samples, and gives
+the engine as many requests as it can run at once, so that the line in which others wait is the
+tenants' and not the engine's. What a step has sampled is posted together.
 
 A step that fails because logits are not finite does not say whose they were. All open requests are
 then begun again, one at a time: results do not depend on what runs beside them, so each goes on
@@ -80,6 +80,8 @@ class Device:
         self._open: dict[SampleJob, _Open] = {}
         self._by_request: dict[Request, _Open] = {}
         self._alone = deque[_Open]()  # to be run again, each without the others
+        self._barrier: WorkJob | None = None  # the work that samples of `_later` came after
+        self._later = list[SampleJob]()
         self._outbox: list[tuple[Post, Event]] = []
         self._stopped: Failed | None = None
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -119,7 +121,7 @@ class Device:
     @property
     def num_waiting(self) -> int:
         """Jobs that wait for their turn."""
-        return len(self._samples) + len(self._work) + self._inbox.qsize()
+        return len(self._samples) + len(self._later) + len(self._work) + self._inbox.qsize()
 
     # the thread
 
@@ -143,9 +145,13 @@ class Device:
         while idle or not self._inbox.empty():
             job, idle = self._inbox.get(), False
             if isinstance(job, SampleJob):
-                self._samples.put(job)
+                if self._barrier is None:
+                    self._samples.put(job)
+                else:
+                    self._later.append(job)
             elif isinstance(job, WorkJob):
                 self._work.put(job)
+                self._barrier = self._barrier or (job if job.alone else None)
             elif isinstance(job, _Cancel):
                 self._drop(job.job)
             else:
@@ -153,13 +159,25 @@ class Device:
                 return
 
     def _drop(self, job: SampleJob) -> None:
-        if not self._samples.remove(job) and (found := self._open.get(job)) is not None:
+        if job in self._later:
+            self._later.remove(job)
+        elif not self._samples.remove(job) and (found := self._open.get(job)) is not None:
             self._close(found)
 
     def _do_work(self) -> None:
         if not self._work or self._stopped is not None:
             return
+        if self._work.first().alone and (self._open or self._samples):
+            return
         job = self._work.take()
+        self._do(job)
+        if job is self._barrier:
+            self._barrier = next((each for each in self._work if each.alone), None)
+            for sample in self._later:
+                self._samples.put(sample)
+            self._later = []
+
+    def _do(self, job: WorkJob) -> None:
         try:
             self._post(job.post, Done(job.work()))
         except IsobitError as error:
@@ -275,7 +293,7 @@ class Device:
             job = self._inbox.get()
             if isinstance(job, (SampleJob, WorkJob)):
                 self._post(job.post, failed)
-        for job in (*self._samples, *self._work):
+        for job in (*self._samples, *self._later, *self._work):
             self._post(job.post, failed)
         for found in list(self._open.values()):
             if self.failure is None:

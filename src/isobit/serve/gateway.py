@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
+from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
 from isobit.serve.metrics import Metrics
@@ -21,7 +22,6 @@ from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.state import State
-from isobit.serve.tool_formats.base import ToolFormat
 
 _T = TypeVar("_T")
 Indexed = tuple[int, Event]
@@ -88,6 +88,8 @@ class Gateway:
         self.device.snapshots.most_bytes = limits.snapshot_bytes
         self.name, self.tools, self.limits, self.state = name, tools, limits, state
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
+        self.whole = state is not None and bool(engine.model.named_parameters())
+        """Whether training runs train the weights of the model itself, so that there is one run."""
         self.metrics = Metrics(self.device)
         self.sessions = Sessions(self.tokenizer)
         self.ready = asyncio.Event()
@@ -158,9 +160,9 @@ class Gateway:
                     self.device.cancel(job)
             self.metrics.whole.observe(time.monotonic() - began)
 
-    async def work(self, tenant: str, work: Callable[[], _T]) -> _T:
-        """What the device thread makes of `work`, between two steps. Raises Refused and
-        BadRequest."""
+    async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
+        """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
+        Refused and BadRequest."""
         self.check_room(0)
         happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
 
@@ -168,7 +170,7 @@ class Gateway:
             if not happened.done():
                 happened.set_result(event)
 
-        self.device.submit(WorkJob(tenant, work, post))
+        self.device.submit(WorkJob(tenant, work, post, alone))
         event = await happened
         if isinstance(event, Failed):
             raise _error(event)

@@ -73,11 +73,14 @@ class SampleJob:
 @dataclass(frozen=True, eq=False)
 class WorkJob:
     """Something that is done between two steps of the engine, on its thread: an adapter that is
-    added, and what trains. Of one `tenant` in the order in which it was given."""
+    added, and what trains. Of one `tenant` in the order in which it was given. `alone`: it changes
+    the weights of the model itself, so samples that came before it are finished first, and those
+    that come later begin after it."""
 
     tenant: str
     work: Callable[[], Any]
     post: Post
+    alone: bool = False
 
 
 _Job = TypeVar("_Job", SampleJob, WorkJob)
@@ -90,7 +93,7 @@ class Turns(Generic[_Job]):
         self._waiting: dict[str, deque[_Job]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, list(self._waiting.values())))  # other threads ask too
 
     def __iter__(self) -> Iterator[_Job]:
         return (job for jobs in self._waiting.values() for job in jobs)

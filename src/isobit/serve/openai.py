@@ -101,7 +101,7 @@ class OpenAI:
             logprobs,
             *shown,
             form=gateway.tools,
-            tools="tools" in variables,
+            tools=variables.get("tools", ()),
         )
 
         def keep(completion: Completion) -> None:

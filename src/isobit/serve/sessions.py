@@ -5,10 +5,8 @@ from the last turn of that session, its tokens, prompt and answer, are taken as 
 what the template writes behind the answer is encoded: a text that is tokenized again may become
 other tokens than the model has sampled, and its log-probabilities would be of another sequence.
 
-What is behind an answer is found by counting end-of-turn tokens, which only the template can have
-written (`model/text/escape_special.py`). An answer that was cut off by its length, or by a stop
-string, gets the end-of-turn token that it lacks. Messages that do not go on from the last turn
-begin anew.
+An answer that was cut off by its length, or by a stop string, gets the end-of-turn token that it
+lacks (`model/text/appending.py`). Messages that do not go on from the last turn begin anew.
 """
 
 from collections import OrderedDict
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
 
 MOST_SESSIONS, MOST_TOKENS = 4096, 1 << 21
@@ -82,25 +81,30 @@ def spliced(
     """The tokens of a conversation that goes on from a turn. Raises IsobitError where the template
     has no end-of-turn tokens by which the end of the answer could be found."""
     count = len(turn.messages)
-    ends = set(tokenizer.eos_ids)
-    before = tokenizer.encode_chat(messages[:count], True, variables)
-    answered = tokenizer.encode_chat(messages[: count + 1], False, variables)
-    whole = tokenizer.encode_chat(messages, True, variables)
-    number = sum(token in ends for token in before)
-    if sum(token in ends for token in answered) != number + 1:
+    names = {call.get("id"): call["function"].get("name") for call in _calls(messages[count])}
+    given = [
+        {"name": names[message["tool_call_id"]], **message}
+        if message.get("tool_call_id") in names
+        else message
+        for message in messages[count + 1 :]
+    ]
+    try:
+        rest = Appending(tokenizer, variables, turn.messages).appended(given, turn.answer)
+    except IsobitError as error:
         raise IsobitError(
-            "the model's chat template does not end an answer with its end-of-sequence token, so "
-            "the tokens of a session cannot be kept; leave X-Session-ID out"
-        )
-    place = [index for index, token in enumerate(whole) if token in ends][number]
-    rest = whole[place:]
-    if turn.answer and turn.answer[-1] == rest[0]:
-        rest = rest[1:]
+            f"{error}: the tokens of a session cannot be kept; leave X-Session-ID out"
+        ) from None
     return [*turn.prompt, *turn.answer, *rest]
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a message says, without what clients add to it."""
-    calls = message.get("tool_calls") or []
-    asked = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
+    asked = [
+        (call["function"].get("name"), call["function"].get("arguments"))
+        for call in _calls(message)
+    ]
     return message.get("role"), message.get("content") or "", asked
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()

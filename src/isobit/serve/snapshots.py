@@ -3,7 +3,9 @@
 An adapter is served as a *snapshot*: weights that never change, under a name in the model that is
 used once (`math@2`). A new version of an adapter is another snapshot, so an open request computes
 to its end with the weights that it began with. A snapshot that is replaced or removed leaves the
-model when nobody holds it any more. Only the device thread changes any of this.
+model when nobody holds it any more. Where the weights of the model itself are trained there is no
+copy of earlier ones: a snapshot of them ends with the next change. Only the device thread changes
+any of this.
 """
 
 import math
@@ -20,12 +22,14 @@ from isobit.model.adapters.low_rank import Adapter
 @dataclass(eq=False)
 class Snapshot:
     """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
-    open requests, and the name while it means this snapshot. `bytes`: of those with a key."""
+    open requests, and the name while it means this snapshot. `bytes`: of those with a key.
+    `weights`: of the base, which ones they are (`Snapshots.present`)."""
 
     served: str | None
     version: int
     holders: int = 0
     bytes: int = 0
+    weights: str = ""
 
 
 class Snapshots:
@@ -39,6 +43,15 @@ class Snapshots:
         self.most_bytes: float = math.inf
         """Of all that is open by a key, the factors in FP32."""
         self._opened = count()
+        self.present = ""
+        """What the weights of the model itself are called, if they are trained: a name that is never
+        others'; empty: as they were read."""
+        self.alike = set[str]()
+        """Checkpoints that have the present weights."""
+
+    def changed(self, weights: str, alike: str | None = None) -> None:
+        """The model itself has other weights now: those of the checkpoint `alike`, if it is one."""
+        self.present, self.alike = weights, set() if alike is None else {alike}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,18 +97,28 @@ class Snapshots:
 
     def hold(self, name: str | Snapshot | None) -> Snapshot:
         """What a request by this name, or by this snapshot that somebody holds, computes with,
-        until it is released. Raises IsobitError for an unknown name, and a snapshot that nobody
-        holds."""
+        until it is released. Raises IsobitError for an unknown name, a snapshot that nobody holds,
+        and one of weights that the model itself had before."""
         if isinstance(name, Snapshot):
-            if not name.holders and name.served is not None:
-                raise IsobitError(f"the snapshot {name.served!r} was dropped: nobody held it")
+            self.check(name)
             found = name
+        elif name is None:
+            found = Snapshot(None, self._model.weights_version, weights=self.present)
         else:
-            found = (
-                Snapshot(None, self._model.weights_version) if name is None else self._find(name)
-            )
+            found = self._find(name)
         found.holders += 1
         return found
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Raise IsobitError unless it can be computed with."""
+        if snapshot.served is not None and not snapshot.holders:
+            raise IsobitError(f"the snapshot {snapshot.served!r} was dropped: nobody held it")
+        if snapshot.served is None and snapshot.weights != self.present:
+            raise IsobitError(
+                "these weights are not in memory: this server trains all weights of the model, and "
+                "only the present ones are sampled from; make a sampling client after each step, "
+                "or load saved weights first"
+            )
 
     def release(self, snapshot: Snapshot) -> None:
         """One holder less."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, overload
 
-from isobit.data.answers import answer_text
+from isobit.data.answers import completion_text
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import Pattern, at_least, at_most
@@ -169,7 +169,9 @@ def reward(
 ) -> list[float]:
     """1.0 where the completion, outer white space aside, is the answer and nothing else, else
     0.0."""
-    return [float(answer_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)]
+    return [
+        float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def _distinct(size: int, seed: int) -> Iterator[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any
 
-from isobit.data.answers import answer_text
+from isobit.data.answers import completion_text
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
@@ -128,7 +128,7 @@ def reward(
     """
     use_all = columns.get("use_all", [True] * len(completions))
     return [
-        float(solves(answer_text(completion), *problem))
+        float(solves(completion_text(completion), *problem))
         for completion, *problem in zip(completions, numbers, target, use_all, strict=True)
     ]
 

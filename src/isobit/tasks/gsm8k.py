@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
-from isobit.data.answers import NoAnswer, answer_in, answer_text, gold_text
+from isobit.data.answers import NoAnswer, answer_in, answer_text, completion_text, gold_text
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError
 from isobit.rewards.spec import RewardSpec
@@ -85,7 +85,7 @@ def reward(
     Raises ValueError for an answer without a number.
     """
     return [
-        float(final_number(answer_text(c)) == _gold(a))
+        float(final_number(completion_text(c)) == _gold(a))
         for c, a in zip(completions, answer, strict=True)
     ]
 

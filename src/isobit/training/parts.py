@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from isobit.config import Config
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.fleet.fleet import Fleet
 from isobit.model import Model
-from isobit.rewards.pool import RewardPool
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task
 from isobit.training.resolved import Resolved
+from isobit.training.rollouts.processes import Processes
 from isobit.training.rollouts.serving import Serving
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer
@@ -25,7 +26,8 @@ from isobit.training.scoring import RewardScorer
 @dataclass(frozen=True, eq=False)
 class Parts:
     """`engine` rolls out, or the engines of a `fleet` instead; that of `held_out` answers its
-    prompts, and that of `serving` others' requests. These share the weights. `unlike`: what makes a run from recorded
+    prompts, and that of `serving` others' requests. These share the weights. `processes`: of the user's
+    code; `dialogue`: with environments, where there are some. `unlike`: what makes a run from recorded
     rollouts compute other bits than they promise."""
 
     config: Config
@@ -35,13 +37,14 @@ class Parts:
     reference: Model | None
     task: Task
     held_out: PeriodicEvaluation | None
-    rewards: RewardPool
+    processes: Processes
     scorer: RewardScorer
     engine: Engine
     sampling: Sampling
     unlike: tuple[str, ...] = ()
     fleet: Fleet | None = None
     serving: Serving | None = None
+    dialogue: Dialogue | None = None
 
     @property
     def model(self) -> Model:

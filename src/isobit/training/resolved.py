@@ -108,7 +108,7 @@ def objective_of(
     found = for_precision(config.algorithm, precision, stale=stale)
     return replace(
         found,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=config.most_sampled,
         temperature=sampling.temperature,
         filtering=sampling.filtering,
         reward_weights=tuple(reward_weights),

@@ -1,20 +1,22 @@
-"""The rewards of a step: functions in their own processes and reward models in this one, added by
-weight.
+"""The rewards of a step: functions in their own processes, reward models in this one, and what
+environments have given, added by weight.
 
 The functions start on a group as soon as it is sampled, during the rollout of the others; the
 models score afterwards. A sample whose scoring failed stays unscored, whatever the models say; one
-to which no function applies has only the models' scores. Left out: how either computes.
+to which no function applies has only the models' scores and the environment's. Left out: how any
+of them computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isobit.data.answers import completion_text
 from isobit.data.dataset import Example, Prompt
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, said_in
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
-from isobit.rewards.pool import Reward, RewardPool
+from isobit.rewards.pool import Reward, RewardPool, Said
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +32,15 @@ class RewardScorer:
     """Scores completions by all of them."""
 
     def __init__(
-        self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool
+        self,
+        pool: RewardPool,
+        models: Sequence[WeightedModel],
+        stop_on_error: bool,
+        earned: Sequence[tuple[str, float]] = (),
     ) -> None:
+        """`earned`: (name, weight) of what environments give."""
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
+        names += [name for name, _ in earned]
         if twice := [name for name in names if names.count(name) > 1]:
             raise IsobitError(
                 f"two rewards are called {twice[0]!r}; rename one by rewards.models.name"
@@ -43,17 +51,24 @@ class RewardScorer:
                 "its own"
             )
         self.pool, self.models, self._stop = pool, tuple(models), stop_on_error
+        self._earned = tuple(earned)
+
+    @property
+    def without_models(self) -> "RewardScorer":
+        """Functions and environments alone."""
+        return RewardScorer(self.pool, (), self._stop, self._earned) if self.models else self
 
     @property
     def weights(self) -> tuple[tuple[str, float], ...]:
         """(name, weight) of each part of the sum."""
         functions = tuple((spec.label, spec.weight) for spec in self.pool.specs)
-        return functions + tuple((model.name, model.weight) for model in self.models)
+        models = tuple((model.name, model.weight) for model in self.models)
+        return functions + models + self._earned
 
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[Said],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
@@ -70,16 +85,23 @@ class RewardScorer:
         return RolloutScoring(self, examples, per_prompt, trainer_state)
 
     def judged(
-        self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]
+        self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[Said]
     ) -> list[Reward]:
-        """The functions' rewards with the models' added. Raises RunFailed as `score` does."""
+        """The functions' rewards with those of models and environments added. Raises RunFailed as
+        `score` does."""
         rewards = list(rewards)
         for weighted in self.models:
+            texts = [
+                said if isinstance(said, str) else completion_text(said.messages)
+                for said in completions
+            ]
             rewards = [
                 _plus(reward, weighted, *found)
-                for reward, found in zip(rewards, self._judge(weighted, prompts, completions))
+                for reward, found in zip(rewards, self._judge(weighted, prompts, texts))
             ]
-        return rewards
+        if not self._earned:
+            return rewards
+        return [_earning(r, c, self._earned) for r, c in zip(rewards, completions, strict=True)]
 
     def _judge(
         self, weighted: WeightedModel, prompts: Sequence[Prompt], completions: Sequence[str]
@@ -116,25 +138,27 @@ class RolloutScoring:
         trainer_state: Mapping[str, float],
     ) -> None:
         self._scorer, self._examples, self._per_prompt = scorer, examples, per_prompt
-        self._texts: dict[int, list[str]] = {}
+        self._added: dict[int, Sequence[Completion]] = {}
         self._batch = scorer.pool.begin(len(examples) * per_prompt, trainer_state)
 
     def add(self, index: int, completions: Sequence[Completion]) -> None:
         """The group of example `index` is sampled: the functions may begin on it."""
         example, n = self._examples[index], len(completions)
         assert n == self._per_prompt
-        texts = self._texts[index] = [completion.text for completion in completions]
+        self._added[index] = completions
         ids = [completion.token_ids for completion in completions]
-        self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
+        said = [said_in(completion) for completion in completions]
+        self._batch.add(index * n, [example.prompt] * n, said, [example.columns] * n, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
         """The rewards of all completions that were added, group by group; `meanwhile` is called
         over and over while worker processes are waited for. Raises RunFailed as
         `RewardScorer.score` does."""
         rewards = self._batch.collect(meanwhile)
-        added = sorted(self._texts.items())
-        prompts = [self._examples[index].prompt for index, texts in added for _ in texts]
-        return self._scorer.judged(rewards, prompts, [text for _, texts in added for text in texts])
+        added = sorted(self._added.items())
+        prompts = [self._examples[index].prompt for index, group in added for _ in group]
+        completions = [completion for _, group in added for completion in group]
+        return self._scorer.judged(rewards, prompts, [said_in(each) for each in completions])
 
     @property
     def notes(self) -> list[str]:
@@ -145,6 +169,25 @@ class RolloutScoring:
     def overlapped_s(self) -> float:
         """Seconds in which functions were at work before `collect` was called."""
         return self._batch.overlapped_s
+
+
+def _earning(reward: Reward, said: Said, weights: Sequence[tuple[str, float]]) -> Reward:
+    """A reward with what an episode's environment gave: None is unscored, and what is missing does
+    not apply."""
+    earned: Mapping[str, float | None] = {} if isinstance(said, str) else said.rewards
+    by_function = {**reward.by_function, **{name: earned.get(name) for name, _ in weights}}
+    parts = [
+        weight * (earned[name] or 0.0) for name, weight in weights if weight and name in earned
+    ]
+    failed = any(weight and earned.get(name, 0.0) is None for name, weight in weights)
+    failed = failed or (reward.total is None and reward.error is not None)
+    total = reward.total if reward.by_function else None
+    if failed:
+        total = None
+    elif parts:
+        total = sum(parts, total or 0.0)
+    problem = None if isinstance(said, str) or total is not None else said.problem
+    return replace(reward, total=total, by_function=by_function, error=reward.error or problem)
 
 
 def _plus(

@@ -262,6 +262,24 @@ class _Products(Watching):
 PRODUCTS = _Products(REFERENCE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_entropys_gradient_is_the_references(dtype: torch.dtype) -> None:
+    """With that of the log-probabilities, at another temperature than 1. The control is the
+    reference without the entropy's."""
+    hidden, weight, tokens = operands(dtype)
+    dlogprobs, dentropy = (draw(n, T, dtype=torch.float32) for n in (5, 6))
+    dy, x, targets, of_entropy = on_device(dlogprobs, hidden, tokens, dentropy)
+    given = (PRODUCTS, dy, x, head_on_device(weight), targets, 0.7)
+    found = head.head_backward(*given, of_entropy)
+    wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7, dentropy)
+    without = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7)
+    near = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for ours, theirs, other in zip(found, wanted, without):
+        scale = float(theirs.abs().max())
+        assert float((ours.cpu().float() - theirs.float()).abs().max()) < near * scale
+        assert float((other.float() - theirs.float()).abs().max()) > 0.1 * scale
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_the_references(

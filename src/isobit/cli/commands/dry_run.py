@@ -48,7 +48,7 @@ def dry_run(config: Config, say: Say) -> None:
         prompts.append(_say_without_weights(config, task, base, separated))
 
     parts = open_parts(config, quiet=False, before_weights=before_weights)
-    parts.rewards.close()
+    parts.processes.close()
     separated(_opened(parts))
     separated(prompts[0])
 
@@ -110,7 +110,8 @@ def _memory(job: Job) -> str:
 
 def _opened(parts: Parts) -> str:
     """What the weights and the memory decided."""
-    longest = parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
+    prompt, positions = parts.engine.longest_prompt, parts.model.config.max_positions
+    longest = prompt + min(parts.config.most_tokens, positions - prompt)
     return (
         f"weights are read; longest sequence: {longest} tokens; cache: "
         f"{parts.engine.pages.num_pages} pages; micro-batches of {parts.micro_batch_tokens} tokens"

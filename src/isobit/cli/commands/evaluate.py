@@ -25,11 +25,16 @@ from isobit.evaluation.shown import is_saved, show, show_adapters
 from isobit.model import Model, TextRules
 from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
-from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import text_rules
-from isobit.training.rollouts.lengths import fit_prompts, say_ends, say_special_tokens
+from isobit.training.rollouts.lengths import (
+    encode_prompt,
+    fit_prompts,
+    say_ends,
+    say_special_tokens,
+)
+from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.running.machine import date_of
 from isobit.training.scoring import RewardScorer
 from isobit.training.session.assembly import (
@@ -38,6 +43,7 @@ from isobit.training.session.assembly import (
     reward_models,
     sized_engine,
 )
+from isobit.training.session.conversing import open_dialogue
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -128,7 +134,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
     now = date_of({} if run is None else runs.began_by(run))
-    models = {
+    folders = {
         path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)
     }
     adapters = {
@@ -141,7 +147,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     ):  # what training left out is left out here
         rules = TextRules(config.task.special_tokens_in_content, now)
         model = Model.load(
-            models[run] if run in models else models[sides[0]], "float32", rules=rules
+            folders[run] if run in folders else folders[sides[0]], "float32", rules=rules
         )
         task = fit_prompts(
             task, model, config.task, config.sampling.max_new_tokens, quiet=True
@@ -154,30 +160,35 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         check_same_prompts(
             str(path), result.prompts, "the data", [example.prompt for example in examples]
         )
-    with _pool(config, task) as pool:
+    with _processes(config, task) as processes:
+        pool = processes.rewards
         pool.check_columns(examples[0].columns)
         pool.check_rows((example.place, example.columns) for example in examples)
         if request.completions is not None:
+            if config.environment.used:
+                raise IsobitError(
+                    "--completions: a text has no turns to be answered by the run's environment; "
+                    "leave its rewards and environment out with --reward and a task"
+                )
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
             return [
                 _result(
                     f"column {request.completions}",
                     config,
                     grade_given(examples, texts, pool, plan),
-                    pool,
+                    processes,
                 )
             ]
-        scorer = RewardScorer(
-            pool, [] if pool.specs else reward_models(config, now), stop_on_error=False
-        )
+        models = [] if pool.specs or processes.earned else reward_models(config, now)
+        scorer = RewardScorer(pool, models, stop_on_error=False, earned=processes.earned)
         results = []
         for path in sides:
             if path in saved:
                 results.append(saved[path])
             else:
-                answered = _ask(models[path], adapters, config, examples, scorer, now)
-                for answerer, questions in zip((models[path], *adapters.values()), answered):
-                    results.append(_result(str(answerer), config, questions, pool))
+                answered = _ask(folders[path], adapters, config, examples, scorer, processes, now)
+                for answerer, questions in zip((folders[path], *adapters.values()), answered):
+                    results.append(_result(str(answerer), config, questions, processes))
     return results
 
 
@@ -187,6 +198,7 @@ def _ask(
     config: Config,
     examples: Sequence[Example],
     scorer: RewardScorer,
+    processes: Processes,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
     """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
@@ -201,10 +213,16 @@ def _ask(
     say_ends(model)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
-    engine = sized_engine(config, model, [e.prompt for e in examples], sequences)
+    environments, dialogue = processes.environments, None
+    if environments is not None:
+        dialogue = open_dialogue(config, model, environments, examples[0])
+    tools = () if environments is None else environments.tools
+    prompts = [encode_prompt(example, model, tools) for example in examples]
+    engine = sized_engine(config, model, prompts, sequences)
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:
-        return measure_each(engine, examples, held_out_scorer(scorer), plan, names, progress.update)
+        asked = engine, examples, held_out_scorer(scorer), plan, names, progress.update
+        return measure_each(*asked, dialogue=dialogue)
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
@@ -214,27 +232,22 @@ def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None
     return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None
 
 
-def _pool(config: Config, task: Task) -> RewardPool:
-    specs = config.rewards.functions or task.rewards
-    if not specs and not config.rewards.models:
-        raise IsobitError(
-            "no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of "
-            "its own"
-        )
-    return RewardPool(
-        specs,
-        deadline_s=config.rewards.deadline_s,
-        num_workers=config.rewards.num_workers,
-        on_error="skip",
-        environment=config.rewards.environment,
+def _processes(config: Config, task: Task) -> Processes:
+    processes = open_processes(config, task, on_error="skip")
+    if processes.rewards.specs or processes.earned or config.rewards.models:
+        return processes
+    processes.close()
+    raise IsobitError(
+        "no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own"
     )
 
 
 def _result(
-    model: str, config: Config, questions: tuple[Question, ...], pool: RewardPool
+    model: str, config: Config, questions: tuple[Question, ...], processes: Processes
 ) -> Result:
     plan = evaluation_plan(config)
-    names = [spec.label for spec in pool.specs] or [reward.name for reward in config.rewards.models]
+    names = [spec.label for spec in processes.rewards.specs] + [n for n, _ in processes.earned]
+    names = names or [reward.name for reward in config.rewards.models]
     settings = {
         "task": plain(config.task),
         "precision": config.precision,

@@ -4,13 +4,17 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobit.cli.commands.serving import open_frozen
 from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
-from isobit.model import TextRules
+from isobit.model import Model, TextRules
 from isobit.training.rollouts.lengths import say_ends
+
+if TYPE_CHECKING:
+    from isobit.serve.state.state import State
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -28,7 +32,7 @@ def serve_model(
     chat_template: Path | None,
     tool_format: str,
     grace: float,
-    train: bool,
+    train: str | None,
     state: Path | None,
     state_every: int,
 ) -> None:
@@ -47,14 +51,17 @@ def serve_model(
         raise IsobitError(
             f"--host {host}: other machines could reach it; give the token's file with --token FILE"
         )
+    full = train == "full"
+    if train not in (None, "adapters", "full"):
+        raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
     if state is not None and not train:
         raise IsobitError("--state is where training runs are kept; give --train too")
+    if full and adapters:
+        raise IsobitError("--adapter: with --train full the weights that it is for would change")
     tokens, made = read_or_make(token or default_file())
-    base = open_frozen(path, flow, TextRules(chat_template=chat_template))
-    say_ends(base)
-    serving = base.serving({})  # which refuses flows whose bits depend on the batch
-    # without adapters a GPU captures decode steps
-    model = serving if adapters or train else base
+    model = _opened(
+        path, flow, TextRules(chat_template=chat_template), full, bool(adapters or train)
+    )
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
     called = name or path.resolve().name
@@ -62,6 +69,7 @@ def serve_model(
     if train:
         folder = state or default_file().with_name(f"serve-{called}")
         kept = State(folder, owners_of(tokens), every=state_every)
+        _check_kind(kept, full)
 
     def started(chosen: int) -> None:
         address = f"[{host}]" if ":" in host else host
@@ -80,3 +88,26 @@ def serve_model(
     finally:
         if kept is not None:
             kept.close()
+
+
+def _opened(
+    path: Path, flow: tuple[str, str, str], rules: TextRules, full: bool, serves: bool
+) -> Model:
+    """The model, with masters where all its weights are trained; else frozen, for adapters if it
+    `serves` some. Raises IsobitError for a flow whose bits depend on the batch."""
+    base = Model.load(path, *flow, rules=rules) if full else open_frozen(path, flow, rules)
+    say_ends(base)
+    serving = base.serving({})  # which refuses such flows
+    return serving if serves and not full else base  # whose decode steps a GPU captures
+
+
+def _check_kind(state: "State", full: bool) -> None:
+    """Raise IsobitError for a state in which a run of the other kind goes on, which this server
+    would end."""
+    if any((run.rank is None) != full for run in state.live_runs()):
+        state.close()
+        other = "--train" if full else "--train full"
+        raise IsobitError(
+            f"--state {state.folder}: a run of it goes on with {other}; give that, or another "
+            "folder"
+        )

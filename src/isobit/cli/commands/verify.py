@@ -9,7 +9,7 @@ certificate's chain of hashes alone, and so are rewards, which are not computed 
 (`records.py`). Left out: the learning, which `isobit train --from-rollouts` repeats.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,8 @@ import numpy as np
 
 from isobit.cli.commands.records import Records, checkpoint_problem, read_records
 from isobit.config import Config, load_run_config
+from isobit.engine.episodes import Episodes
+from isobit.engine.groups import OpenGroups
 from isobit.engine.types import Completion
 from isobit.errors import IsobitError, RunFailed, brief
 from isobit.evaluation.best import DESCRIPTION
@@ -35,6 +37,7 @@ from isobit.training.measuring.agreement import unlike
 from isobit.training.running.machine import date_of
 from isobit.training.saving.certificate import of_weights
 from isobit.training.session.assembly import base_of, rollout_sampling, sized_engine
+from isobit.training.session.conversing import recorded_dialogue
 
 
 @dataclass(frozen=True)
@@ -184,16 +187,14 @@ def _best_problem(run: Path, config: Config, chain: Chain | None) -> str | None:
 def _draw_again(
     run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records
 ) -> Compared:
-    prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
-    sampling = rollout_sampling(config)
-    engine = sized_engine(config, model, list(prompts.values()), len(prompts) * sampling.n)
     step = samples[0].rollout_step
     with ProgressLine(str(run)) as progress:
-        groups = engine.generate(
-            list(prompts.values()), sampling, list(prompts),
-            lambda _, done: progress.update(f"step {step}", done, len(prompts) * sampling.n),
-        )  # fmt: skip
-    drawn = {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+        drawn = {
+            (c.prompt_id, c.sample_index): c
+            for c in _drawn(
+                config, model, samples, lambda done, of: progress.update(f"step {step}", done, of)
+            )
+        }
     facts = computed_by(model.ops) | {"formats": model.precision.formats()}
     found = replace(compared(samples, drawn), other=unlike(run, config, facts))
     for sample in samples if found.first is None else ():
@@ -204,6 +205,35 @@ def _draw_again(
                 first=f"prompt {sample.prompt_index}, sample {sample.sample_index}: {problem}",
             )
     return found
+
+
+def _drawn(
+    config: Config,
+    model: Model,
+    samples: Sequence[Sample],
+    progress: Callable[[int, int], None],
+) -> Iterator[Completion]:
+    """The completions of the groups of these samples. Where environments answered they say what is
+    recorded of them, whatever is drawn."""
+    prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
+    sampling = rollout_sampling(config)
+    count = len(prompts) * sampling.n
+    engine = sized_engine(config, model, list(prompts.values()), count)
+    if all(sample.episode is None for sample in samples):
+        told = lambda _, done: progress(done, count)  # noqa: E731
+        for group in engine.generate(list(prompts.values()), sampling, list(prompts), told):
+            yield from group
+        return
+    episodes = Episodes(engine, recorded_dialogue(config, model))
+    with OpenGroups(episodes) as gathering:
+        for place, sample in enumerate(samples):
+            one, columns = replace(sampling, n=1), {"episode": sample.episode}
+            named = sample.prompt_index, columns, None, sample.sample_index
+            gathering.add(place, episodes.submit(list(sample.prompt_ids), one, *named))
+        while gathering:
+            for _, group in gathering.step():
+                yield from group
+            progress(gathering.completed, count)
 
 
 def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:

@@ -12,6 +12,7 @@ from isobit.kernels.experts import definition as experts
 from isobit.kernels.head import definition as head
 from isobit.kernels.heads import definition as heads
 from isobit.kernels.low_rank import definition as low_rank
+from isobit.kernels.matrices import Operand, Prepared
 from isobit.kernels.norms import definition as norms
 from isobit.kernels.ops import Ops
 from isobit.kernels.optim import definition as optim
@@ -32,6 +33,10 @@ class Composed(Ops):
 
     def raise_faults(self) -> None:
         """Nothing to do: operators raise at once when they meet NaN or infinity."""
+
+    def rounds_last(self, a: Operand, b: Prepared) -> bool:
+        """Not known."""
+        return False
 
     quantize_along_tokens = quantize.quantize_along_tokens
     error_sums = staticmethod(quantize.error_sums)

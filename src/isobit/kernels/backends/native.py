@@ -64,6 +64,7 @@ class NativeOps(NativeBase, Composed):
     error_sums = quantize_native.error_sums
     prepare = product_native.prepare
     product = product_native.product
+    rounds_last = product_native.rounds_last
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
     add_low_rank = low_rank.add_low_rank

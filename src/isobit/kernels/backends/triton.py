@@ -180,6 +180,11 @@ class TritonOps(Ops):
     grouped_product = staticmethod(grouped.grouped_product)
     prepare_factors = low_rank.prepare_factors
     add_low_rank = low_rank.add_low_rank
+
+    def rounds_last(self, a: Operand, b: Prepared) -> bool:
+        """Not known: what is launched may depend on the type of the result."""
+        return False
+
     grouped_bias_gradient = staticmethod(grouped.grouped_bias_gradient)
     sum_of_rows = staticmethod(grouped.sum_of_rows)
     sum_of_rows_backward = staticmethod(grouped.sum_of_rows_backward)

@@ -44,10 +44,11 @@ def head_backward(
     weight: Prepared,
     tokens: Tensor,
     temperature: float,
+    dentropy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.head_backward`."""
     logits = ops.product(hidden, weight, None, torch.float32)
-    return head_gradients(ops, dlogprobs, logits, hidden, weight, tokens, temperature)
+    return head_gradients(ops, dlogprobs, logits, hidden, weight, tokens, temperature, dentropy)
 
 
 def head_gradients(
@@ -58,16 +59,27 @@ def head_gradients(
     weight: Prepared,
     tokens: Tensor,
     temperature: float,
+    dentropy: Tensor | None = None,
     slope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient.
     `slope` [T, V]: their derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
-    dlogits = torch.softmax(logits / temperature, -1).neg_()
+    dlogits = torch.softmax(logits / temperature, -1)
+    of_entropy = None if dentropy is None else _entropy_slope(dlogits)
+    dlogits.neg_()
     dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
     dlogits *= (dlogprobs / temperature).unsqueeze(-1)
+    if of_entropy is not None and dentropy is not None:
+        dlogits += of_entropy * (dentropy / temperature).unsqueeze(-1)
     dlogits = (dlogits if slope is None else dlogits * slope).to(hidden.dtype)
     dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
     return dhidden, ops.gradient_product(
         dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32
     )
+
+
+def _entropy_slope(probabilities: Tensor) -> Tensor:
+    """d entropy / d log-odds = -p·(log p + entropy), [T, V]; 0 where p is 0."""
+    terms = torch.special.entr(probabilities)
+    return terms - probabilities * terms.sum(-1, keepdim=True)

@@ -186,13 +186,18 @@ def head_sample(
     return tokens, logprob
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "dlogprobs_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["tokens_ptr", "dlogprobs_ptr", "entropy_ptr", "dentropy_ptr"]
+)
 def _logits_gradient(
-    logits_ptr, norm_ptr, tokens_ptr, dlogprobs_ptr, dlogits_ptr, temperature,
+    logits_ptr, norm_ptr, tokens_ptr, dlogprobs_ptr, entropy_ptr, dentropy_ptr, dlogits_ptr,
+    temperature,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
+    OF_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """(onehot - softmax(logits / temperature)) · dlogprob / temperature, in the type of dlogits."""
+    """(onehot - p) · dlogprob / temperature, p = softmax(logits / temperature), in the type of
+    dlogits; where it is also OF_ENTROPY, less p · (log p + entropy) · dentropy / temperature."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCABULARY
@@ -201,24 +206,35 @@ def _logits_gradient(
     probability = tl.exp((z - largest) - log_total)
     onehot = tl.where(token == tl.load(tokens_ptr + row), 1.0, 0.0)
     dlogit = (onehot - probability) * tl.div_rn(tl.load(dlogprobs_ptr + row), temperature)
+    if OF_ENTROPY:
+        above = ((z - largest) - log_total) + tl.load(entropy_ptr + row)
+        slope = tl.where(probability > 0.0, probability * above, 0.0)
+        dlogit -= slope * tl.div_rn(tl.load(dentropy_ptr + row), temperature)
     to = dlogits_ptr + row * VOCABULARY + token
     tl.store(to, numbers.cast(dlogit, dlogits_ptr.dtype.element_ty), mask=inside)
 
 
 def logits_gradient(
-    dlogprobs: Tensor, logits: Tensor, tokens: Tensor, temperature: float, dtype: torch.dtype
+    dlogprobs: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+    dentropy: Tensor | None = None,
 ) -> Tensor:
     """Gradient [T, V] in `dtype` of logits [T, V] float32, of that of the tokens' log-probabilities
-    [T] float32."""
+    [T] float32 and, where there is one, that of the entropies [T] float32."""
     rows, vocabulary = logits.shape
     logits, tokens = logits.contiguous(), tokens.contiguous()
-    _, _, norm = summarize_logits(logits, tokens, temperature, False).merge(tokens)
+    _, entropy, norm = summarize_logits(logits, tokens, temperature, False).merge(tokens)
     dlogits = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
     block = min(CHUNK, triton.next_power_of_2(vocabulary))
+    dlogprobs = dlogprobs.contiguous()
     launch(
         _logits_gradient, (rows, triton.cdiv(vocabulary, block)), logits, norm, tokens,
-        dlogprobs.contiguous(),
+        dlogprobs, entropy, dlogprobs if dentropy is None else dentropy.contiguous(),
         dlogits, float(temperature), num_warps=8, VOCABULARY=vocabulary, BLOCK=block,
+        OF_ENTROPY=dentropy is not None,
     )  # fmt: skip
     return dlogits
 
@@ -230,9 +246,10 @@ def head_backward(
     weight: Prepared,
     tokens: Tensor,
     temperature: float,
+    dentropy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of hidden [T, C] in its dtype, of the weight [V, C] float32) of that of the
-    log-probabilities [T].
+    log-probabilities [T] and, where there is one, that of the entropies [T].
 
     Rows are taken so many at a time that their logits fill a gibibyte at most.
     """
@@ -243,7 +260,8 @@ def head_backward(
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = ops.product(hidden[rows], weight, None, torch.float32)
-        dlogits = logits_gradient(dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
+        given = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
+        dlogits = logits_gradient(*given, None if dentropy is None else dentropy[rows])
         dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
         found = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32)
         dweight = found if dweight is None else dweight.add_(found)

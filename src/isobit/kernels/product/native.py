@@ -69,6 +69,13 @@ def product(
     )
 
 
+def rounds_last(ops: NativeBase, a: Operand, b: Prepared) -> bool:
+    """As `Ops.rounds_last`: where sums have an order, they are float32 ones."""
+    if isinstance(b, PackedFP4) or ops.ordered is None:
+        return False
+    return computes(a, weight_of(b))
+
+
 def unsupported(a: QuantSpec, b: QuantSpec, consistency: str) -> list[str]:
     """What is left to the reference of products of quantized operands: nothing, or this product.
     With two codes to a byte, as frozen NVFP4 weights have, more is in C++ than is said here."""

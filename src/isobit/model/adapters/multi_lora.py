@@ -4,9 +4,10 @@ alone.
 A row's bits are those that it has where its adapter is the only one
 (tests/engine/test_adapters.py), in every flow and at every level under which they do not depend on
 its batch: products are then row by row, and the rows of every adapter go through its own factors in
-the order of `low_rank.py`. The base is multiplied at most twice, once for the rows with an adapter,
-whose sums stay in float32 until the adapters' are added, and once for those without. Adapters come
-and go between forwards. Left out: gradients, for which there is one adapter.
+the order of `low_rank.py`. Sums of rows with an adapter stay in float32 until the adapter's are
+added. Rows without one are multiplied with them where that leaves their bits (`Ops.rounds_last`),
+and else once more. Adapters come and go between forwards. Left out: gradients, for which there is
+one adapter.
 """
 
 from collections.abc import Callable
@@ -31,13 +32,21 @@ class Rows:
     numbers: tuple[int, ...]
     rows: Tensor
     offsets: Tensor
+    _chosen: "dict[tuple[bool, ...], tuple[Rows, Tensor]]" = field(default_factory=dict)
 
-    def split(self, known: Callable[[int], bool]) -> "tuple[Rows, Tensor]":
-        """Those of the adapters that are `known`, and the other rows."""
+    def choose(self, known: tuple[bool, ...]) -> "tuple[Rows, Tensor]":
+        """Those of the adapters that are `known`, each of `numbers` in turn, and the other rows. Most
+        weights have the same ones, so it is found once for all of them."""
+        if known not in self._chosen:
+            self._chosen[known] = self._split(known)
+        return self._chosen[known]
+
+    def _split(self, known: tuple[bool, ...]) -> "tuple[Rows, Tensor]":
         kept, others = list[tuple[int, Tensor]](), list[Tensor]()
-        for number, (start, stop) in zip(self.numbers, pairwise(self.offsets.tolist())):
+        bounds = pairwise(self.offsets.tolist())
+        for number, (start, stop), chosen in zip(self.numbers, bounds, known):
             part = self.rows[start:stop]
-            if known(number):
+            if chosen:
                 kept.append((number, part))
             else:
                 others.append(part)
@@ -119,15 +128,14 @@ class AdapterRows:
         """y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
         adapted = self.serving.rows
         assert adapted is not None
-        factors = [self.factors[number] for number in adapted.numbers if number in self.factors]
-        if not factors:
+        known = tuple(number in self.factors for number in adapted.numbers)
+        if not any(known):
             return product(x, weight, ops, dtype)[0]
-        others = None
-        if len(factors) < len(adapted.numbers):
-            adapted, others = adapted.split(self.factors.__contains__)
+        own, others = adapted.choose(known)
+        factors = [self.factors[number] for number in own.numbers]
         y = ops.product(x, weight.prepared, weight.bias, torch.float32)
-        ops.add_low_rank(y, x, factors, adapted.rows, adapted.offsets, dtype)
+        ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
         y = y.to(dtype)
-        if others is not None:
+        if not (all(known) or dtype == torch.float32 or ops.rounds_last(x, weight.prepared)):
             y[others] = product(picked(x, others), weight, ops, dtype)[0]
         return y

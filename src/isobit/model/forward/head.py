@@ -36,8 +36,8 @@ def head_logprobs(
     filtering: Filtering | None = None,
     context: Context | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of
-    logits at a time.
+    """(log-probability of `targets`, entropy), [T] float32 both, with their gradients, `chunk`
+    rows of logits at a time.
 
     hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the
     renormalized distribution; a target outside its row's support is added to it. A repetition
@@ -73,25 +73,30 @@ class _HeadLogprobs(Function):
         ctx.ops = ops
         ctx.context = context
         ctx.save_for_backward(hidden, targets)
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # most losses have no gradient by the entropy
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
+        if dlogprobs is None:
+            dlogprobs = torch.zeros(len(hidden), device=hidden.device)
         weight, filtering, ops = ctx.head.prepared, ctx.filtering, ctx.ops
         dhidden, dweight, trained = torch.empty_like(hidden), None, ctx.needs_input_grad[1]
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             given = (hidden[rows], weight, targets[rows], ctx.temperature)
+            of_entropy = None if dentropy is None else dentropy[rows]
             if filtering is None:
-                found = ops.head_backward(dlogprobs[rows], *given)
+                found = ops.head_backward(dlogprobs[rows], *given, of_entropy)
             else:
                 logits, slope = _kept(
                     *given, filtering, _seen(ctx.context, rows, weight, filtering), ops
                 )
-                found = head_gradients(ops, dlogprobs[rows], logits, *given, slope)
+                found = head_gradients(ops, dlogprobs[rows], logits, *given, of_entropy, slope)
             dhidden[rows] = found[0]
             if trained:
                 dweight = found[1] if dweight is None else dweight.add_(found[1])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from isobit.data.answers import answer_text
+from isobit.data.answers import completion_text
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,6 @@ class NamedReward:
         ]
         tokens = completion_ids if completion_ids is not None else [None] * len(completions)
         return [
-            self.score(answer_text(c), row, ids) for c, row, ids in zip(completions, rows, tokens)
+            self.score(completion_text(c), row, ids)
+            for c, row, ids in zip(completions, rows, tokens)
         ]

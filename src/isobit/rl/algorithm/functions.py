@@ -3,8 +3,8 @@
 
 A user's function is called in this process, with the same inputs as those by name. Whatever it
 raises or returns that cannot be used is an IsobitError in one line. A loss must not depend on how a
-batch is split into micro-batches, nor ask for the gradient of the entropy: `check_split` and
-`check_entropy` try it on made-up tokens before a run begins (tests/rl/test_functions.py).
+batch is split into micro-batches: `check_split` tries it on made-up tokens before a run begins
+(tests/rl/test_functions.py).
 """
 
 import hashlib
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.rewards.functions import find_function, last_line
 from isobit.rl.algorithm.advantages import (
     Advantage,
     AdvantageFunction,
@@ -37,6 +36,7 @@ from isobit.rl.algorithm.given import GIVEN_ADVANTAGES, GIVEN_LOSSES
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
 from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_baseline
+from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
@@ -121,12 +121,10 @@ def digests(objective: Objective) -> dict[str, list[str]]:
 
 def check_functions(objective: ResolvedObjective) -> None:
     """Raise IsobitError for a loss or an advantage that cannot be found, or a loss that cannot be
-    split or wants a gradient of the entropy."""
+    split."""
     advantage_function(objective.advantage)
     if objective.loss not in LOSSES:
-        loss, what = loss_function(objective.loss), f"{_LOSS} {objective.loss!r}"
-        check_split(loss, objective, what)
-        check_entropy(loss, objective, what)
+        check_split(loss_function(objective.loss), objective, f"{_LOSS} {objective.loss!r}")
 
 
 def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
@@ -143,7 +141,7 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
         for first, last in pairwise(bounds):
             tokens = slice(sum(sizes[:first]), sum(sizes[:last]))
             parts.append(_gradient(loss, _cut(inputs, tokens, first), what))
-        if float((torch.cat(parts) - whole).abs().max()) > _SPLIT_TOLERANCE * float(
+        if float((torch.cat(parts, dim=1) - whole).abs().max()) > _SPLIT_TOLERANCE * float(
             whole.abs().max()
         ):
             raise IsobitError(
@@ -151,21 +149,6 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
                 "the loss of each token, from its own sequence alone, with no mean or other "
                 "statistic of the micro-batch"
             )
-
-
-def check_entropy(loss: LossFunction, objective: ResolvedObjective, what: str) -> None:
-    """Raise IsobitError for a loss that would be differentiated by the entropy: in a run the
-    entropy has no gradient, so such a term, a bonus for example, would do nothing."""
-    inputs = _probe(objective)
-    entropy = inputs.entropy.clone().requires_grad_()
-    policy = inputs.policy_logprobs.clone().requires_grad_()
-    outputs = loss(replace(inputs, policy_logprobs=policy, entropy=entropy.clone()))
-    (reached,) = torch.autograd.grad(weighted_sum(outputs, inputs), entropy, allow_unused=True)
-    if reached is not None:
-        raise IsobitError(
-            f"{what}: inputs.entropy has no gradient, so a bonus made of it does nothing; it may "
-            "only choose or weigh tokens: write inputs.entropy.detach()"
-        )
 
 
 def _probe(objective: ResolvedObjective) -> LossInputs:
@@ -201,15 +184,17 @@ def _cut(inputs: LossInputs, tokens: slice, first: int) -> LossInputs:
 
 
 def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
-    """d(weighted sum of the loss) / d(policy_logprobs) [T] of these inputs."""
-    leaf = inputs.policy_logprobs.clone().requires_grad_()
-    outputs = loss(replace(inputs, policy_logprobs=leaf))
+    """The gradient of the weighted sum of the loss by policy_logprobs and by entropy, [2, T], of
+    these inputs."""
+    leaves = [x.clone().requires_grad_() for x in (inputs.policy_logprobs, inputs.entropy)]
+    outputs = loss(replace(inputs, policy_logprobs=leaves[0], entropy=leaves[1]))
     if not outputs.loss.requires_grad:
         raise IsobitError(
-            f"{what}: the loss has no gradient: it must be computed from inputs.policy_logprobs"
+            f"{what}: the loss has no gradient: it must be computed from inputs.policy_logprobs or "
+            "inputs.entropy"
         )
     weighted_sum(outputs, inputs).backward()  # type: ignore[no-untyped-call]
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return torch.stack([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
 
 
 def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:

@@ -29,7 +29,8 @@ class LossInputs:
     """A micro-batch of whole sequences, as a loss sees it: T trained tokens, one after the other,
     on the CPU.
 
-    All tensors are [T] float32, unless it says otherwise; only `policy_logprobs` has a gradient.
+    All tensors are [T] float32, unless it says otherwise; `policy_logprobs` and `entropy` have a
+    gradient.
 
     policy_logprobs: log-probabilities under the weights that are trained, at the sampling
     temperature. old_logprobs: under the weights that the step began with. rollout_logprobs: as the
@@ -38,9 +39,9 @@ class LossInputs:
     advantages: of the token, or of its completion. importance_weights: of the correction, 0 where
     it rejects a token, 1 without one. token_weights: the share of a token in the step's loss, by
     `loss_aggregation`. The learner multiplies the loss by both. entropy: of the policy's
-    distribution at the token, in nats; it may choose or weigh tokens. sequence, int64: the number
-    of the token's sequence in the micro-batch, from 0 on. clip_low, clip_high: bounds of the ratio,
-    [1 - clip_low, 1 + clip_high]. settings: the objective.
+    distribution at the token, in nats; where it only chooses or weighs tokens, `detach` it.
+    sequence, int64: the number of the token's sequence in the micro-batch, from 0 on. clip_low,
+    clip_high: bounds of the ratio, [1 - clip_low, 1 + clip_high]. settings: the objective.
     """
 
     policy_logprobs: Tensor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobit.errors import IsobitError
 from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
-from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
+from isobit.workers.loading import split_reference
 
 if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
@@ -192,6 +192,37 @@ class Objective:
         "whether the learner computes the old log-probabilities; auto: not under a unified "
         "precision, where those of the rollout are the same",
     ] = "auto"
+    mask_truncated: Annotated[
+        bool,
+        "no loss of completions that ended at the length limit; their rewards still count in "
+        "their group's advantages (DAPO's overlong filtering)",
+    ] = False
+    top_entropy_quantile: Annotated[
+        float,
+        above(0),
+        at_most(1),
+        "share of a step's tokens, those of the highest entropy, that have a loss (a KL penalty is "
+        "of all); below 1 it takes one forward more. 0.2 in arXiv 2506.01939",
+    ] = 1.0
+    entropy_coefficient: Annotated[
+        float,
+        at_least(0),
+        "weight of an entropy bonus in the loss: the policy's entropy at each token, averaged as "
+        "the loss is; 0: none",
+    ] = 0.0
+    entropy_target: Annotated[
+        float | None,
+        above(0),
+        "adapt the coefficient to this mean entropy, in nats per token: it grows while the entropy "
+        "is at or below it, shrinks above, and applies only at or below; default: a constant "
+        "coefficient",
+    ] = None
+    entropy_coefficient_step: Annotated[
+        float, above(0), "what an optimizer step changes the coefficient by, under entropy_target"
+    ] = 0.005
+    entropy_coefficient_max: Annotated[
+        float, above(0), "the largest coefficient, under entropy_target"
+    ] = 1.0
     router_replay: Annotated[
         bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"
     ] = False
@@ -204,6 +235,11 @@ class Objective:
         int, at_least(1), "optimizer steps in one pass over a batch of rollouts"
     ] = 1
     epochs: Annotated[int, at_least(1), "passes over a batch of rollouts"] = 1
+
+    @property
+    def pays_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus, or may come to have one."""
+        return self.entropy_coefficient > 0 or self.entropy_target is not None
 
     @property
     def estimator(self) -> str:

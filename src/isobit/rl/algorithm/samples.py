@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError
 
 
@@ -24,7 +25,8 @@ class Sample:
     it ended at the length limit. `weights_version`: of the weights that sampled it; `rollout_step`:
     how many steps had been learned by then. `routes`: the experts that served it in the rollout, as
     text (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy
-    ‖ reference), if it is part of the reward.
+    ‖ reference), if it is part of the reward. `episode`: what happened in a conversation with an
+    environment, whose last turn's text `completion` is.
     """
 
     prompt_index: int
@@ -41,6 +43,7 @@ class Sample:
     routes: str | None = None
     rollout_step: int = 0
     completion_mask: tuple[bool, ...] | None = None
+    episode: EpisodeRecord | None = None
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
@@ -58,8 +61,10 @@ class Sample:
         return len(self.trained)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
-        return {**vars(self), "rewards": dict(self.rewards)}
+        """Plain values for `json.dumps`; without an environment there is no `episode`."""
+        values = {**vars(self), "rewards": dict(self.rewards)}
+        episode = values.pop("episode")
+        return values if episode is None else {**values, "episode": episode.to_json()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Sample":
@@ -70,6 +75,8 @@ class Sample:
             given[key] = tuple(given[key])
         if given.get("completion_mask") is not None:
             given["completion_mask"] = tuple(given["completion_mask"])
+        if given.get("episode") is not None:
+            given["episode"] = EpisodeRecord.from_json(given["episode"])
         if (distance := given.get("reference_kl")) is not None:
             if not isinstance(distance, list):
                 raise IsobitError(f"reference_kl: expected a list of numbers, got {distance!r:.80}")

@@ -4,6 +4,7 @@ distance to the rollout."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,8 @@ class TrainingBatch:
     importance weights.
 
     `fresh`: whether a sample has to be of the weights that learning begins with, so that a
-    difference is a mismatch. `zero`: whether its advantage is 0, so that it teaches nothing.
+    difference is a mismatch. `zero`: whether it teaches nothing, since its advantage is 0 or it is
+    `masked`: left out of the loss and its averages, though it counts as a sequence.
     `known`: the samples whose `old` are the learner's, not the rollout's. `kept`, bool: the tokens
     that are averaged over, if not all are. `comparable_tokens`: trained tokens of fresh samples.
     """
@@ -39,6 +41,7 @@ class TrainingBatch:
     old: Sequence[Tensor]
     fresh: Sequence[bool]
     zero: Sequence[bool]
+    masked: Sequence[bool]
     comparable_tokens: int
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
@@ -71,26 +74,50 @@ class TrainingBatch:
         step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
 
+    def of_high_entropy(self, entropies: Sequence[Tensor]) -> "TrainingBatch":
+        """The batch with a surrogate loss only of the tokens whose entropy [trained tokens] is at
+        or above the quantile that leaves `top_entropy_quantile` of those of the batch (Wang et al.
+        2025, arXiv 2506.01939; TRL's option of this name). Averages and a KL penalty are still over
+        all tokens."""
+        counted = [row for row, out in zip(entropies, self.masked) if not out and row.numel()]
+        if not counted:
+            return self
+        share = 1 - self.objective.top_entropy_quantile
+        least = float(np.quantile(torch.cat(counted).numpy(), share))
+        ones = [torch.ones_like(row) for row in self.rollout]
+        before = ones if self.importance is None else self.importance
+        return replace(
+            self, importance=[w * (row >= least) for w, row in zip(before, entropies, strict=True)]
+        )
+
     def weights_of(self, part: Sequence[int]) -> list[float]:
         """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
         counted = [
-            len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part
+            0 if self.masked[i] else len(row) if self.kept is None else int(self.kept[i].sum())
+            for i, row in ((i, self.rollout[i]) for i in part)
         ]
-        return token_weights(
+        weights = token_weights(
             counted, self.objective.loss_aggregation, self.objective.max_new_tokens
         )
+        return [0.0 if self.masked[i] else weight for i, weight in zip(part, weights)]
 
-    def optimizer_batch(self, update: Update) -> "OptimizerBatch | None":
-        """The tensors of an update, micro-batch by micro-batch; None where the correction left
-        nothing of it."""
+    def optimizer_batch(
+        self, update: Update, entropy_coefficient: float = 0.0
+    ) -> "OptimizerBatch | None":
+        """The tensors of an update, micro-batch by micro-batch; None where the mask or the
+        correction left nothing of it."""
         part = update.part
+        if all(self.masked[i] for i in part):
+            return None
         if self.importance is not None and not any(bool(self.importance[i].any()) for i in part):
             return None
         weights = dict(zip(part, self.weights_of(part)))
         inputs = [
             self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
         ]
-        return OptimizerBatch(self.objective, self.samples, update, inputs, self._sizes(update))
+        return OptimizerBatch(
+            self.objective, self.samples, update, inputs, self._sizes(update), entropy_coefficient
+        )
 
     def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
         """Of a micro-batch, whose samples' tokens have these weights in the loss."""
@@ -174,13 +201,14 @@ class TokenInputs:
 @dataclass(frozen=True, eq=False)
 class OptimizerBatch:
     """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its
-    micro-batches, and their `sizes`."""
+    micro-batches, and their `sizes`; the weight of the entropy bonus."""
 
     objective: ResolvedObjective
     samples: Sequence[Sample]
     update: Update
     inputs: Sequence[TokenInputs]
     sizes: Totals
+    entropy_coefficient: float = 0.0
 
 
 def training_batch(
@@ -195,9 +223,12 @@ def training_batch(
     stale = objective.stale_samples
     fresh = [not stale or sample.weights_version == weights_version for sample in samples]
     credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
-    zero = zero_advantage_samples(objective, credit)
+    masked = [objective.mask_truncated and sample.truncated for sample in samples]
+    zero = zero_advantage_samples(objective, credit, masked)
     comparable = sum(len(row) for row, wanted in zip(rollout, fresh) if wanted)
-    return TrainingBatch(objective, samples, credit, rollout, rollout, fresh, zero, comparable)
+    return TrainingBatch(
+        objective, samples, credit, rollout, rollout, fresh, zero, masked, comparable
+    )
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:

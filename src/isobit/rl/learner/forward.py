@@ -1,7 +1,7 @@
 """The learner's forward: log-probability and entropy of every trained token, of a packed batch, of
 a micro-batch by the policy, and of many micro-batches by all ranks, without a gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,12 +107,30 @@ class MicroBatch:
     logprobs: Tensor
 
 
-@torch.no_grad()
 def logprobs_of(
     policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
 ) -> tuple[dict[int, Tensor], Totals]:
     """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums
     over all of them. Every rank computes some."""
+    return _values_of(lambda found: found.logprobs, policy, samples, parts, ranks)
+
+
+def entropies_of(
+    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
+) -> dict[int, Tensor]:
+    """Likewise entropies [trained tokens], in nats; what routers do is not looked at."""
+    apart = replace(policy, totals=RoutingTotals())
+    return _values_of(lambda found: found.entropy, apart, samples, parts, ranks)[0]
+
+
+@torch.no_grad()
+def _values_of(
+    read: Callable[[Computed], Tensor],
+    policy: PolicyForward,
+    samples: Sequence[Sample],
+    parts: MicroBatches,
+    ranks: Ranks,
+) -> tuple[dict[int, Tensor], Totals]:
     mine: dict[int, MicroBatch] = {}
 
     def compute() -> None:
@@ -120,7 +138,7 @@ def logprobs_of(
             routing, totals = RoutingTotals(), Totals()
             found = replace(policy, totals=routing)([samples[i] for i in parts[index]])
             totals.see(found.entropy)
-            mine[index] = MicroBatch(totals, routing, found.logprobs)
+            mine[index] = MicroBatch(totals, routing, read(found))
 
     ranks.run_on_all(compute)
     results, sums = dict[int, Tensor](), Totals()

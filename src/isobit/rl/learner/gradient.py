@@ -210,6 +210,9 @@ class Differentiation:
             probabilities = summed(found.tape)
             load = load or load_of(found.tape, len(probabilities))
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
+        if one.entropy_coefficient:
+            bonus = (inputs.entropy * inputs.token_weights).sum()
+            total = total - one.entropy_coefficient * bonus
         kl = None
         if inputs.reference_logprobs is not None:
             kl = kl_in_loss(inputs)

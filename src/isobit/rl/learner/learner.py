@@ -32,6 +32,7 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.forward.recompute import Recompute
 from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
@@ -52,7 +53,7 @@ from isobit.rl.learner.batch import (
     sample_key,
     training_batch,
 )
-from isobit.rl.learner.forward import PolicyForward, logprobs_of
+from isobit.rl.learner.forward import PolicyForward, entropies_of, logprobs_of
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.routing import RoutingTotals
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
@@ -115,6 +116,7 @@ class Learner:
             promises_bits(model) if expects_equal_bits is None else expects_equal_bits
         )
         self.bad_steps_in_a_row = 0
+        self.entropy_bonus = EntropyBonus.of(objective)
         mixture, recurrent = model.config.routed is not None, model.config.linear is not None
         wanted = optimizer.settings.share_prompts
         self.share_prompts = shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent)
@@ -130,10 +132,10 @@ class Learner:
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
 
-    def restore(self, bad_steps_in_a_row: int) -> None:
+    def restore(self, bad_steps_in_a_row: int, entropy_bonus: EntropyBonus) -> None:
         """What a checkpoint holds of a learner besides weights and optimizer: how many optimizer
-        steps were skipped since the last good one."""
-        self.bad_steps_in_a_row = bad_steps_in_a_row
+        steps were skipped since the last good one, and how far an entropy bonus has adapted."""
+        self.bad_steps_in_a_row, self.entropy_bonus = bad_steps_in_a_row, entropy_bonus
 
     def learn(
         self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int
@@ -225,12 +227,15 @@ class Learner:
         schedule = self._cutting.schedule(samples, batch.zero, step, unknown, old_zero)
         metrics: dict[str, float] = {}
         compared: dict[int, Compared] = {}
-        if objective.recompute_old or self._penalized:
-            try:
+        try:
+            if objective.recompute_old or self._penalized:
                 batch, metrics = self._with_logprobs(batch, schedule, policy)
-            except NonFiniteError:
-                self._skip(totals)
-                return Learned(totals.metrics(rate))
+            if objective.top_entropy_quantile < 1:
+                entropies = entropies_of(policy, samples, schedule.whole, self._ranks)
+                batch = batch.of_high_entropy([entropies[i] for i in range(len(samples))])
+        except NonFiniteError:
+            self._skip(totals)
+            return Learned(totals.metrics(rate))
         if objective.recompute_old:
             compared = batch.compared({i: batch.old[i] for i in batch.known})
             metrics |= batch.staleness()
@@ -239,7 +244,7 @@ class Learner:
         for update in schedule.updates:
             if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            one = batch.optimizer_batch(update)
+            one = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
             if one is None:
                 totals.skipped += 1
                 continue
@@ -258,6 +263,7 @@ class Learner:
                 self.check_memory()
                 self.optimizer.step(rate, gradient.norm)
                 totals.add(gradient.totals, gradient.norm)
+                self.entropy_bonus.stepped(gradient.totals.mean_entropy, objective)
                 self.bad_steps_in_a_row = 0
             else:
                 self._skip(totals)
@@ -268,6 +274,8 @@ class Learner:
         metrics |= mismatch_of(pairs) | {
             "mismatch/comparable_tokens": float(batch.comparable_tokens)
         }
+        if objective.pays_entropy:
+            metrics["entropy_coefficient"] = self.entropy_bonus.applied(objective)
         return Learned(metrics | totals.metrics(rate) | policy.totals.metrics(), pairs)
 
     @property

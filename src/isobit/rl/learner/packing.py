@@ -87,10 +87,11 @@ def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBat
     masks = [s.completion_mask or (True,) * len(s.completion_ids) for s in samples]
     trained = np.array([trained for mask in masks for trained in mask], bool)
     first = _first_of_prompt(samples) if share_prompts else np.arange(len(samples))
-    row, whole = _rows_of(first, starts, prompts, lengths)
+    shared = np.where(first == np.arange(len(samples)), 0, prompts)
+    row, whole, layout = shared_rows(lengths, first, shared)
     return PackedBatch(
         tokens=torch.from_numpy(tokens[whole]),
-        layout=_layout(first, row, starts, prompts, lengths),
+        layout=layout,
         rows=torch.from_numpy(row[places[trained]]),
         targets=torch.from_numpy(targets[trained]),
         sequence=torch.from_numpy(sequence[trained]),
@@ -104,6 +105,20 @@ def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBat
 _Ints = NDArray[np.int64]
 
 
+def shared_rows(lengths: _Ints, first: _Ints, shared: _Ints) -> tuple[_Ints, _Ints, Layout]:
+    """Of sequences, each as long as `lengths` says, of which number s has its first shared[s] rows
+    from an earlier one, first[s], which begins alike: (the row that computes each place of the whole
+    sequences [W], the place of each row [T], the layout of the rows). [S] int64 each."""
+    starts = np.cumsum(lengths) - lengths
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    own = np.arange(len(sequence)) - starts[sequence] >= shared[sequence]
+    row = np.cumsum(own) - 1
+    for s in np.flatnonzero(shared):  # in their order: an earlier one may have rows of others too
+        start, other, count = starts[s], starts[first[s]], shared[s]
+        row[start : start + count] = row[other : other + count]
+    return row, np.flatnonzero(own), _layout(row, starts, lengths, shared)
+
+
 def _first_of_prompt(samples: Sequence[Trainable]) -> _Ints:
     """Of each sample the first that has its prompt."""
     seen: dict[tuple[int, ...], int] = {}
@@ -113,20 +128,9 @@ def _first_of_prompt(samples: Sequence[Trainable]) -> _Ints:
     )
 
 
-def _rows_of(first: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
-    """(the row that computes each place of the whole sequences [W], the place of each row [T])."""
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    offset = np.arange(len(sequence)) - starts[sequence]
-    shared = (first[sequence] != sequence) & (offset < prompts[sequence])
-    row = np.cumsum(~shared) - 1
-    row[shared] = row[(starts[first[sequence]] + offset)[shared]]
-    return row, np.flatnonzero(~shared)
-
-
-def _layout(first: _Ints, row: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> Layout:
+def _layout(row: _Ints, starts: _Ints, lengths: _Ints, contexts: _Ints) -> Layout:
     """Of the rows that are computed: each sequence's follow the shared ones. A page is a row's slot
     then."""
-    contexts = np.where(first == np.arange(len(first)), 0, prompts)
     if not contexts.any():
         return Layout.packed(lengths.tolist())
     own = [s for s in range(len(lengths)) if lengths[s] > contexts[s]]

@@ -48,7 +48,7 @@ class Totals:
 
     def see(self, entropy: Tensor) -> None:
         """Take the forward of a micro-batch into account, [T] of its tokens."""
-        self.entropy += float(entropy.double().sum())
+        self.entropy += float(entropy.detach().double().sum())
         self.computed += len(entropy)
 
     def merge(self, other: "Totals") -> None:
@@ -77,13 +77,18 @@ class Totals:
         for name, value in sums.items():
             self.named[name] = self.named.get(name, 0.0) + value
 
+    @property
+    def mean_entropy(self) -> float:
+        """Of the tokens that were computed; NaN of none."""
+        return self.entropy / (self.computed or math.nan)
+
     def metrics(self, rate: float) -> dict[str, float]:
         """NaN where no step was taken."""
         tokens, steps = self.tokens or math.nan, len(self.norms) or math.nan
         return {
             "loss/policy": self.loss / steps,
             "loss/kl": self.kl / tokens,
-            "entropy": self.entropy / (self.computed or math.nan),
+            "entropy": self.mean_entropy,
             "clip_fraction": self.clipped / tokens,
             "grad_norm": sum(self.norms) / steps,
             "learn/skipped_share": self.rows_left_out / (self.rows or math.nan),

@@ -1,5 +1,5 @@
-"""Samples whose advantage is exactly 0: no term of the loss has a gradient, and no micro-batch of
-them alone needs a backward.
+"""Samples whose advantage is exactly 0, or whose tokens the loss leaves out: no term of it has a
+gradient, and no micro-batch of them alone needs a backward.
 
 Only whole micro-batches are left out. Samples that share one with others stay: their rows decide
 with others the scales by which FP8 WGrad quantizes 128 tokens, and a library may choose the order
@@ -16,14 +16,19 @@ from isobit.rl.algorithm.loss import LOSSES
 from isobit.rl.algorithm.objective import Objective
 
 
-def zero_advantage_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[bool]:
-    """Which samples teach nothing, given the advantages [trained tokens] of each. None where
-    another term of the loss needs them: a KL penalty, a load-balancing loss, or what a user's own
-    loss may add."""
-    penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
-    if penalized or objective.router_aux_coefficient > 0 or objective.loss not in LOSSES:
+def zero_advantage_samples(
+    objective: Objective, advantages: Sequence[Tensor], masked: Sequence[bool]
+) -> list[bool]:
+    """Which samples teach nothing, given the advantages [trained tokens] of each, and which the
+    loss leaves out. None where another term of the loss needs them: a KL penalty, an entropy bonus,
+    or what a user's own loss may add, which leave out what is masked; a load-balancing loss, which
+    does not."""
+    if objective.router_aux_coefficient > 0:
         return [False] * len(advantages)
-    return [not bool(advantage.any()) for advantage in advantages]
+    penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
+    if penalized or objective.pays_entropy or objective.loss not in LOSSES:
+        return list(masked)
+    return [out or not bool(advantage.any()) for advantage, out in zip(advantages, masked)]
 
 
 def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:

@@ -2,22 +2,29 @@
 rows of one.
 
 Position i of a datum's `tokens` predicts entry i of its `target_tokens`, whatever token that is, or
-K of them. Left out: the losses (`losses.py`), and how such data travel.
+K of them. Data of a micro-batch that begin with the same tokens, as answers to one prompt do, share
+the rows of these: log-probabilities have the same bits, and sums of the gradient are rounded
+elsewhere (tests/rl/test_stepwise_sharing.py). Left out: the losses (`losses.py`), and how such data
+travel.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isobit.errors import IsobitError, brief, listed
-from isobit.kernels import Layout
 from isobit.kernels.sampling.filtering import Context
-from isobit.rl.learner.packing import PackedBatch
+from isobit.rl.learner.packing import PackedBatch, shared_rows
 from isobit.rl.stepwise.losses import LOSSES, Loss
 
 TARGETS = "target_tokens"
+_LEAST_SHARED = 0.1
+"""Of a micro-batch's rows: fewer that are shared do not pay for finding keys by their places."""
 _NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.inputs, *loss.of_tokens))}
 
 
@@ -111,20 +118,51 @@ def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
         yield range(start, len(data))
 
 
-def pack(data: Sequence[Datum]) -> PackedBatch:
-    """The data as packed rows, with their targets in turn."""
+def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
+    """The data as packed rows, with their targets in turn; with `share` those that begin alike have
+    these rows once."""
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     widths = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
     tokens = torch.tensor([token for datum in data for token in datum.tokens], dtype=torch.int64)
-    rows = torch.arange(len(tokens)).repeat_interleave(widths.repeat_interleave(lengths))
+    places = torch.arange(len(tokens)).repeat_interleave(widths.repeat_interleave(lengths))
     sequence = torch.arange(len(data)).repeat_interleave(widths * lengths)
     starts = (lengths.cumsum(0) - lengths)[sequence]
+    first, shared = begun_alike([datum.tokens for datum in data])
+    row, whole, layout = shared_rows(lengths.numpy(), first, shared * share)
     return PackedBatch(
-        tokens=tokens,
-        layout=Layout.packed(lengths.tolist()),
-        rows=rows,
+        tokens=tokens[whole],
+        layout=layout,
+        rows=torch.from_numpy(row)[places],
         targets=torch.cat([datum.targets.reshape(-1) for datum in data]),
         sequence=sequence,
-        whole=torch.arange(len(tokens)),
-        context=Context(tokens, starts, rows),
+        whole=torch.from_numpy(whole),
+        context=Context(tokens, starts, places),
     )
+
+
+def begun_alike(
+    sequences: Sequence[tuple[int, ...]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each sequence an earlier one that begins with the most of its tokens, and how many these
+    are; itself, and 0, where there is none, or together they are too few to be worth it."""
+    first, shared = np.arange(len(sequences)), np.zeros(len(sequences), np.int64)
+    sorted_before = list[
+        tuple[tuple[int, ...], int]
+    ]()  # of which neighbours have the most in common
+    for number, tokens in enumerate(sequences):
+        place = bisect_left(sorted_before, (tokens, number))
+        for other, earlier in sorted_before[max(place - 1, 0) : place + 1]:
+            if (count := _in_common(tokens, other)) > shared[number]:
+                first[number], shared[number] = earlier, count
+        sorted_before.insert(place, (tokens, number))
+    if shared.sum() < _LEAST_SHARED * sum(map(len, sequences)):
+        return np.arange(len(sequences)), np.zeros_like(shared)
+    return first, shared
+
+
+def _in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens at the beginning of both."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])

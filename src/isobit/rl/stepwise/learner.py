@@ -82,6 +82,7 @@ class StepwiseLearner:
         self.model = model
         self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
         self._optimizer = ShardedOptimizer.of(model, OptimizerSettings())
+        self._optimizer.zero_grad()  # which another learner of the same model may have left
 
     def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float]) -> Outputs:
         """Log-probabilities and the loss. Raises IsobitError, in one line, for whatever is wrong
@@ -174,14 +175,15 @@ class StepwiseLearner:
         self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]
     ) -> tuple[list[Tensor], float]:
         """(log-probabilities of each datum, the loss); its gradient, where one is enabled."""
-        packed, recompute = pack(data), self._recompute
+        # recurrent layers' backward is of whole sequences
+        packed = pack(data, share=self.model.config.linear is None)
         wanted = {**dict.fromkeys(loss.inputs, 0.0), **options}
         inputs = {
             name: torch.cat([datum.of_rows(name, default) for datum in data])
             for name, default in wanted.items()
         }
         taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
-        found = logprobs(self.model, packed, taught != 0, recompute)
+        found = logprobs(self.model, packed, taught != 0, self._recompute)
         losses = loss.of(Rows(found, inputs, packed.sequence))
         total = float(losses.detach().double().sum())
         if not math.isfinite(total):

@@ -70,7 +70,7 @@ class Resume:
                     _LOG.warning("sampling client %s cannot go on: %s", sampler.id, error)
                     await in_thread(self._state.drop_sampler, sampler.id)
                     continue
-                self._runs.count_unnamed(sampler.snapshot, sampler.id)
+                self._runs.count_unnamed(sampler)
 
     async def _run(self, session: Session, stored: StoredRun) -> None:
         try:
@@ -79,7 +79,8 @@ class Resume:
                 for request in requests[:1]:
                     await self._handle(session, request)
                 return
-            run = await self._opened(session, stored)
+            begun = [each.kind for each in requests if each.number == 0]
+            run = await self._opened(session, stored, as_read=begun == ["create_model"])
             await self._do_again(run, [each for each in requests if each.number > stored.applied])
         except (IsobitError, Refused) as error:
             _LOG.warning("training run %s cannot go on: %s", stored.id, error)
@@ -90,20 +91,24 @@ class Resume:
                 name = f"{stored.id}:{request.number}"
                 self._futures.done(session.tenant, name, _response(request.answer))
 
-    async def _opened(self, session: Session, stored: StoredRun) -> Run:
-        """A run as it was last kept."""
+    async def _opened(self, session: Session, stored: StoredRun, as_read: bool) -> Run:
+        """A run as it was last kept; it began with the model `as_read`."""
         present = await in_thread(self._state.present, stored.id)
         if present is None:
             raise IsobitError("its weights are not kept")
         folder = await in_thread(self._state.folder_of, present)
         run = self._runs.opened(session, stored)
 
+        whole, model = self._gateway.whole, self._gateway.model
+
         def load() -> None:
-            learner = StepwiseLearner(self._gateway.model.adapted(folder))
+            learner = StepwiseLearner(model if whole else model.adapted(folder))
             learner.load(folder, optimizer=True)
+            if whole and not (as_read and stored.applied == 0):
+                self._gateway.device.snapshots.changed(f"{run.name}:{stored.applied}")
             run.learner = learner
 
-        await self._gateway.work(run.tenant, load)
+        await self._gateway.work(run.tenant, load, alone=whole)
         return run
 
     async def _do_again(self, run: Run, requests: list[StoredRequest]) -> None:

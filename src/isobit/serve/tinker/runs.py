@@ -1,4 +1,5 @@
-"""Training runs: each has an adapter of its own over the frozen model, and a line for its requests.
+"""Training runs: each has an adapter of its own over the frozen model, and a line for its requests;
+or there is one, of all the weights of the model (`--train full`).
 
 A request to a run is a future, done once: its name is the run's and its number. In its turn it is
 a piece of work of its tenant, so the device does one request of a run, and then those of others.
@@ -25,7 +26,7 @@ from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest, Fields
-from isobit.serve.state.rows import Answer, StoredRun
+from isobit.serve.state.rows import Answer, StoredRun, StoredSampler
 from isobit.serve.state.state import State
 from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
@@ -42,13 +43,14 @@ UNLOADED = BadRequest("the training run was unloaded", status=410)
 
 @dataclass(eq=False)
 class Run:
-    """A run. `learner` is the device thread's alone; `factor_bytes`: of its factors in FP32;
-    `waiting_bytes`: of bodies of requests that are not done."""
+    """A run. `rank`: None of one that trains the model itself; `learner` is the device thread's
+    alone; `factor_bytes`: of its factors in FP32; `waiting_bytes`: of bodies of requests that are
+    not done."""
 
     name: str
     session: Session
     base: str
-    rank: int
+    rank: int | None
     trained: Mapping[str, bool]
     factor_bytes: int
     line: Line = field(default_factory=lambda: Line(1))
@@ -91,7 +93,7 @@ class Runs:
         session: Session,
         number: int,
         stored: Callable[[str], StoredRun],
-        make: Callable[[], StepwiseLearner],
+        make: Callable[[str], StepwiseLearner],
         answer: Callable[[str], Mapping[str, Any]],
     ) -> str:
         """The future of a new run: the `number` that it has in its session, and the first request
@@ -110,7 +112,7 @@ class Runs:
         run.kept = kept
 
         def first() -> Response:
-            learner, response = make(), JSONResponse(answer(name))
+            learner, response = make(name), JSONResponse(answer(name))
             save = partial(learner.save, optimizer=True)
             self.state.keep_present(name, 0, save, answer_of(response))
             run.learner = learner
@@ -119,7 +121,8 @@ class Runs:
         async def work() -> Response:
             try:
                 await kept
-                response: Response = await self._gateway.work(run.tenant, first)
+                whole = self._gateway.whole
+                response: Response = await self._gateway.work(run.tenant, first, alone=whole)
                 if session.ended:
                     raise UNLOADED
             except BaseException as error:
@@ -140,7 +143,6 @@ class Runs:
     def opened(self, session: Session, described: StoredRun) -> Run:
         """A run of a session, whose learner is to come. Raises BadRequest where there is no
         room."""
-        assert described.rank is not None
         size = self._room_for(session.tenant, described.rank, described.targets)
         rank, targets = described.rank, described.targets
         run = Run(described.id, session, described.base, rank, targets, size)
@@ -213,20 +215,31 @@ class Runs:
         return await self._gateway.work(run.tenant, function)
 
     async def change(
-        self, run: Run, number: int, function: Callable[[], Mapping[str, Any]], always: bool
+        self,
+        run: Run,
+        number: int,
+        function: Callable[[], Mapping[str, Any]],
+        *,
+        always: bool,
+        alike: str | None = None,
     ) -> Response:
-        """What the device thread makes of a function that leaves a run without gradients. The run
-        is kept after it: `always`, or as often as the state asks."""
+        """What the device thread makes of a function that leaves a run without gradients, with the
+        weights of the checkpoint `alike`, if it is one. The run is kept after it: `always`, or as
+        often as the state asks."""
+        model, snapshots = self._gateway.model, self._gateway.device.snapshots
 
         def changed() -> Response:
+            before = model.weights_version
             response = JSONResponse(function())
+            if model.weights_version != before:
+                snapshots.changed(f"{run.name}:{number}", alike)
             run.steps += 1
             if always or run.steps % self.state.every == 0:
                 save = partial(run.trains.save, optimizer=True)
                 self.state.keep_present(run.name, number, save, answer_of(response))
             return response
 
-        found: Response = await self._gateway.work(run.tenant, changed)
+        found: Response = await self._gateway.work(run.tenant, changed, alone=self._gateway.whole)
         return found
 
     async def info(self, request: Request) -> Response:
@@ -244,16 +257,22 @@ class Runs:
                     "model_name": run.base,
                     "tokenizer_id": folder,
                 },
-                "is_lora": True,
+                "is_lora": run.rank is not None,
                 "lora_rank": run.rank,
             }
         )
 
-    def count_unnamed(self, snapshot: str | None, sampler: str) -> None:
-        """A sampling client of a run's weights without a name is there again."""
-        kept = None if snapshot is None else self.state.by_id(snapshot)
-        if kept is not None and kept.kind == "snapshot" and kept.run in self._runs:
-            self._runs[kept.run].unnamed.append(sampler)
+    def count_unnamed(self, sampler: StoredSampler) -> None:
+        """A sampling client is there again, perhaps one of a run's weights without a name."""
+        if sampler.snapshot is None or sampler.path is not None:
+            return
+        if self._gateway.whole:
+            name = sampler.snapshot.rpartition(":")[0]
+        else:
+            kept = self.state.by_id(sampler.snapshot)
+            name = kept.run if kept is not None and kept.kind == "snapshot" else ""
+        if name in self._runs and sampler.id not in self._runs[name].unnamed:
+            self._runs[name].unnamed.append(sampler.id)
 
     async def unload(self, request: Request) -> Response:
         """A run ends: what it has not saved is dropped, and requests that wait fail."""
@@ -284,9 +303,16 @@ class Runs:
 
         await self._gateway.work(run.tenant, forget)
 
-    def _room_for(self, tenant: str, rank: int, trained: Mapping[str, bool]) -> int:
+    def _room_for(self, tenant: str, rank: int | None, trained: Mapping[str, bool]) -> int:
         """Bytes of the factors of one more run. Raises BadRequest where there is no room for it."""
         limits = self._gateway.limits
+        if rank is None:
+            if self._runs:
+                raise BadRequest(
+                    "a run trains all weights of the model, and there is room for one; unload it "
+                    "first, or serve the model with --train, where many train adapters"
+                )
+            return 0
         if sum(run.tenant == tenant for run in self._runs.values()) >= limits.runs:
             raise BadRequest(
                 f"{limits.runs} training runs of yours are open, which is the most; unload one",

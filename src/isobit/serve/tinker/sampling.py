@@ -98,7 +98,7 @@ class Samplers:
                 row = StoredSampler(
                     *(name, session.tenant, session.name, number, sampler.model),
                     path=sampler.path,
-                    snapshot=None if sampler.kept is None else sampler.kept.id,
+                    snapshot=_kept_as(sampler),
                 )
                 name = (await in_thread(self._gateway.state.add_sampler, row)).id
         if session.ended or (session.name, number) in self._numbered:
@@ -118,7 +118,9 @@ class Samplers:
         kept."""
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
-        if row.snapshot is None:
+        if self._gateway.whole:
+            snapshot, kept = Snapshot(None, 0, 1, weights=row.snapshot or ""), None
+        elif row.snapshot is None:
             snapshot, kept = await self._snapshot(row.tenant, row.base, row.path)
         elif kept is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
@@ -245,6 +247,7 @@ class Samplers:
     ) -> tuple[list[float], list[Top] | None]:
         """On the device thread: log-probabilities of a prompt's last tokens, NaN before them; and
         the `top` likeliest tokens in their places, none before them."""
+        self._snapshots.check(snapshot)
         model, first = self._gateway.model, len(prompt) - scored
         found = [math.nan, *model.logprobs([prompt], adapter=snapshot.served)[0].tolist()]
         logprobs = [math.nan] * first + found[first:]
@@ -262,9 +265,20 @@ class Samplers:
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
-            return await self._gateway.work(tenant, partial(self._snapshots.hold, adapter)), None
+            held = Snapshot(None, 0) if self._gateway.whole else adapter
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, held)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
+        if self._gateway.whole:
+            hold = partial(self._hold_present, checkpoint.id)
+            return await self._gateway.work(tenant, hold), None
         return await self._read(tenant, checkpoint), checkpoint
+
+    def _hold_present(self, checkpoint: str) -> Snapshot:
+        """On the device thread: hold the present weights of the model, if they are a checkpoint's.
+        Raises IsobitError."""
+        snapshots = self._snapshots
+        weights = snapshots.present if checkpoint in snapshots.alike else checkpoint
+        return snapshots.hold(Snapshot(None, 0, weights=weights))
 
     async def _read(self, tenant: str, checkpoint: Checkpoint) -> Snapshot:
         """Hold saved weights. Raises IsobitError where they are gone."""
@@ -313,3 +327,10 @@ class Samplers:
         held, sampler.snapshot = sampler.snapshot, None
         if held is not None:
             await self._gateway.work(sampler.tenant, partial(self._snapshots.release, held))
+
+
+def _kept_as(sampler: Sampler) -> str | None:
+    """What a state calls the weights that a sampling client has not asked for by a path."""
+    if sampler.kept is not None:
+        return sampler.kept.id
+    return None if sampler.snapshot is None else sampler.snapshot.weights or None

@@ -1,8 +1,9 @@
 """What is asked of a training run: gradients, steps, and weights that are saved, loaded and sampled
 from.
 
-Left out, each refused in one line: full-parameter runs, optimizers other than AdamW, sampling
-clients whose weights change under them, and what is another account's.
+A server trains adapters, or all the weights of its model (`Gateway.whole`). Left out, each refused
+in one line: optimizers other than AdamW, sampling clients whose weights change under them, and what
+is another account's.
 """
 
 import hashlib
@@ -17,7 +18,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.targets import NewAdapter
 from isobit.rl.stepwise import Adam, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
@@ -55,16 +55,14 @@ class Training:
         self._runs, self._state = runs, state
 
     async def create_model(self, request: Request) -> Response:
-        """A run with a new adapter begins."""
+        """A run with a new adapter begins, or one of all weights, as they were read."""
         fields = await read_fields(request, self._gateway.limits)
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "model_seq_id", 0)
         base = self._base_of(fields)
         self._check_optimizer(fields, "optimizer_config")
-        if fields.take("lora_config") is None:
-            raise BadRequest("lora_config: only adapters are trained here", "lora_config")
-        lora = fields.inner("lora_config")
-        rank = lora.whole("rank", 0, 1, _HIGHEST_RANK)
+        whole, lora = self._gateway.whole, fields.inner("lora_config")
+        rank = self._rank_of(lora)
         chosen = int.from_bytes(
             hashlib.sha256(f"{session.name}:{number}".encode()).digest()[:7], "big"
         )
@@ -74,8 +72,15 @@ class Training:
         metadata = _metadata(fields)
         fields.take("type")
         fields.finish()
-        trained["train_unembed"] = False  # no adapter is of it, whatever was asked
-        given = new_adapter_of(self._gateway.model.config, rank, seed, trained)
+        if not whole:
+            trained["train_unembed"] = False  # no adapter is of it, whatever was asked
+        elif not all(trained.values()):
+            raise BadRequest("lora_config: all weights are trained here, none left out")
+        given = (
+            None
+            if rank is None
+            else new_adapter_of(self._gateway.model.config, rank, seed, trained)
+        )
 
         def stored(name: str) -> StoredRun:
             return self._stored(session, number, name, base, rank, seed, trained, metadata)
@@ -85,7 +90,7 @@ class Training:
             session,
             number,
             stored,
-            partial(self._learner, given),
+            lambda _: self._learner(given),
             lambda name: {"type": "create_model", "model_id": name},
         )
         return JSONResponse({"request_id": future})
@@ -103,13 +108,13 @@ class Training:
         number = number_of(fields)
 
         async def work() -> Response:
-            _, folder = await self._saved(run.tenant, path, optimizer)
+            checkpoint, folder = await self._saved(run.tenant, path, optimizer)
 
             def load() -> Mapping[str, Any]:
                 run.trains.load(folder, optimizer=optimizer)
                 return {"type": "load_weights", "path": path, "model_id": run.name}
 
-            return await self._runs.change(run, number, load, always=True)
+            return await self._runs.change(run, number, load, always=True, alike=checkpoint.id)
 
         return await self._runs.begin(request, run, number, work)
 
@@ -194,6 +199,13 @@ class Training:
         name = secrets.token_hex(16)
         kind = "save_weights_for_sampler"
         response = JSONResponse({"type": kind, "sampling_session_id": name})
+        if self._gateway.whole:  # of which there is no copy: they are there until the next step
+            snapshot = Snapshot(None, 0, 1, weights=snapshots.present)
+            made = Sampler(run.tenant, run.base, None, snapshot)
+            name = await self._samplers.add(run.session, number, made)
+            if name not in run.unnamed:
+                run.unnamed.append(name)
+            return JSONResponse({"type": kind, "sampling_session_id": name})
 
         def keep() -> Snapshot:
             def row(kept: Checkpoint) -> StoredSampler:
@@ -244,18 +256,23 @@ class Training:
         checkpoint, folder = await self._saved(session.tenant, path, optimizer)
         old = await in_thread(self._state.run, checkpoint.run)
         assert old is not None
-        assert old.rank is not None
+        whole, of_whole = self._gateway.whole, old.rank is None
+        if whole != of_whole:
+            what, train = ("all weights", "full") if of_whole else ("an adapter", "adapters")
+            raise BadRequest(f"{path}: it is of {what}; serve the model with --train {train}")
 
         def stored(name: str) -> StoredRun:
             assert old is not None
             return self._stored(
-                session, number, name, base, old.rank or 0, old.seed, old.targets, metadata
+                session, number, name, base, old.rank, old.seed, old.targets, metadata
             )
 
-        def make() -> StepwiseLearner:
-            learner = self._learner(folder)
-            if optimizer:
-                learner.load(folder, optimizer=True)
+        def make(name: str) -> StepwiseLearner:
+            learner = StepwiseLearner(self._gateway.model) if whole else self._learner(folder)
+            if optimizer or whole:
+                learner.load(folder, optimizer=optimizer)
+            if whole:
+                self._gateway.device.snapshots.changed(f"{name}:0", checkpoint.id)
             return learner
 
         def answer(name: str) -> Mapping[str, Any]:
@@ -264,8 +281,35 @@ class Training:
         future = await self._runs.create(request, session, number, stored, make, answer)
         return JSONResponse({"request_id": future})
 
-    def _learner(self, adapter: NewAdapter | Adapter | Path) -> StepwiseLearner:
-        return StepwiseLearner(self._gateway.model.adapted(adapter))
+    def _rank_of(self, lora: Fields) -> int | None:
+        """Of a new run's adapter; None: all weights are trained, which rank 0 asks for, or no
+        `lora_config` at all. Raises BadRequest for what this server does not train."""
+        rank = lora.whole("rank", 0, 0, _HIGHEST_RANK)
+        if self._gateway.whole and rank:
+            raise BadRequest(
+                "lora_config: all weights of the model are trained here, and no adapters; ask for "
+                "rank 0",
+                "lora_config",
+            )
+        if not self._gateway.whole and not rank:
+            raise BadRequest(
+                "lora_config: only adapters are trained here, of rank 1 or more; all weights are "
+                "trained by a server that was begun with --train full",
+                "lora_config",
+            )
+        return rank or None
+
+    def _learner(self, adapter: NewAdapter | Path | None) -> StepwiseLearner:
+        """On the device thread: a new run's; None: of all weights, as they were read."""
+        model, snapshots = self._gateway.model, self._gateway.device.snapshots
+        if adapter is not None:
+            return StepwiseLearner(model.adapted(adapter))
+        learner = StepwiseLearner(model)
+        if snapshots.present:
+            assert model.directory is not None
+            learner.load(model.directory, optimizer=False)
+            snapshots.changed("")
+        return learner
 
     def _stored(
         self,
@@ -273,7 +317,7 @@ class Training:
         number: int,
         name: str,
         base: str,
-        rank: int,
+        rank: int | None,
         seed: int,
         trained: Mapping[str, bool],
         metadata: Mapping[str, str],
@@ -311,6 +355,8 @@ class Training:
                 metadata=metadata,
                 answer=lambda saved: (number, answer_of(shown(saved))),
             )
+            if self._gateway.whole:
+                self._gateway.device.snapshots.alike.add(saved.id)
             return shown(saved)
 
         response: Response = await self._runs.work(run, save)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 
 from isobit.distributed import Ranks
+from isobit.environments.recorded import EpisodeRecord
 from isobit.model import Model
 from isobit.model.hub.names import layer_and_role
 from isobit.model.weights.layout import rows_of
@@ -40,7 +41,21 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     distances = [math.fsum(s.reference_kl) for s in samples if s.reference_kl is not None]
     if distances:
         metrics["reward/reference_kl"] = _mean(distances)
-    return metrics
+    return metrics | _episode_metrics([s.episode for s in samples if s.episode is not None])
+
+
+def _episode_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """Turns and calls of tools; empty without environments. Fractions have TRL's names and
+    meaning."""
+    if not episodes:
+        return {}
+    calls = [error for episode in episodes for _, error in episode.uses]
+    return {
+        "env/turns": _mean([float(episode.turns) for episode in episodes]),
+        "env/problems": _mean([float(episode.problem is not None) for episode in episodes]),
+        "tools/call_frequency": len(calls) / len(episodes),
+        "tools/failure_frequency": _mean([float(error is not None) for error in calls] or [0.0]),
+    }
 
 
 def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
@@ -61,10 +76,10 @@ def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
     if "time/rollout" not in took:
         return {}
     prompt_tokens, seconds = max(took["rollout/prompt_tokens"], 1), max(took["time/rollout"], 1e-9)
-    return {
-        "rollout/prefix_hit_fraction": took["rollout/cached_tokens"] / prompt_tokens,
-        "throughput/rollout_tokens_per_s": took["rollout/tokens"] / seconds,
-    }
+    rates = {"throughput/rollout_tokens_per_s": took["rollout/tokens"] / seconds}
+    if "rollout/cached_tokens" in took:
+        rates["rollout/prefix_hit_fraction"] = took["rollout/cached_tokens"] / prompt_tokens
+    return rates
 
 
 class WeightTotals:

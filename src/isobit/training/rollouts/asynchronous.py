@@ -20,9 +20,9 @@ from threading import Event, Thread
 from typing import Any
 
 from isobit.config import Config
+from isobit.data.dataset import Example
 from isobit.distributed import Ranks
 from isobit.engine.engine import Engine, OnGroup
-from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, Sampling
 from isobit.fleet.fleet import Fleet
@@ -58,8 +58,9 @@ class FleetGroups:
         return self.sampling.n
 
     def __call__(
-        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+        self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
+        prompts = [example.prompt for example in examples]
         groups = self.fleet.generate(prompts, self.sampling, ids, on_group, self.note)
         return dict(enumerate(groups)), self.fleet.stats
 

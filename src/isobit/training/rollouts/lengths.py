@@ -7,8 +7,9 @@ dropped: it is an error, with its row.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from isobit.config import SamplingConfig
 from isobit.data.dataset import Dataset, Example
@@ -29,11 +30,18 @@ class Fitted:
 
 
 def fit_prompts(
-    task: Task, model: Model | Described, limits: TaskSettings, max_new_tokens: int, *, quiet: bool
+    task: Task,
+    model: Model | Described,
+    limits: TaskSettings,
+    max_new_tokens: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    quiet: bool,
 ) -> Fitted:
-    """Encode every prompt of the task, and keep those within the limits and the model's context
-    less `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are
-    dropped; for what cannot be encoded; and where nothing is left to train on."""
+    """Encode every prompt of the task, with the `tools` that its template is given, and keep those
+    within the limits and the model's context less `max_new_tokens`. Raises IsobitError for the
+    first that is outside, unless such are dropped; for what cannot be encoded; and where nothing is
+    left to train on."""
     context = model.config.max_positions
     room = context - max_new_tokens
     if room < 1:
@@ -44,7 +52,7 @@ def fit_prompts(
     lengths: dict[int, int] = {}
 
     def problem(example: Example) -> str | None:
-        tokens = len(encode_prompt(example, model))
+        tokens = len(encode_prompt(example, model, tools))
         if tokens > room:
             left = (
                 f"the model's context of {context} leaves {room} beside "
@@ -97,9 +105,13 @@ def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
     )
 
 
-def encode_prompt(example: Example, model: Model | Described) -> list[int]:
+def encode_prompt(
+    example: Example, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Token ids of an example's prompt. Raises IsobitError with its place."""
     try:
+        if tools and not isinstance(example.prompt, str):
+            return model.tokenizer.encode_chat(example.prompt, variables={"tools": list(tools)})
         return encode([example.prompt], model.tokenizer, model.config.vocab_size)[0]
     except IsobitError as error:
         raise IsobitError(f"{example.place}: {error}") from None

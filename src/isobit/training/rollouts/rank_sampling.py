@@ -7,17 +7,18 @@ a step needs (`sources.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.data.dataset import Example
 from isobit.distributed import Ranks
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine, OnGroup
+from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
-from isobit.engine.prompts import Prompt
-from isobit.engine.sequences import Stats
+from isobit.engine.sequences import Stats, summed
 from isobit.engine.types import Completion, Sampling
 from isobit.rl import Group, Sample
 
@@ -30,17 +31,19 @@ _LONG: dict[str, torch.dtype] = {
 
 class ClaimedGroups:
     """A `sources.Sampler`: the groups that this rank claims of each call's, sampled by its
-    `engine`; a rank that is alone calls `between` after each of its steps."""
+    `engine`, with a `dialogue` as episodes of several turns; `between` is called after each step of
+    the engine."""
 
     def __init__(
         self,
         engine: Engine,
         sampling: Sampling,
         ranks: Ranks,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], None] = lambda: None,
+        dialogue: Dialogue | None = None,
     ) -> None:
         self._engine, self._sampling, self._ranks = engine, sampling, ranks
-        self._progress = None if between is None else lambda tokens, completions: between()
+        self._between, self._dialogue = between, dialogue
         self._name, self._calls = ranks.fresh_name(), 0
 
     @property
@@ -48,32 +51,32 @@ class ClaimedGroups:
         return self._sampling.n
 
     def __call__(
-        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+        self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """A rank begins with three quarters of an equal share and claims one more whenever a group
-        is done, so that the last ones go to those that are ahead."""
-        engine, ranks, sampling = self._engine, self._ranks, self._sampling
+        """A rank begins with three quarters of an equal share, one that is alone with all, and
+        claims one more whenever a group is done, so that the last ones go to those that are
+        ahead."""
+        ranks, episodes = self._ranks, Episodes(self._engine, self._dialogue)
         self._calls += 1
-        if ranks.size == 1:  # who is alone has claimed them all
-            groups = engine.generate(prompts, sampling, ids, self._progress, on_group)
-            return dict(enumerate(groups)), _done(engine)
-        hold = max(1, 3 * len(prompts) // (4 * ranks.size))
+        count = len(examples)
+        hold = count if ranks.size == 1 else max(1, 3 * count // (4 * ranks.size))
         found: dict[int, list[Completion]] = {}
-        done, left = Stats(), True
-        with OpenGroups(engine) as gathering:
+        left = True
+        with OpenGroups(episodes) as gathering:
             while True:
                 while left and len(gathering) < hold:
                     index = ranks.claim(f"{self._name} {self._calls}")
-                    left = index < len(prompts)
+                    left = index < count
                     if left:
-                        gathering.add(index, engine.submit(prompts[index], sampling, ids[index]))
+                        prompt, columns = examples[index].prompt, examples[index].columns
+                        asked = episodes.submit(prompt, self._sampling, ids[index], columns)
+                        gathering.add(index, asked)
                 if not gathering:
-                    return found, done
+                    return found, episodes.stats
                 for index, group in gathering.step():
                     found[index] = group
                     on_group(index, group)
-                if not engine.num_open:  # the engine counts anew from the next request on
-                    done = _sum(done, _done(engine))
+                self._between()
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
@@ -107,22 +110,13 @@ def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
     """What all engines did."""
     total = Stats()
     for values in ranks.all_gather_json(vars(mine)):
-        total = _sum(total, Stats(**values))
+        total = summed(total, Stats(**values))
     return total
-
-
-def _done(engine: Engine) -> Stats:
-    clamped, written = engine.clamped
-    return replace(engine.stats, kv_clamped=clamped, kv_written=written)
-
-
-def _sum(left: Stats, right: Stats) -> Stats:
-    return Stats(**{f.name: getattr(left, f.name) + getattr(right, f.name) for f in fields(Stats)})
 
 
 def _short(sample: Sample) -> dict[str, Any]:
     """What of a sample is not in `_tensors`."""
-    return {name: value for name, value in vars(sample).items() if name not in _LONG}
+    return {name: value for name, value in sample.to_json().items() if name not in _LONG}
 
 
 def _tensors(sample: Sample) -> list[tuple[str, Tensor]]:

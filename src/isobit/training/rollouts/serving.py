@@ -152,11 +152,11 @@ def open_serving(config: Config, model: Model, reserved: int) -> Serving | None:
     if serve.port is None:
         return None
     try:
+        from isobit.model.text.tool_formats.table import format_of
         from isobit.serve import keys
         from isobit.serve.app import Background, ServerOptions
         from isobit.serve.gateway import Gateway
         from isobit.serve.requests import Limits
-        from isobit.serve.tool_formats.table import format_of
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise

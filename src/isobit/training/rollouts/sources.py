@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
-from isobit.data.dataset import Dataset
+from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
 from isobit.engine.engine import OnGroup, clamped_fraction
-from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
 from isobit.rl import Group, ResolvedObjective, Sample
@@ -39,9 +38,9 @@ class Sampler(Protocol):
         """Completions of a prompt."""
 
     def __call__(
-        self, prompts: Sequence[Prompt], ids: Sequence[int], on_group: OnGroup
+        self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """The groups that this rank samples, by the place of their prompt, and what its engines
+        """The groups that this rank samples, by the place of their example, and what its engines
         did; `on_group` is called with each as soon as it is done."""
 
 
@@ -96,17 +95,13 @@ class LiveRollouts:
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, self._sampler.n, progress)
-        prompts = [example.prompt for example in examples]
         with (
             self._meter.timed(took, "rollout", peak=True),
             self._saver.broken_weights_end_the_run(),
         ):
-            found, stats = self._ranks.run_on_all(lambda: self._sampler(prompts, ids, scoring.add))
+            found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
-        took["rollout/preemptions"] = stats.preemptions
-        took["rollout/prompt_tokens"] = stats.prompt_tokens
-        took["rollout/cached_tokens"] = stats.cached_tokens
-        took |= clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         state.cursor += count
         groups = {
             i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())
@@ -135,7 +130,7 @@ class LiveRollouts:
                 self._note(note)
         scored = gather_groups(ranks, mine)
         samples = [sample for group in scored for sample in group]
-        took["rollout/tokens"] = sum(len(sample.completion_ids) for sample in samples)
+        took["rollout/tokens"] = sum(sample.num_trained for sample in samples)
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
@@ -194,6 +189,23 @@ class ReplayedRollouts:
         return replace(rollout, batch=batch)
 
 
+def _counted(stats: Stats) -> dict[str, float]:
+    """What engines did in a rollout. Where environments answered, it depends on when they did which
+    pages were found."""
+    if not stats.episodes:
+        return {
+            "rollout/preemptions": stats.preemptions,
+            "rollout/prompt_tokens": stats.prompt_tokens,
+            "rollout/cached_tokens": stats.cached_tokens,
+        }
+    return {
+        "env/preemptions": stats.preemptions,
+        "rollout/prompt_tokens": stats.prompt_tokens,
+        "env/cached_tokens": stats.cached_tokens,
+        "time/tools": stats.tool_s,
+    }
+
+
 def sample_of(completion: Completion, step: int = 0) -> Sample:
     """A completion that was sampled after `step` learned steps, as the learner takes it; not yet
     scored."""
@@ -211,4 +223,5 @@ def sample_of(completion: Completion, step: int = 0) -> Sample:
         completion_mask=None
         if completion.completion_mask is None
         else tuple(completion.completion_mask),
+        episode=completion.episode,
     )

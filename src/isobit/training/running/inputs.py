@@ -17,7 +17,6 @@ from pathlib import Path
 from isobit.config import Config, SftConfig, load_sft_config
 from isobit.data.foreign import check_readable
 from isobit.errors import IsobitError, listed
-from isobit.rewards.functions import split_reference
 from isobit.rewards.spec import OBJECT
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
@@ -25,6 +24,7 @@ from isobit.run.checkpoints import file_digest
 from isobit.run.directory import INPUTS, RunDirectory, object_in
 from isobit.tasks import TaskSettings
 from isobit.training.adapting import model_named
+from isobit.workers.loading import split_reference
 
 Inputs = dict[str, dict[str, str]]
 """Key of the config -> file -> SHA-256."""

@@ -26,6 +26,7 @@ from isobit.model import Model
 from isobit.model.transformer import Transformer
 from isobit.model.weights.checksums import Checksums
 from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.algorithm.samples import groups_from_json
 from isobit.rl.learner.learner import Learner
@@ -138,7 +139,9 @@ class Trained:
                 "goes on with its own masters. Set it back, or begin a new run from these weights "
                 f"with model.path={checkpoint}"
             )
-        self.learner.restore(state["bad_steps_in_a_row"])
+        begun = EntropyBonus.of(self.learner.objective)  # which older checkpoints do not have
+        bonus = EntropyBonus(**state.get("entropy_bonus", begun.state()))
+        self.learner.restore(state["bad_steps_in_a_row"], bonus)
         self.replay.restore(groups_from_json(state["replay"]))
         self.model.transformer.count_from(state["weights_version"])
         return state
@@ -195,6 +198,9 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         for batch in found["queue"]:
             StepBatch.from_json(batch, 1)
         if not isinstance(found.get("unrecorded"), (dict, type(None))):
+            raise TypeError
+        bonus = EntropyBonus(**found.get("entropy_bonus", {"coefficient": 0.0}))
+        if not all(isinstance(part, (float, int, type(None))) for part in vars(bonus).values()):
             raise TypeError
         if found.get("best") is not None and not is_description(found["best"]):
             raise TypeError

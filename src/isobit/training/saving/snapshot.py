@@ -64,6 +64,7 @@ class Snapshot:
         copied = replace(state, pending=list(state.pending), queue=list(state.queue))
         rest = {
             "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
+            "entropy_bonus": trained.learner.entropy_bonus.state(),
             # of the weights learned with last: a resumed run makes the next ones, and counts them
             "weights_version": trained.model.weights_version - state.synced,
             "masters": trained.optimizer.settings.masters,

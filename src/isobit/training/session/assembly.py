@@ -6,7 +6,7 @@ out: the directory (`opening.py`).
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from isobit.config import Config
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.engine.calibration import Calibrator
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
@@ -32,7 +33,6 @@ from isobit.plan.advice import cannot_fit
 from isobit.plan.host import this_machine
 from isobit.plan.job import architecture, job_with
 from isobit.plan.memory import fitting_tokens
-from isobit.rewards.pool import RewardPool
 from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
@@ -44,10 +44,12 @@ from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
-from isobit.training.rollouts.lengths import fit_prompts
+from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
+from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
+from isobit.training.session.conversing import open_dialogue
 from isobit.training.sft.base import cached_model
 
 
@@ -76,23 +78,9 @@ def open_parts(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    rewards = RewardPool(
-        config.rewards.functions or task.rewards,
-        deadline_s=config.rewards.deadline_s,
-        num_workers=config.rewards.num_workers,
-        on_error=config.rewards.on_error,
-        environment=config.rewards.environment,
-        objects=objects.functions,
-    )
+    processes = open_processes(config, task, objects)
     try:
-        rewards.check_columns(task.train.examples[0].columns)
-        examples = (*task.train.examples, *task.held_out.examples)
-        rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
-        if not rewards.specs and not config.rewards.models:
-            raise IsobitError(
-                "no reward: give rewards.functions or rewards.models, or use a task that has "
-                "its own"
-            )
+        processes.check(config, task, quiet=quiet)
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base)
@@ -100,9 +88,10 @@ def open_parts(
             checkpoint is None and not quiet and ranks.first and not is_adapter(base)
         ):  # which is refused
             _say_what_cannot_fit(config, base)
-        return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks, recorded)
+        models = _open_models(config, task, processes, base, began, quiet, checkpoint, ranks)
+        return _put_together(config, processes, models, ranks, recorded)
     except BaseException:
-        rewards.close()
+        processes.close()
         raise
 
 
@@ -113,25 +102,51 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
         print(line, file=sys.stderr)
 
 
+@dataclass(frozen=True, eq=False)
+class _Models:
+    """What a run trains and is scored by, opened, and its prompts as they fit; `longest`: the
+    tokens of the longest."""
+
+    model: Model
+    base: Path
+    task: Task
+    longest: list[int]
+    scorer: RewardScorer
+    dialogue: Dialogue | None
+
+
 def _open_models(
     config: Config,
     task: Task,
-    rewards: RewardPool,
+    processes: Processes,
     base: Path,
     began: Mapping[str, Any],
     quiet: bool,
     checkpoint: Path | None,
     ranks: Ranks,
-    recorded: Path | None,
-) -> Parts:
+) -> _Models:
     model = _trained(config, base, began, checkpoint, ranks)
-    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
-    task = fitted.task
+    environments = processes.environments
+    tools = () if environments is None else environments.tools
+    new_tokens = config.sampling.max_new_tokens
+    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=quiet)
+    dialogue = None
+    if environments is not None:
+        dialogue = open_dialogue(config, model, environments, fitted.longest)
     scorer = RewardScorer(
-        rewards,
+        processes.rewards,
         reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
+        processes.earned,
     )
+    longest = encode_prompt(fitted.longest, model, tools)
+    return _Models(model, base, fitted.task, longest, scorer, dialogue)
+
+
+def _put_together(
+    config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
+) -> Parts:
+    model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
     other = (
         ()
         if recorded is None
@@ -141,15 +156,21 @@ def _open_models(
     objective = resolved.objective
     _check_router(objective, model)
     check_functions(objective)
-    reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
+    reference = (
+        _reference(config, models.base, model, task) if objective.kl_coefficient > 0 else None
+    )
     optimizer = optimizer_of(config, model)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
     sequences = config.prompts_per_step * sampling.n
     engine = sized_engine(
-        config, model, [fitted.longest.prompt], sequences, coming, resolved.record_routes
+        config, model, [models.longest], sequences, coming, resolved.record_routes
     )
-    held_out = _held_out(config, model, task, scorer, coming) if config.evaluation.every else None
+    held_out = (
+        _held_out(config, model, task, scorer, coming, dialogue)
+        if config.evaluation.every
+        else None
+    )
 
     def parts_with(config: Config, resolved: Resolved) -> Parts:
         learner = _learner(config, model, optimizer, resolved, reference)
@@ -166,11 +187,12 @@ def _open_models(
             reference,
             task,
             held_out,
-            rewards,
+            processes,
             scorer,
             engine,
             sampling,
             other,
+            dialogue=dialogue,
         )
 
     if config.optimizer.micro_batch_tokens != "auto":
@@ -263,15 +285,23 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 
 
 def _held_out(
-    config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int
+    config: Config,
+    model: Model,
+    task: Task,
+    scorer: RewardScorer,
+    reserved: int,
+    dialogue: Dialogue | None,
 ) -> PeriodicEvaluation:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
-    prompts = [example.prompt for example in examples]
+    tools = () if dialogue is None else dialogue.environments.tools
+    prompts = [encode_prompt(example, model, tools) for example in examples]
     engine = sized_engine(
         config, model, prompts, len(examples) * max(1, plan.num_samples), reserved
     )
-    held_out = PeriodicEvaluation(engine, examples, held_out_scorer(scorer), plan, model.ranks)
+    held_out = PeriodicEvaluation(
+        engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
+    )
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 
@@ -290,8 +320,9 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 
 
 def held_out_scorer(scorer: RewardScorer) -> Scorer:
-    """What is correct is for functions to say, and for reward models where there are none."""
-    return scorer.pool if scorer.pool.specs else scorer
+    """What is correct is for functions and environments to say, and for reward models where there
+    are none."""
+    return scorer.without_models if scorer.pool.specs else scorer
 
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
@@ -315,5 +346,5 @@ def sized_engine(
     """An engine for any of the prompts, whose cache holds so many sequences, within the config's
     bounds; `reserved`: bytes that the first update will take; `record_routes`: of a mixture of
     experts, for its learner."""
-    most = config.sampling.max_new_tokens
+    most = config.most_tokens
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)

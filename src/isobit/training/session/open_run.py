@@ -11,7 +11,6 @@ import torch
 
 from isobit.distributed import ALONE, Ranks
 from isobit.rl import Group
-from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 from isobit.training.adapting import rank_warning
 from isobit.training.learning import Learning
@@ -91,8 +90,10 @@ class Session(OpenRun):
         if recorded is not None:
             return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
         if not self._on_fleet:
-            between = None if parts.serving is None else parts.serving.between
-            sampler = ClaimedGroups(parts.engine, parts.sampling, self.ranks, between)
+            between = (lambda: None) if parts.serving is None else parts.serving.between
+            sampler = ClaimedGroups(
+                parts.engine, parts.sampling, self.ranks, between, parts.dialogue
+            )
             return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
         learned, source = Event(), None
         if parts.fleet is not None:
@@ -212,8 +213,8 @@ class Session(OpenRun):
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
-        """The rewards' processes, the server, and what samples beside the learner."""
-        beside = (self.parts.rewards, self.parts.serving, self._beside)
+        """Rewards' and other processes, the server, and what samples beside the learner."""
+        beside = (self.parts.processes, self.parts.serving, self._beside)
         return [each for each in beside if each is not None]
 
     def told(self) -> Iterable[str | None]:
@@ -226,7 +227,7 @@ class Session(OpenRun):
         yield from cautions(self.config, self.parts.task, self.model)
 
     def _begin(self) -> None:
-        self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
+        self.parts.processes.print_to(self.run.directory)
         if self._beside is not None:
             self.parts.engine.sleep()  # evaluation has an engine of its own
         super()._begin()

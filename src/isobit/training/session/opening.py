@@ -83,7 +83,7 @@ def _open_all(
         serving = open_serving(parts.config, parts.model, coming)
         return replace(parts, fleet=opened, serving=serving)
     except BaseException:
-        parts.rewards.close()
+        parts.processes.close()
         raise
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 from isobit.errors import IsobitError, did_you_mean
-from isobit.serve.tool_formats.base import ToolFormat
-from isobit.serve.tool_formats.harmony import HARMONY
-from isobit.serve.tool_formats.mistral import MISTRAL
-from isobit.serve.tool_formats.tagged import HERMES, LLAMA3_JSON, QWEN3_CODER
+from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.model.text.tool_formats.harmony import HARMONY
+from isobit.model.text.tool_formats.mistral import MISTRAL
+from isobit.model.text.tool_formats.pythonic import PYTHONIC
+from isobit.model.text.tool_formats.tagged import HERMES, QWEN3_CODER
+from isobit.model.text.tool_formats.whole import JSON, LLAMA3_JSON
 
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": HERMES,
@@ -14,10 +16,15 @@ FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": LLAMA3_JSON,
     "mistral": MISTRAL,
     "harmony": HARMONY,
+    "pythonic": PYTHONIC,
+    "json": JSON,
 }
 _SHOWN = (
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ('"parameters"', "llama3_json"),

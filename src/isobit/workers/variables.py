@@ -1,8 +1,8 @@
-"""The environment of reward functions' processes: small, and named where a function fails for want
-of a variable.
+"""The environment of workers' processes: small, and named where a user's code fails for want of a
+variable.
 
-It holds what finds programs, libraries and the network (PATH, proxies, certificates), what
-`rewards.environment` names, and no hash randomization: a key of a judge is passed on where that is
+It holds what finds programs, libraries and the network (PATH, proxies, certificates), what an
+option such as `rewards.environment` names, and no hash randomization: a key of a judge is passed on where that is
 asked, and to nothing else. Left out: the environment of programs that a model wrote (`sandbox/`).
 """
 
@@ -28,11 +28,12 @@ _MISSING = re.compile(
 _REFUSED = re.compile(
     r"\b(?:401|403)\b|unauthori[sz]ed|forbidden|api[ _-]?key|authenticat|credential", re.IGNORECASE
 )
+OF_REWARDS = "rewards.environment (--environment of isobit eval)"
 _KEY = re.compile(r"(?:_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that a reward function's process gets; `names`: those besides the usual
+    """The variables that a worker's process gets; `names`: those besides the usual
     ones."""
     kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
     kept.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
@@ -41,9 +42,14 @@ def environment(names: Sequence[str]) -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def hint(error: str, names: Sequence[str], here: Mapping[str, str] = os.environ) -> str:
+def hint(
+    error: str,
+    names: Sequence[str],
+    here: Mapping[str, str] = os.environ,
+    option: str = OF_REWARDS,
+) -> str:
     """The end of a message about a function that failed, where it seems to lack a variable; else
-    empty."""
+    empty. `option`: where more `names` are given."""
     passed = {*PASSED_ON, *names}
     held_back = sorted(name for name in here if name not in passed and not name.startswith("LC_"))
     words = set(_NAME.findall(error))
@@ -53,20 +59,17 @@ def hint(error: str, names: Sequence[str], here: Mapping[str, str] = os.environ)
         if spelled:
             return (
                 f"; it gets a small environment, without {_listed(spelled)}: name what it "
-                f"needs in {_OPTION}"
+                f"needs in {option}"
             )
     if spelled:
-        return f"; {_listed(spelled)} is set here, and passed on where it is named in {_OPTION}"
+        return f"; {_listed(spelled)} is set here, and passed on where it is named in {option}"
     missing = [
         name for found in _MISSING.findall(error) for name in found if name and name not in here
     ]
     if missing:
-        also = "" if missing[0] in passed else f", and name it in {_OPTION}"
+        also = "" if missing[0] in passed else f", and name it in {option}"
         return f"; {missing[0]} is not set: set it{also}"
     return ""
-
-
-_OPTION = "rewards.environment (--environment of isobit eval)"
 
 
 def _listed(names: Sequence[str]) -> str:

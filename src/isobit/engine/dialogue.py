@@ -1,0 +1,110 @@
+"""`Dialogue`: how the answers of an engine become the turns of a conversation, and what is said
+between them becomes tokens.
+
+A conversation's tokens are only ever appended to: an answer stays the tokens that were sampled, and
+what follows it is encoded alone (`model/text/appending.py`). Left out: when a turn is asked for
+(`episodes.py`), and what answers it (`environments/`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from isobit.data.dataset import Message
+from isobit.data.foreign import BadJson, parse_json
+from isobit.engine.prompts import Prompt, encode_prompt
+from isobit.engine.types import Completion
+from isobit.environments.base import Environments, Turn
+from isobit.errors import IsobitError, did_you_mean
+from isobit.model.text.appending import Appending
+from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.model.text.tool_formats.table import FORMATS, format_of
+from isobit.model.text.tool_formats.turn import turn_of
+
+
+@dataclass(frozen=True, eq=False)
+class Dialogue:
+    """Conversations with `environments`. `parser` reads the calls of an answer. `max_tokens`: of an
+    episode's completion, given ones included (None: as many as the model's context takes). `keys`
+    number the episodes."""
+
+    environments: Environments
+    tokenizer: Tokenizer
+    parser: ToolFormat
+    max_tokens: int | None = None
+    keys: Iterator[int] = field(default_factory=count)
+    _appending: dict[tuple[str, ...], Appending] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        tokenizer: Tokenizer, environments: Environments, parser: str, max_tokens: int | None
+    ) -> "Dialogue":
+        """With the template of a tokenizer. Raises IsobitError without one, and for a format of
+        calls that is not known."""
+        template = tokenizer.chat_template
+        if template is None:
+            raise IsobitError(
+                "environment: the model has no chat template, so it has no turns; give one with "
+                "model.chat_template"
+            )
+        if parser not in (known := ("auto", *FORMATS)):
+            raise IsobitError(f"environment.parser {parser!r}: {did_you_mean(parser, known)}")
+        return Dialogue(environments, tokenizer, format_of(parser, template), max_tokens)
+
+    def prompt(
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], vocab_size: int
+    ) -> list[int]:
+        """The tokens that an episode begins with. Raises IsobitError for a prompt that is no
+        chat."""
+        if tools and prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(prompt, variables={"tools": list(tools)})  # type: ignore[arg-type]
+        return encode_prompt("the prompt", prompt, self.tokenizer, vocab_size)
+
+    def turn(
+        self, number: int, completion: Completion, begin: int, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Turn, Message]:
+        """The last turn of a completion, which its tokens from `begin` on are: as an environment
+        sees it, and as a message."""
+        answer = replace(
+            completion,
+            prompt_token_ids=[*completion.prompt_token_ids, *completion.token_ids[:begin]],
+            token_ids=completion.token_ids[begin:],
+        )
+        turn = turn_of(number, answer, self.tokenizer, self.parser, tools)
+        message: Message = {"role": "assistant", "content": turn.content}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": c.name, "arguments": _given(c.arguments)}}
+                for c in turn.calls
+            ]
+        return turn, message
+
+    def appended(
+        self, prompt: Prompt, messages: Sequence[Message], answer: Sequence[int]
+    ) -> list[int]:
+        """The tokens of an environment's messages and of the beginning of the next answer, behind
+        the tokens of an `answer` in a conversation on this prompt. Raises IsobitError where the
+        template would write the past otherwise from here on."""
+        appending = self.appending(prompt)
+        appending.check(*{str(message["role"]) for message in messages})
+        return appending.appended(messages, answer)
+
+    def appending(self, prompt: Prompt) -> Appending:
+        """What turns append to conversations whose prompts have the roles of this one; to one of a
+        user, where it is given as tokens."""
+        messages = [m for m in prompt if isinstance(m, Mapping)] or [{"role": "user"}]
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._appending:
+            tools = list(self.environments.tools) or None
+            self._appending[roles] = Appending(self.tokenizer, {"tools": tools}, messages)
+        return self._appending[roles]
+
+
+def _given(arguments: str) -> Any:
+    """Arguments as templates and reward functions take them: an object."""
+    try:
+        return parse_json(arguments)
+    except BadJson:
+        return arguments

@@ -1,0 +1,302 @@
+"""`Episodes`: conversations of several turns with environments, many at a time over one engine.
+
+    submit -> answer -> the environment's messages -> continue_from -> answer -> ... -> completion
+
+An episode that is over is one completion: all turns' tokens, of which those that were given are
+masked, and what happened in it (`environments/recorded.py`). A prompt without an environment is an
+episode of one turn, and has the engine's own completion.
+
+Environments answer elsewhere and in time; meanwhile the engine decodes other episodes. Sampling
+keys are (seed, prompt, sample, absolute position), and tokens are only appended, so neither the
+order nor the time of replies moves a bit (tests/engine/test_episodes.py). An episode that waits
+keeps nothing in the engine: its pages are found again, or computed again. Left out: what tokens a
+message is (`dialogue.py`), and who is asked on which rank (`training/rollouts`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from isobit.data.dataset import Example, Message
+from isobit.engine.dialogue import Dialogue
+from isobit.engine.engine import Engine, Progress
+from isobit.engine.groups import OpenGroups
+from isobit.engine.prompts import Prompt
+from isobit.engine.sequences import Stats, summed
+from isobit.engine.types import Completion, Request, Sampling
+from isobit.environments.base import Reply
+from isobit.environments.recorded import EpisodeRecord
+
+_WAIT_S = 0.05  # for a reply, where the engine has nothing to do
+
+
+@dataclass(eq=False)
+class _Open:
+    """An episode under way, one sample of its group's request, on a `given` prompt. `begin`: where
+    the tokens of its last turn begin in the completion; `turns` have been sampled. `asked`: what
+    the engine computes of it now. `over`: no turn follows; `done`: its environment says so; `cut`:
+    no tokens are left for one."""
+
+    key: int
+    group: Request
+    sample: int
+    given: Prompt
+    columns: Mapping[str, Any]
+    began: Reply | None = None
+    asked: Request | None = None
+    so_far: Completion | None = None
+    begin: int = 0
+    turns: int = 0
+    messages: list[Message] = field(default_factory=list)
+    uses: list[tuple[str, str | None]] = field(default_factory=list)
+    over: bool = False
+    done: bool = False
+    cut: bool = False
+    problem: str | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        """As its environment has changed it."""
+        changed = None if self.began is None else self.began.prompt
+        return self.given if changed is None else changed
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of those that the model may call in it."""
+        return () if self.began is None else self.began.tools
+
+    @property
+    def completion(self) -> Completion:
+        """Of one that has answered."""
+        assert self.so_far is not None
+        return self.so_far
+
+
+class Episodes:
+    """An engine whose completions are episodes, with the engine's methods. With no `dialogue` they
+    are the engine's own."""
+
+    def __init__(self, engine: Engine, dialogue: Dialogue | None = None) -> None:
+        self._engine, self._dialogue = engine, dialogue
+        self._groups: dict[Request, list[_Open]] = {}
+        self._open: dict[int, _Open] = {}
+        self._asked: dict[Request, dict[int, _Open]] = {}
+        self._over: list[tuple[Request, Completion]] = []
+        self.stats = Stats()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        prompt_id: int = 0,
+        columns: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        sample_index: int = 0,
+    ) -> Request:
+        """Ask for `sampling.n` episodes on a prompt, each with an environment of its own, which is
+        given `columns`; `sampling.max_new_tokens` are those of a turn. The request names them."""
+        if self._dialogue is None:
+            return self._engine.submit(prompt, sampling, prompt_id, sample_index, adapter)
+        group = Request([], sampling, prompt_id, sample_index, None, adapter)
+        episodes = [
+            _Open(next(self._dialogue.keys), group, sample_index + sample, prompt, columns or {})
+            for sample in range(sampling.n)
+        ]
+        self._groups[group] = episodes
+        for episode in episodes:
+            self._open[episode.key] = episode
+            self._dialogue.environments.begin(episode.key, prompt, episode.columns)  # type: ignore[arg-type]
+        return group
+
+    def step(self) -> list[tuple[Request, Completion]]:
+        """One step of the engine, and what environments have said: the episodes that are over with
+        it, each with the request of its group. Where the engine has nothing to do it waits for a
+        reply, a moment at most. Raises as `Engine.step`, and what `Environments.poll` raises."""
+        if self._dialogue is not None:
+            for reply in self._dialogue.environments.poll(
+                0.0 if self._engine.num_open else _WAIT_S
+            ):
+                self._take(reply)
+        had = self._engine.num_open
+        for request, completion in self._engine.step():
+            self._answered(request, completion)
+        if had and not self._engine.num_open:  # it counts anew from the next request on
+            self.stats = summed(self.stats, done_by(self._engine))
+        over, self._over = self._over, []
+        return over
+
+    def cancel(self, request: Request) -> None:
+        """Drop a group's episodes, whatever state they are in."""
+        for episode in self._groups.pop(request, ()):
+            self._forget(episode)
+            if episode.asked is not None:
+                self._asked.pop(episode.asked, None)
+                self._engine.cancel(episode.asked)
+        self._engine.cancel(request)
+
+    def generate(
+        self,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        ids: Sequence[int],
+        progress: Progress | None = None,
+        adapters: Sequence[str | None] | None = None,
+    ) -> list[list[Completion]]:
+        """As `Engine.generate`, of examples: a group of episodes for each, in order."""
+        groups: list[list[Completion]] = [[] for _ in examples]
+        with OpenGroups(self) as gathering:
+            for place, (example, prompt_id) in enumerate(zip(examples, ids, strict=True)):
+                adapter = None if adapters is None else adapters[place]
+                asked = self.submit(example.prompt, sampling, prompt_id, example.columns, adapter)
+                gathering.add(place, asked)
+            while gathering:
+                for place, group in gathering.step():
+                    groups[place] = group
+                if progress is not None:
+                    progress(self.stats.sampled_tokens, gathering.completed)
+        return groups
+
+    def _take(self, reply: Reply) -> None:
+        """A reply: to the question how an episode begins, what follows a turn, or what it earned."""
+        episode = self._open.get(reply.key)
+        if episode is None:  # it was cancelled meanwhile
+            return
+        episode.problem = episode.problem or reply.problem
+        for use in reply.uses:
+            episode.uses.append((use.name, use.error))
+            self.stats.tool_s += use.seconds
+        if episode.began is None:
+            episode.began = reply
+            if all(each.began is not None for each in self._groups[episode.group]):
+                self._begin(self._groups[episode.group])
+        elif episode.over:
+            self._finish(episode, reply.rewards)
+        else:
+            self._follow(episode, reply)
+
+    def _begin(self, episodes: Sequence[_Open]) -> None:
+        """All environments of a group have begun: those next to one another whose prompts are equal
+        share a request, as all do where nothing is added."""
+        group, vocab_size = episodes[0].group, self._engine.model.config.vocab_size
+        prompts: list[list[int]] = []
+        for episode, before in zip(episodes, (None, *episodes)):
+            if before is not None and _alike(before, episode):
+                prompts.append(prompts[-1])
+            else:
+                prompts.append(self._said.prompt(episode.prompt, episode.tools, vocab_size))
+        for tokens, run in groupby(zip(prompts, episodes), key=lambda pair: pair[0]):
+            part = [episode for _, episode in run]
+            one = replace(group.sampling, n=len(part), max_new_tokens=self._room(group, 0))
+            request = self._engine.submit(
+                tokens, one, group.prompt_id, part[0].sample, group.adapter
+            )
+            self._asked[request] = {episode.sample: episode for episode in part}
+            for episode in part:
+                episode.asked = request
+
+    def _answered(self, request: Request, completion: Completion) -> None:
+        """A turn is sampled: its environment is asked what follows."""
+        if self._dialogue is None:
+            self._over.append((request, completion))
+            return
+        waiting = self._asked[request]
+        episode = waiting.pop(completion.sample_index)
+        if not waiting:
+            del self._asked[request]
+        episode.so_far, episode.asked = completion, None
+        turn, message = self._said.turn(episode.turns, completion, episode.begin, episode.tools)
+        episode.messages.append(message)
+        episode.turns += 1
+        if episode.began is not None and episode.began.step.done:  # there is nobody to ask
+            self._finish(episode, {})
+        else:
+            self._said.environments.turn(episode.key, turn)
+
+    def _follow(self, episode: _Open, reply: Reply) -> None:
+        """An environment's answer to a turn: the episode goes on, or is over."""
+        dialogue, completion = self._said, episode.completion
+        messages = reply.step.messages
+        episode.messages += messages
+        episode.done = reply.step.done or not messages
+        if episode.done or episode.turns >= dialogue.environments.max_turns:
+            self._close(episode)
+            return
+        answer = completion.token_ids[episode.begin :]
+        given = dialogue.appended(episode.prompt, messages, answer)
+        begin = len(completion.token_ids) + len(given)
+        so_far = len(completion.prompt_token_ids) + begin
+        left = self._engine.model.config.max_positions - so_far
+        room = min(self._room(episode.group, begin), left)
+        episode.cut = room < 1
+        if episode.cut:
+            self._close(episode)
+            return
+        one = replace(episode.group.sampling, n=1, max_new_tokens=room)
+        episode.begin = begin
+        episode.asked = self._engine.continue_from(completion, given, one)
+        self._asked[episode.asked] = {episode.sample: episode}
+
+    def _room(self, group: Request, tokens: int) -> int:
+        """How many tokens the next turn may have, in an episode that has so many."""
+        turn, episode = group.sampling.max_new_tokens, self._said.max_tokens
+        return turn if episode is None else min(turn, episode - tokens)
+
+    def _close(self, episode: _Open) -> None:
+        """An episode is over: what it has earned is asked for, where anybody says."""
+        environments = self._said.environments
+        episode.over = True
+        if not environments.reward_weights:
+            self._finish(episode, {})
+            return
+        arguments = {
+            **episode.columns,
+            "prompts": episode.prompt,
+            "completions": list(episode.messages),
+            "completion_ids": episode.completion.token_ids,
+        }
+        environments.finish(episode.key, arguments)
+
+    def _finish(self, episode: _Open, rewards: Mapping[str, float | None]) -> None:
+        """Nothing more is asked of an episode."""
+        completion = episode.completion
+        self._forget(episode)
+        group = self._groups[episode.group]
+        group.remove(episode)
+        if not group:
+            del self._groups[episode.group]
+        happened = EpisodeRecord(
+            episode.turns,
+            tuple(episode.messages),
+            tuple(episode.uses),
+            dict(rewards),
+            episode.done,
+            episode.problem,
+        )
+        self.stats.episodes += 1
+        reason = "length" if episode.cut else completion.finish_reason
+        self._over.append(
+            (episode.group, replace(completion, episode=happened, finish_reason=reason))
+        )
+
+    def _forget(self, episode: _Open) -> None:
+        del self._open[episode.key]
+        self._said.environments.end(episode.key)
+
+    @property
+    def _said(self) -> Dialogue:
+        assert self._dialogue is not None
+        return self._dialogue
+
+
+def _alike(left: _Open, right: _Open) -> bool:
+    """Whether two episodes have begun with the same prompt."""
+    if left.began is None or right.began is None:
+        return False
+    return left.began.prompt == right.began.prompt and left.began.tools == right.began.tools
+
+
+def done_by(engine: Engine) -> Stats:
+    """What an engine did since it had nothing to do, clamped keys and values included."""
+    clamped, written = engine.clamped
+    return replace(engine.stats, kv_clamped=clamped, kv_written=written)

@@ -1,0 +1,126 @@
+"""What an environment is, and what a rollout and the environments' processes say to each other.
+
+An episode is a prompt and what follows it: the model's turns and, after each, the messages that an
+environment appends. One environment serves one episode. A rollout sees all of them as
+`Environments`: it asks, goes on decoding other episodes, and polls for replies. Left out: how text
+becomes tokens (`model/text`), and who decodes the turns (`engine`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from isobit.data.dataset import Message, Prompt
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, as the model wrote it; `arguments` as JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer of the model, as an environment sees it. `number` counts from 0; `text` is the
+    whole answer and `content` what is left of it without its calls and thoughts. `problems` say, a
+    line each, why what looks like a call is none. `truncated`: it ended at a length limit."""
+
+    number: int
+    text: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    problems: tuple[str, ...] = ()
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a turn: messages to append, of role "tool" or "user", the episode's reward so
+    far (None: the environment gives none), and whether the episode is over."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode's environment."""
+
+    def reset(self, **columns: Any) -> str | Sequence[Message] | None:
+        """Begin an episode on a row of the data; text or messages that are added to its prompt."""
+        ...
+
+    async def step(self, turn: Turn) -> Step:
+        """What follows this turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """One call of a tool that was carried out: its seconds, and one line where it failed."""
+
+    name: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one question about the episode `key`.
+
+    To `begin`: `prompt` with what reset adds to it (a text to the content of its last message, as
+    TRL does; messages behind it), and the episode's `tools`; where reset failed, the prompt as it
+    was, and done. To `turn`: `step`, and a `ToolUse` for
+    each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
+    apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
+    line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
+    """
+
+    key: int
+    step: Step = Step()
+    uses: tuple[ToolUse, ...] = ()
+    problem: str | None = None
+    prompt: Prompt | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+
+class Environments(Protocol):
+    """What a rollout sees of all its environments. Every call but `poll` returns at once.
+
+    `tools`: JSON schemas of all tools, empty where there are none; an episode's own come with its
+    `begin`, since a row may choose among several environments. `max_turns`: turns of the model in
+    an episode, at most. `reward_weights`: what `finish` may score, by name, and its weight in the
+    sum of rewards: the environment's own reward, under its class's name, and reward functions that
+    ask for `environments`.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    max_turns: int
+    reward_weights: Mapping[str, float]
+
+    def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
+        """Open an episode on a row of the data, whose prompt and other columns these are."""
+        ...
+
+    def turn(self, key: int, turn: Turn) -> None:
+        """Ask what follows this turn. One question about an episode may be open at a time. A turn
+        that is the last of `max_turns` calls no tools."""
+        ...
+
+    def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
+        """Ask for the rewards of an episode that is over, for whatever reason. `arguments`: what a
+        reward function is given of this one episode, under TRL's names: `prompts`, `completions`,
+        `completion_ids` and the columns, each without the list around it."""
+        ...
+
+    def end(self, key: int) -> None:
+        """Free an episode; safe at any time, no reply follows."""
+        ...
+
+    def poll(self, wait_s: float) -> list[Reply]:
+        """Replies that have come, in any order; waits at most so many seconds for the first.
+        Raises RunFailed for a problem where `on_error` is stop."""
+        ...

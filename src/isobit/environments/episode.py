@@ -1,0 +1,215 @@
+"""One episode in a worker: it is begun, answered turn by turn, and scored.
+
+What an environment raises, and what is late, becomes a `problem` and what `environment.on_error`
+makes of it: under `observe` the model is told, and the episode goes on where it can. It cannot
+where the environment's thread is lost in a call.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from isobit.data.dataset import Prompt
+from isobit.environments.base import Reply, Step, Turn
+from isobit.environments.home import Home, Late, Outcome
+from isobit.environments.kinds import Instance, Kind
+from isobit.environments.tools import Answer, answers, result_text, unparsed
+from isobit.errors import IsobitError
+from isobit.rewards.functions import LoadedFunction, MalformedResult, checked_values
+from isobit.workers.loading import last_line
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of every episode of a run."""
+
+    max_turns: int
+    deadline_s: float
+    on_error: str
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A reward function that asks for `environments`, under its label."""
+
+    label: str
+    function: LoadedFunction
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A reward by name, or the problem for which there is none."""
+
+    name: str
+    value: float | None
+    problem: str | None = None
+
+
+class Episode:
+    """An episode of one kind of environment, from `begin` to `release`. `lost`: a call of it has
+    not come back, and holds a thread."""
+
+    def __init__(self, key: int, kind: Kind, limits: Limits, several: bool) -> None:
+        self.key, self.kind, self.limits = key, kind, limits
+        self._several = several
+        self.lost = False
+        self._instance: Instance | None = None
+        self._reward: float | None = None
+
+    async def begin(self, prompt: Prompt, columns: Mapping[str, Any]) -> Reply:
+        """Reset an environment on a row. `several`: the column `environment` has chosen it, and is
+        not passed on, as in TRL."""
+        until = self._until()
+        try:
+            self._instance = await self.kind.instance(until)
+            value = self._instance.value
+            if value is None:
+                return Reply(self.key, prompt=prompt)
+            given = {name: each for name, each in columns.items() if name != "environment"}
+            row = {"prompt": prompt, **(given if self._several else columns)}
+            outcome = await self._instance.home.run(partial(value.reset, **row), until)
+            if outcome.error is not None:
+                return self._over(f"reset: {last_line(outcome.error, self.kind.file)}", prompt)
+            return Reply(self.key, prompt=joined(prompt, outcome.result, self.kind.what))
+        except IsobitError as error:  # of the factory, or of what reset returned
+            return self._over(str(error), prompt)
+        except Late as late:
+            self.lost = self._instance is None or self._instance.home.lost
+            return self._over(f"reset: no result in time: {late}", prompt)
+
+    async def turn(self, turn: Turn) -> Reply:
+        """What follows a turn. The last of `max_turns` calls no tools."""
+        if self._instance is None:
+            return self._over("it was not begun")
+        if self._instance.answers_turns:
+            return await self._step(self._instance, turn)
+        last = turn.number + 1 >= self.limits.max_turns
+        if last or not (turn.calls or turn.problems):
+            return Reply(self.key, Step(done=True))
+        found = await answers(
+            turn.calls, self._instance.tools, self._instance.home, self._until()
+        ) + [unparsed(problem) for problem in turn.problems]
+        return self._answered(self._instance, found)
+
+    def _answered(self, instance: Instance, found: Sequence[Answer]) -> Reply:
+        problem = next((each.problem for each in found if each.problem is not None), None)
+        over = problem is not None and self.limits.on_error != "observe"
+        if instance.home.lost:
+            self.lost = True
+            if instance.value is None:  # tools alone have nothing to lose
+                self._instance = Instance(None, Home(), instance.tools)
+            else:
+                over = True
+        messages = tuple(each.message for each in found)
+        uses = tuple(each.use for each in found if each.use is not None)
+        return Reply(self.key, Step(messages, done=over), uses, problem)
+
+    async def _step(self, instance: Instance, turn: Turn) -> Reply:
+        """What an `Environment` says of a turn."""
+        try:
+            outcome = await instance.home.run(partial(instance.value.step, turn), self._until())
+        except Late as late:
+            self.lost = instance.home.lost
+            return self._failed(f"step: no result in time: {late}")
+        if outcome.error is not None:
+            return self._failed(f"step: {last_line(outcome.error, self.kind.file)}")
+        step = outcome.result
+        if not isinstance(step, Step):
+            return self._failed(f"step returned {type(step).__name__}, expected a Step")
+        values, wrong = checked_values([step.reward], 1)
+        if wrong:
+            return self._failed(f"step: its reward {wrong[0]}")
+        self._reward = self._reward if values[0] is None else values[0]
+        messages = tuple(
+            {**each, "content": result_text(each.get("content", ""))} for each in step.messages
+        )
+        return Reply(self.key, Step(messages, self._reward, step.done))
+
+    async def finish(self, arguments: Mapping[str, Any], scorers: Sequence[Scorer]) -> Reply:
+        """Its rewards: the environment's own, and those of the functions that ask for it. One that
+        returned None does not apply, and is left out; one that failed is None."""
+        instance, own, until = self._instance, self.kind.reward, self._until()
+        if instance is None:
+            names = [own] if own is not None else []
+            names += [each.label for each in scorers]
+            return Reply(self.key, rewards=dict.fromkeys(names))
+        found = list[_Scored]()
+        if own is not None and instance.answers_turns:
+            found.append(_Scored(own, self._reward))
+        elif own is not None:
+            outcome = await self._called(instance, partial(instance.value.get_reward), until)
+            found.append(self._scored(own, "get_reward", replace(outcome, result=[outcome.result])))
+        given = {name: [value] for name, value in arguments.items()}
+        given["environments"] = [instance.value]
+        for each in scorers:
+            outcome = await self._called(instance, partial(each.function.begin, given), until)
+            found.append(self._scored(each.label, f"reward function {each.label}", outcome))
+        applies = [each for each in found if each.value is not None or each.problem is not None]
+        problem = next((each.problem for each in found if each.problem is not None), None)
+        rewards = {each.name: each.value for each in applies}
+        return Reply(self.key, rewards=rewards, problem=problem)
+
+    async def _called(self, instance: Instance, call: Callable[[], Any], until: float) -> Outcome:
+        try:
+            return await instance.home.run(call, until)
+        except Late as late:
+            self.lost = instance.home.lost
+            return Outcome(error=TimeoutError(f"no result in time: {late}"))
+
+    def _scored(self, name: str, what: str, outcome: Outcome) -> "_Scored":
+        if outcome.error is not None:
+            return _Scored(name, None, f"{what}: {last_line(outcome.error, self.kind.file)}")
+        try:
+            values, wrong = checked_values(outcome.result, 1)
+        except MalformedResult as error:
+            return _Scored(name, None, f"{what} {error}")
+        return _Scored(name, values[0], f"{what} {wrong[0]}" if wrong else None)
+
+    def release(self) -> None:
+        """Let its environment wait for another episode, unless it is lost."""
+        instance, self._instance = self._instance, None
+        if instance is None:
+            return
+        if instance.home.lost:
+            instance.home.close()
+        else:
+            self.kind.idle.append(instance)
+
+    def _until(self) -> float:
+        return asyncio.get_running_loop().time() + self.limits.deadline_s
+
+    def _over(self, problem: str, prompt: Prompt | None = None) -> Reply:
+        return Reply(self.key, Step(done=True), problem=problem, prompt=prompt)
+
+    def _failed(self, problem: str) -> Reply:
+        """What `on_error` makes of a `step` that failed."""
+        if self.limits.on_error != "observe" or self.lost:
+            return self._over(problem)
+        message = {"role": "user", "content": str({"error": problem})}
+        return Reply(self.key, Step((message,), self._reward), problem=problem)
+
+
+def joined(prompt: Prompt, observation: Any, what: str) -> Prompt:
+    """A prompt with what reset returned: a text behind the content of its last message, as TRL
+    does; messages behind it. Raises IsobitError for anything else."""
+    if observation is None:
+        return prompt
+    chat = isinstance(observation, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in observation
+    )
+    if chat and isinstance(prompt, list):
+        added = [{**each, "content": result_text(each.get("content", ""))} for each in observation]
+        return [*prompt, *added]
+    parts = isinstance(observation, list) and all(
+        isinstance(each, dict) and each.get("type") == "text" for each in observation
+    )
+    if not (isinstance(observation, str) or (parts and observation)):
+        kind = type(observation).__name__
+        raise IsobitError(f"{what}: reset returned {kind}; expected text, messages or None")
+    text = result_text(observation)
+    if isinstance(prompt, str):
+        return prompt + text
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": last["content"] + text}]

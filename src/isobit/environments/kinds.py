@@ -1,0 +1,147 @@
+"""What a worker has loaded: its tools, and the kinds of environments that it can make.
+
+A factory is TRL's `environment_factory`: called without arguments it gives an object whose `reset`
+begins an episode and whose other public methods are tools; with a `get_reward` it scores the
+episode. A dict of factories has one for each value of the column `environment`. Three kinds of
+objects are told apart: one whose `step` takes a `turn` is an `Environment` (`base.py`) and answers
+turns itself, one with OpenEnv's `_step_payload` is a client of its (`openenv.py`), every other is
+TRL's. An object is made once and reset often, as TRL does.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from isobit.environments import openenv
+from isobit.environments.home import Home
+from isobit.environments.tools import Tool, by_name, method_tools
+from isobit.errors import IsobitError, brief
+from isobit.workers.loading import find_object, last_line, split_reference
+
+RESERVED = ("reset", "get_reward")
+"""Methods that are no tools."""
+_FACTORY = "environment.factory"
+
+
+@dataclass
+class Instance:
+    """One environment: the object (None: an episode with tools alone), where its code runs, and its
+    tools."""
+
+    value: Any
+    home: Home
+    tools: Mapping[str, Tool]
+
+    @property
+    def answers_turns(self) -> bool:
+        """Whether it is an `Environment` of its own, which answers turns itself."""
+        return answers_turns(self.value)
+
+
+@dataclass
+class Kind:
+    """Environments of one name, and those of them that wait for an episode. `schemas` of the tools
+    that an episode shows to the model."""
+
+    name: str | None
+    factory: Callable[[], Any] | None
+    what: str
+    file: str
+    shared: Sequence[Tool]
+    idle: list[Instance] = field(default_factory=list)
+    schemas: Sequence[Mapping[str, Any]] = ()
+    reward: str | None = None
+    """The name of its own reward: that of the class."""
+
+    async def probe(self, until: float) -> None:
+        """Make the first one, and look at what it is. Raises IsobitError."""
+        instance = await self.instance(until)
+        self.idle.append(instance)
+        value, shown = instance.value, instance.tools.values()
+        self.schemas = tuple(tool.schema for tool in shown)
+        if instance.answers_turns:
+            if self.shared:
+                raise IsobitError(
+                    f"{self.what}: its step(turn) answers calls itself; give no tools beside it"
+                )
+            self.schemas = tuple(getattr(value, "tools", ()))
+        if instance.answers_turns or callable(getattr(value, "get_reward", None)):
+            self.reward = getattr(value, "label", type(value).__name__)
+
+    async def instance(self, until: float) -> Instance:
+        """One that waits, or a new one. Raises IsobitError where the factory fails, and Late."""
+        if self.idle:
+            return self.idle.pop()
+        home = Home()
+        if self.factory is None:
+            return Instance(None, home, by_name(self.shared, "environment.tools"))
+        outcome = await home.run(self.factory, until)
+        if outcome.error is not None:
+            raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
+        value = outcome.result
+        own: Sequence[Tool] = ()
+        if openenv.is_client(value):
+            outcome = await home.run(partial(_client, value), until)
+            if isinstance(outcome.error, IsobitError):
+                raise outcome.error
+            if outcome.error is not None:
+                raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
+            value, own = outcome.result
+        elif not callable(getattr(value, "reset", None)):
+            raise IsobitError(
+                f"{self.what}: {type(value).__name__} has no method reset; it begins an episode, "
+                "as reset(self, **columns)"
+            )
+        elif not answers_turns(value):
+            own = method_tools(value, RESERVED, f"{self.what}: {type(value).__name__}")
+        return Instance(value, home, by_name([*self.shared, *own], self.what))
+
+
+def _client(value: Any) -> tuple[openenv.Client, list[Tool]]:
+    client = openenv.Client(value)
+    return client, client.tools()
+
+
+def answers_turns(value: Any) -> bool:
+    """Whether an object is an `Environment`: its `step` takes a `turn`, and nothing else."""
+    step = getattr(type(value), "step", None)
+    if not inspect.isfunction(step):
+        return False
+    return list(inspect.signature(step).parameters)[1:] == ["turn"]
+
+
+def load_kinds(
+    factory: str | Mapping[str, str] | None, shared: Sequence[Tool]
+) -> dict[str | None, Kind]:
+    """The kinds by the value of the column `environment`, or one under None. Raises IsobitError
+    where a factory cannot be found."""
+    if factory is None:
+        return {None: Kind(None, None, "environment.tools", "", shared)}
+    named: Mapping[str | None, Any]
+    if isinstance(factory, str):
+        found, file = _found(factory, _FACTORY)
+        named = found if isinstance(found, Mapping) else {None: found}
+        files = dict.fromkeys(named, file)
+        labels = {name: f"{_FACTORY} {brief(factory, 300)!r}" for name in named}
+    else:
+        pairs = {name: _found(each, f"{_FACTORY}.{brief(name)}") for name, each in factory.items()}
+        named, files = {n: p[0] for n, p in pairs.items()}, {n: p[1] for n, p in pairs.items()}
+        labels = {name: f"{_FACTORY}.{brief(name)} {each!r}" for name, each in factory.items()}
+    if not named:
+        raise IsobitError(f"{_FACTORY} {factory!r}: a dict without environments")
+    for name, each in named.items():
+        if not callable(each) or not (name is None or isinstance(name, str)):
+            raise IsobitError(
+                f"{labels[name]}: expected a class, a function or a dict of them by names; it is "
+                f"{type(each).__name__}"
+            )
+    return {
+        name: Kind(name, each, labels[name], files[name], shared) for name, each in named.items()
+    }
+
+
+def _found(reference: str, what: str) -> tuple[Any, str]:
+    split_reference(reference, what)
+    return find_object(reference, what, "factory")

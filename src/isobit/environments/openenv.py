@@ -1,0 +1,115 @@
+"""Clients of OpenEnv as environments: what a factory returns may be one, such as
+`EchoEnv(base_url=...)`.
+
+A client of an environment with tools (`MCPToolClient`) has its server's tools. Every other has one
+tool, `step`, whose parameters are the fields of its action; its answer is the observation as JSON.
+Columns other than the prompt are passed to `reset`, of which a server takes those that it knows.
+The episode's reward is the sum of its steps' rewards. This follows the published code of openenv
+0.10 (`EnvClient`, `SyncEnvClient` and `MCPToolClient` of `openenv.core`); nothing of it is imported
+here. Left out: containers, which the factory starts.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+from isobit.environments.tools import Tool, schema_of
+from isobit.errors import IsobitError
+
+_NOT_SEEN = ("reward", "done", "metadata")
+"""Fields of an observation that are not for the model."""
+
+
+def is_client(value: Any) -> bool:
+    """Whether an object is a client of OpenEnv, or its synchronous form."""
+    return callable(getattr(value, "_step_payload", None)) and callable(
+        getattr(value, "reset", None)
+    )
+
+
+class Client:
+    """A client with the methods of TRL's environments. It is used in its synchronous form, in the
+    thread of its environment."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client.sync() if hasattr(client, "sync") else client
+        self._kind = type(getattr(client, "async_client", client))
+        self._reward: float | None = None
+        self._over = False
+
+    @property
+    def label(self) -> str:
+        """The name of its reward: the class of the client."""
+        return self._kind.__name__
+
+    def reset(self, prompt: Any = None, **columns: Any) -> str | None:
+        """Begin an episode; the first observation, if it says anything."""
+        self._reward, self._over = None, False
+        return self._seen(self._client.reset(**columns)) or None
+
+    def get_reward(self) -> float | None:
+        """The sum of the rewards so far; None where the server gave none."""
+        return self._reward
+
+    def tools(self) -> list[Tool]:
+        """What the model may call. Raises IsobitError where there is nothing."""
+        if callable(getattr(self._kind, "list_tools", None)):
+            listed = self._client.list_tools()
+            if not listed:
+                raise IsobitError(f"environment.factory: the server of {self.label} has no tools")
+            return [
+                self._tool(each.name, each.description, each.input_schema, self._called(each.name))
+                for each in listed
+            ]
+        action = _action(self._kind)
+        if action is None:
+            parameters: dict[str, Any] = {"type": "object", "properties": {}}
+            return [self._tool("step", f"One step of {self.label}.", parameters, self._step)]
+        schema = action.model_json_schema()
+        schema["properties"] = {
+            name: each for name, each in schema.get("properties", {}).items() if name != "metadata"
+        }
+        text = (action.__doc__ or f"One step of {self.label}.").strip()
+        kept = {key: schema[key] for key in ("$defs", "properties", "required") if key in schema}
+        call = partial(self._step, _action=action)
+        return [self._tool("step", text, {"type": "object", **kept}, call)]
+
+    def _tool(
+        self, name: str, text: str, parameters: dict[str, Any], call: Callable[..., Any]
+    ) -> Tool:
+        return Tool(name, schema_of(name, text, parameters), call, remote=True)
+
+    def _called(self, name: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            return self._client.call_tool(name, **arguments)
+
+        return call
+
+    def _step(self, _action: Any = dict, **fields: Any) -> str:
+        if self._over:
+            return str({"error": "The episode is over."})
+        return self._seen(self._client.step(_action(**fields)))
+
+    def _seen(self, result: Any) -> str:
+        """A result's observation as text; its reward and end are kept."""
+        if result.reward is not None:
+            self._reward = (self._reward or 0.0) + float(result.reward)
+        self._over = bool(result.done)
+        seen = result.observation
+        if hasattr(seen, "model_dump"):
+            seen = seen.model_dump()
+        if isinstance(seen, dict):
+            seen = {name: each for name, each in seen.items() if name not in _NOT_SEEN}
+            return json.dumps(seen, ensure_ascii=False, default=str) if seen else ""
+        return "" if seen is None else str(seen)
+
+
+def _action(kind: type) -> Any:
+    """The class of actions that a client's type names, as in `EnvClient[EchoAction, ...]`."""
+    for base in kind.__mro__:
+        for each in getattr(base, "__orig_bases__", ()):
+            for argument in get_args(each)[:1]:
+                if hasattr(argument, "model_json_schema"):
+                    return argument
+    return None

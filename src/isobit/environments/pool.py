@@ -1,0 +1,244 @@
+"""The environments of a run, as a rollout asks them: in worker processes, many episodes in each.
+
+Every question is answered within `environment.turn_deadline_s` and a grace for the process; what an
+environment raises, hangs on or dies of is in the reply. Under `on_error: stop` it ends the run.
+Left out: a cage. A tool runs as the user and with what the user may do.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import count
+from queue import Empty
+from typing import Any
+
+from isobit.data.dataset import Prompt
+from isobit.environments.base import Reply, Turn
+from isobit.environments.pump import START_DEADLINE_S, Pump, Question, Worker
+from isobit.environments.replies import reply_of, turn_message
+from isobit.environments.settings import EnvironmentConfig
+from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
+from isobit.rewards.spec import RewardSpec
+from isobit.workers.output import MAX_AT_ONCE, Output
+from isobit.workers.process import Process
+from isobit.workers.variables import hint
+
+_COLUMN = "environment"
+_VARIABLES = "environment.variables"
+
+
+class EnvironmentPool:
+    """Environments in worker processes, from `start` to `close`; see `base.Environments`.
+
+    `called_here`: the labels of those of the `rewards` that ask for `environments` and so are
+    called in the environments' processes, on one episode at a time. What environments print goes to
+    `output`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, rewards: Sequence[RewardSpec] = ()) -> None:
+        assert config.used
+        self.config = config
+        self.max_turns = config.max_turns
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.reward_weights: Mapping[str, float] = {}
+        self.called_here: tuple[str, ...] = ()
+        self.output = Output()
+        self._rewards = [each for each in rewards if not (each.by_name or each.is_object)]
+        self._kinds: dict[str | None, list[Mapping[str, Any]]] = {}
+        self._workers: list[Worker] = []
+        self._pump: Pump | None = None
+        self._serials = count()
+        self._keys: dict[int, int] = {}  # of episodes that are open, by serial number
+        self._open: dict[int, int] = {}  # the other way round
+        self._names: dict[str | None, list[str]] = {}  # of rewards, by kind
+        self._kind_of: dict[int, str | None] = {}
+
+    def __enter__(self) -> "EnvironmentPool":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the workers, and look at tools and factories. Raises IsobitError, in one line,
+        where one cannot be used."""
+        if self._workers:
+            return
+        load = json.dumps({"load": self._load()}).encode() + b"\n"
+        try:
+            for _ in range(self.config.workers):
+                process = Process("isobit.environments.worker", "environment", self._variables)
+                self._workers.append(Worker(process, load))
+                process.start()
+                process.send(load)
+            replies = [self._loaded(each) for each in self._workers]
+        except BaseException:
+            self.close()
+            raise
+        self._take_up(replies[0])
+        self._pump = Pump(self._workers, self.config.turn_deadline_s)
+
+    def _take_up(self, loaded: Mapping[str, Any]) -> None:
+        """What a worker has found. Raises IsobitError where two rewards have one name."""
+        self.called_here = tuple(loaded["called_here"])
+        weights: dict[str, float] = {}
+        tools: dict[str, Mapping[str, Any]] = {}
+        for name, schemas, own in loaded["kinds"]:
+            self._kinds[name] = schemas
+            self._names[name] = [own] * (own is not None) + list(self.called_here)
+            tools |= {json.dumps(each): each for each in schemas}
+            weights |= {own: 1.0} if own is not None else {}
+        for each in self._rewards:
+            if each.label in weights:
+                self.close()
+                raise IsobitError(
+                    f"two rewards are called {each.label!r}: the environment's own, under its "
+                    "class's name, and a reward function; give the function a name of its own"
+                )
+        weights |= {e.label: e.weight for e in self._rewards if e.label in self.called_here}
+        self.tools, self.reward_weights = tuple(tools.values()), weights
+
+    @property
+    def _variables(self) -> Sequence[str]:
+        return self.config.variables
+
+    def _load(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "tools": config.tools,
+            "factory": config.factory,
+            "mcp": [asdict(each) for each in config.mcp],
+            "rewards": [[each.label, each.reference] for each in self._rewards],
+            "max_turns": config.max_turns,
+            "deadline_s": config.turn_deadline_s,
+            "start_deadline_s": START_DEADLINE_S,
+            "on_error": config.on_error,
+        }
+
+    def _loaded(self, worker: Worker) -> dict[str, Any]:
+        """What a worker says once it has loaded everything. Raises IsobitError."""
+        process, received, end = worker.process, b"", time.monotonic() + START_DEADLINE_S
+        while not received.endswith(b"\n"):
+            if not process.wait(end - time.monotonic()):
+                raise IsobitError(
+                    f"environment: not loaded within {START_DEADLINE_S:g} s{process.last_output()}"
+                )
+            try:
+                received += process.receive()
+            except EOFError:
+                raise IsobitError(f"environment: {process.bury()} while it was loaded") from None
+        reply: dict[str, Any] = json.loads(received)
+        if "error" in reply:
+            text = reply["error"]
+            raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
+        worker.ready = True
+        loaded: dict[str, Any] = reply["loaded"]
+        return loaded
+
+    def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
+        """Raise IsobitError where a row names no environment that there is."""
+        self._kind(columns, where)
+
+    def _kind(self, columns: Mapping[str, Any], where: str) -> str | None:
+        if None in self._kinds:
+            return None
+        known = [str(name) for name in self._kinds]
+        if _COLUMN not in columns:
+            raise IsobitError(
+                f"{where}: no column {_COLUMN!r}, which chooses one of environment.factory: "
+                f"{', '.join(known)}"
+            )
+        name = columns[_COLUMN]
+        if name not in self._kinds:
+            raise IsobitError(
+                f"{where}: environment {brief(name)!r} is not in environment.factory; "
+                f"{did_you_mean(str(name), known)}"
+            )
+        return str(name)
+
+    def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
+        """Open an episode. Raises IsobitError for a row that names no environment."""
+        assert key not in self._open
+        kind = self._kind(columns, "a row")
+        serial = next(self._serials)
+        self._keys[serial], self._open[key] = key, serial
+        self._kind_of[key] = kind
+        begin = {"prompt": prompt, "columns": dict(columns)}
+        self._ask(key, {"begin": begin, "kind": kind}, first=True)
+
+    def turn(self, key: int, turn: Turn) -> None:
+        """Ask what follows this turn."""
+        self._ask(key, {"turn": turn_message(turn)})
+
+    def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
+        """Ask for the rewards of an episode that is over."""
+        self._ask(key, {"finish": dict(arguments)})
+
+    def end(self, key: int) -> None:
+        """Free an episode; safe at any time, no reply follows."""
+        if key not in self._open:
+            return
+        self._ask(key, {"end": True}, last=True)
+        del self._keys[self._open.pop(key)], self._kind_of[key]
+        if not self._open:
+            self.pass_output_on()
+
+    def _ask(
+        self, key: int, question: Mapping[str, Any], first: bool = False, last: bool = False
+    ) -> None:
+        assert self._pump is not None, "it was not started"
+        serial = self._open[key]
+        body = json.dumps({"key": serial, **question}).encode() + b"\n"
+        self._pump.ask(Question(serial, body, first, last))
+
+    def poll(self, wait_s: float) -> list[Reply]:
+        """Replies that have come; waits at most so many seconds for the first. Raises RunFailed
+        for a problem where `on_error` is stop, and IsobitError where a worker that died cannot be
+        replaced."""
+        assert self._pump is not None, "it was not started"
+        found: list[Reply] = []
+        while True:
+            try:
+                came = self._pump.replies.get(timeout=0 if found else max(0.0, wait_s))
+            except Empty:
+                return found
+            if isinstance(came, IsobitError):
+                raise came
+            serial, message = came
+            key = self._keys.get(serial)
+            if key is None:  # it was ended meanwhile
+                continue
+            kind = self._kind_of[key]
+            if isinstance(message, Reply):  # its process has died
+                unscored = dict.fromkeys(self._names[kind])
+                reply = replace(message, key=key, tools=tuple(self._kinds[kind]), rewards=unscored)
+            else:
+                reply = reply_of(message, key, self._kinds[kind])
+            if reply.problem is not None and self.config.on_error == "stop":
+                raise RunFailed(self._why(reply.problem))
+            found.append(reply)
+
+    def _why(self, problem: str) -> str:
+        self.pass_output_on()
+        printed = f"; what it printed: {self.output.path}" if self.output.written else ""
+        return f"environment: {problem}{hint(problem, self._variables, option=_VARIABLES)}{printed}"
+
+    def pass_output_on(self) -> None:
+        """What the workers have printed goes to `output`; when no episode is open, so that nobody
+        waits for it."""
+        for worker in self._workers:
+            self.output.add(*worker.process.new_output(MAX_AT_ONCE), "environments")
+
+    def close(self) -> None:
+        """Kill the workers and everything that they started. May be called again."""
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
+        if self._workers:
+            self.pass_output_on()
+        for worker in self._workers:
+            worker.process.close()
+        self._workers = []
+        self._keys, self._open, self._kind_of = {}, {}, {}

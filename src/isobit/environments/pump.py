@@ -1,0 +1,199 @@
+"""What runs between a rollout and its environments' processes: a thread that passes questions on,
+takes replies, and kills a process that does not come back.
+
+An episode stays with one worker. Which one, and when a reply comes, depends on time; the replies do
+not. A worker answers what is late itself; where it says nothing for GRACE_S more, or dies, each of
+its episodes is told so and another takes its place. Left out: what questions and replies mean.
+"""
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from isobit.environments.base import Reply, Step
+from isobit.errors import IsobitError
+from isobit.workers.process import Process
+
+START_DEADLINE_S = 300.0  # importing an environment may import a large library
+GRACE_S = 5.0
+"""How long after its deadline a worker may still answer by itself."""
+
+
+@dataclass
+class Worker:
+    """A process, the episodes that are open in it, and the questions that it owes: by serial
+    number, when they are due. `ready`: it has loaded everything; `lost`: a call in it has not come
+    back, so that it gets new episodes last, and ends when it has none."""
+
+    process: Process
+    load: bytes
+    open: set[int] = field(default_factory=set)
+    owed: dict[int, float] = field(default_factory=dict)
+    received: bytearray = field(default_factory=bytearray)
+    ready: bool = False
+    lost: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def due(self) -> float | None:
+        """When it is late, if it owes anything."""
+        if not self.ready:
+            return self.started + START_DEADLINE_S
+        return min(self.owed.values()) + GRACE_S if self.owed else None
+
+    def restart(self) -> None:
+        """Kill it and start another in its place. Raises IsobitError."""
+        self.process.kill()
+        self.open, self.owed, self.lost, self.ready = set(), {}, False, False
+        self.started = time.monotonic()
+        self.received.clear()
+        self.process.start()
+        self.process.send(self.load)
+
+
+@dataclass(frozen=True)
+class Question:
+    """About an episode, by its serial number; `first`: it opens it, `last`: it ends it."""
+
+    serial: int
+    body: bytes
+    first: bool = False
+    last: bool = False
+
+
+class Pump:
+    """The thread, from its making to `close`. `replies`: (serial number, message of a worker, or
+    Reply where it died)."""
+
+    def __init__(self, workers: Sequence[Worker], deadline_s: float) -> None:
+        self.replies: SimpleQueue[tuple[int, Mapping[str, Any] | Reply] | IsobitError] = (
+            SimpleQueue()
+        )
+        self._workers, self._deadline_s = workers, deadline_s
+        self._questions: deque[Question] = deque()
+        self._places: dict[int, Worker | None] = {}
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="isobit-environments", daemon=True)
+        self._thread.start()
+
+    def ask(self, question: Question) -> None:
+        """Pass a question on. Returns at once."""
+        self._questions.append(question)
+        self._signal()
+
+    def close(self) -> None:
+        """Stop the thread. The workers stay."""
+        if self._closed:
+            return
+        self._closed = True
+        self._signal()
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _signal(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake
+            os.write(self._wake, b"+")
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._wait()
+                while self._questions and not self._closed:
+                    self._pass_on(self._questions.popleft())
+        except IsobitError as error:
+            self.replies.put(error)
+
+    def _wait(self) -> None:
+        """Until there is something to do; take what the workers say, and kill those that are
+        late."""
+        poll, owners = select.poll(), dict[int, Worker]()
+        poll.register(self._woken, select.POLLIN)
+        for worker in self._workers:
+            owners[worker.process.read_end] = worker
+            poll.register(worker.process.read_end, select.POLLIN)
+            if worker.process.unsent:
+                poll.register(worker.process.write_end, select.POLLOUT)
+        due = [worker.due for worker in self._workers if worker.due is not None]
+        wait_ms = max(0.0, min(due) - time.monotonic()) * 1000 + 1 if due else None
+        happened = {fd for fd, _ in poll.poll(wait_ms)}
+        if self._woken in happened:
+            os.read(self._woken, 65536)
+        for descriptor, worker in owners.items():
+            worker.process.push()
+            if descriptor in happened:
+                self._take(worker)
+            elif worker.due is not None and time.monotonic() > worker.due:
+                said = f"its process did not answer within {self._deadline_s + GRACE_S:g} s"
+                self._died(worker, f"{said} and was killed{worker.process.last_output()}")
+
+    def _take(self, worker: Worker) -> None:
+        """What a worker has said."""
+        try:
+            worker.received += worker.process.receive()
+            *lines, rest = worker.received.split(b"\n")
+            worker.received = bytearray(rest)
+            messages = [json.loads(line) for line in lines]
+        except (EOFError, ValueError):  # it is gone, or what it runs wrote into the pipe
+            self._died(worker, worker.process.bury())
+            return
+        for message in messages:
+            if "error" in message:  # of a worker that was started again
+                raise IsobitError(message["error"])
+            if "loaded" in message:
+                worker.ready = True
+                due = time.monotonic() + self._deadline_s
+                worker.owed = dict.fromkeys(worker.owed, due)
+                continue
+            serial = message["key"]
+            worker.lost |= message["lost"]
+            if worker.owed.pop(serial, None) is not None:
+                self.replies.put((serial, message))
+
+    def _died(self, worker: Worker, why: str) -> None:
+        """Tell its episodes, those that wait for an answer at once and the others when they ask;
+        start another. Raises IsobitError where it died before it had loaded everything."""
+        if not worker.ready:
+            raise IsobitError(f"environment: {why} while it was loaded")
+        for serial in worker.open:
+            self._places[serial] = None
+        owed = list(worker.owed)
+        worker.restart()
+        for serial in owed:
+            self._say_lost(serial, why)
+
+    def _pass_on(self, question: Question) -> None:
+        if question.first:
+            place = min(self._workers, key=lambda each: (each.lost, len(each.open)))
+            self._places[question.serial] = place
+            place.open.add(question.serial)
+        worker = self._places.get(question.serial)
+        if question.last:
+            self._places.pop(question.serial, None)
+        if worker is None:
+            if not question.last:
+                self._say_lost(question.serial, "its process has ended")
+            return
+        if not worker.owed:
+            worker.process.mark_output()
+        worker.process.send(question.body)
+        if not question.last:
+            worker.owed[question.serial] = time.monotonic() + self._deadline_s
+            return
+        worker.open.discard(question.serial)
+        worker.owed.pop(question.serial, None)
+        if worker.lost and not worker.open:
+            worker.restart()
+
+    def _say_lost(self, serial: int, why: str) -> None:
+        self.replies.put((serial, Reply(serial, Step(done=True), problem=why)))

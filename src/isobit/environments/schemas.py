@@ -1,0 +1,177 @@
+"""What a tool looks like to a model: JSON schemas from a function's signature and docstring.
+
+The result is that of `transformers.utils.get_json_schema`, which TRL uses, without its import of
+torch; tests/environments/test_schemas.py compares the two. Docstrings are of Google's form, with a
+description of each argument below `Args:`. Left out: images and tensors as arguments.
+"""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from isobit.errors import IsobitError, brief
+
+_DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
+_ARGS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
+_RETURNS = re.compile(r"\n\s*Returns:\n\s*(.*?)[\n\s]*(Raises:|\Z)", re.DOTALL)
+_ARGUMENT = re.compile(
+    r"(?:^|\n)([ \t]*)(\w+)(?:[ \t]*\([^()\n]*\))?:\s*"  # indentation, name, maybe "(type)"
+    r"(.*?)\s*"  # a description, maybe of several lines
+    r"(?=\n(?!\1[ \t])[ \t]*\w+(?:[ \t]*\([^()\n]*\))?:|\Z)",  # up to the next name, or the end
+    re.DOTALL,
+)
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_CONTAINERS = {list: "array", tuple: "array", dict: "object"}
+_FORM = (
+    "a tool has a docstring in Google's form, whose Args: describes each argument, and a type for "
+    "each argument"
+)
+
+
+class _NoSchema(Exception):
+    """A type that JSON does not have, in words."""
+
+
+def tool_schema(function: Callable[..., Any], what: str) -> dict[str, Any]:
+    """The schema of a function as a tool, {"type": "function", "function": {...}}. Raises
+    IsobitError where its docstring or types do not say what is needed; `what` it is, in errors."""
+    doc = (inspect.getdoc(function) or "").strip()
+    if not doc:
+        raise IsobitError(f"{what} has no docstring; {_FORM}")
+    try:
+        parameters = _parameters(function)
+    except _NoSchema as error:
+        raise IsobitError(f"{what}: {error}; {_FORM}") from None
+    except NameError as error:  # of a type that is written as text
+        raise IsobitError(f"{what}: its types cannot be read: {error}") from None
+    described = _described(doc)
+    for name, schema in parameters["properties"].items():
+        if name == "return":
+            continue
+        if name not in described:
+            raise IsobitError(f"{what}: its docstring does not describe {name!r}; {_FORM}")
+        schema |= _with_choices(described[name], f"{what}, argument {name!r}")
+    found = _DESCRIPTION.search(doc)
+    assert found is not None  # it matches the empty text
+    made = {
+        "name": getattr(function, "__name__", "operation"),
+        "description": found.group(1).strip(),
+        "parameters": parameters,
+    }
+    returned = parameters["properties"].pop("return", None)
+    if returned is not None:
+        says = _RETURNS.search(doc)
+        made["return"] = returned | ({"description": says.group(1).strip()} if says else {})
+    return {"type": "function", "function": made}
+
+
+def _described(doc: str) -> dict[str, str]:
+    """The descriptions of arguments."""
+    block = _ARGS.search(doc)
+    if block is None:
+        return {}
+    lines = "\n".join(line for line in block.group(1).split("\n") if line.strip())
+    return {
+        name: re.sub(r"\s*\n+\s*", " ", text.strip()) for _, name, text in _ARGUMENT.findall(lines)
+    }
+
+
+def _with_choices(description: str, what: str) -> dict[str, Any]:
+    """The description, and what it says may be chosen: `(choices: ["a", "b"])` at its end."""
+    found = _CHOICES.search(description)
+    if found is None:
+        return {"description": description}
+    try:
+        choices = json.loads(found.group(1))
+    except ValueError:
+        raise IsobitError(f"{what}: its choices are no JSON list: {brief(found[0])}") from None
+    return {
+        "enum": [each.strip() if isinstance(each, str) else each for each in choices],
+        "description": description[: found.start()].strip(),
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the arguments, and of the result under `return` where JSON has it."""
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    first = next(iter(parameters), None)
+    implicit = (
+        first
+        if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty
+        else None
+    )
+    required = []
+    for name, parameter in parameters.items():
+        if name == implicit:
+            continue
+        if parameter.annotation is inspect.Parameter.empty:
+            raise _NoSchema(f"its argument {name!r} has no type")
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    properties = {}
+    for name, kind in hints.items():
+        try:
+            properties[name] = _type(kind)
+        except _NoSchema:
+            if name != "return":  # a model never writes the result
+                raise
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    return schema | ({"required": required} if required else {})
+
+
+def _type(hint: Any) -> dict[str, Any]:
+    """The schema of a type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is None:
+        return _bare(hint)
+    if origin in (Union, types.UnionType):
+        return _union(args)
+    if origin is Literal and all(type(each) in _SCALARS for each in args):
+        return _choice(list(args))
+    if origin is list:
+        return {"type": "array", "items": _type(args[0])}
+    if origin is tuple and len(args) > 1 and ... not in args:
+        return {"type": "array", "prefixItems": [_type(each) for each in args]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type(args[1])}
+    raise _NoSchema(f"JSON has no type {_name(hint)}")
+
+
+def _bare(hint: Any) -> dict[str, Any]:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        values = [member.value for member in hint]
+        if not values or any(type(value) not in _SCALARS for value in values):
+            raise _NoSchema(f"JSON has no choice among the members of {hint.__name__}")
+        return _choice(values)
+    if hint is Any:
+        return {}
+    found = _SCALARS.get(hint, _CONTAINERS.get(hint))
+    if found is None:
+        raise _NoSchema(f"JSON has no type {_name(hint)}")
+    return {"type": found}
+
+
+def _choice(values: list[Any]) -> dict[str, Any]:
+    kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+
+
+def _union(args: tuple[Any, ...]) -> dict[str, Any]:
+    parts = [_type(each) for each in args if each is not type(None)]
+    if len(parts) == 1:
+        made = parts[0]
+    elif all(part.keys() == {"type"} and isinstance(part["type"], str) for part in parts):
+        names = sorted({part["type"] for part in parts})
+        made = {"type": names[0] if len(names) == 1 else names}
+    else:
+        made = {"anyOf": parts}
+    return made | ({"nullable": True} if type(None) in args else {})
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -1,0 +1,162 @@
+"""The process that runs environments: `python -m isobit.environments.worker REQUESTS REPLIES
+LIFELINE` (pipe numbers).
+
+One JSON object a line, each way. One event loop serves all episodes for the process's whole life,
+each question in a task of its own, so that replies come in any order. What an environment prints
+goes to stderr.
+
+    {"load": {...}}                                  -> {"loaded": {...}} or {"error": line}
+    {"key": k, "begin": {"prompt": ..., "columns": {...}}, "kind": name}   -> a reply
+    {"key": k, "turn": {...}}                        -> a reply
+    {"key": k, "finish": {...}}                      -> a reply
+    {"key": k, "end": true}                          -> nothing
+
+A reply is that of `replies.py`. A question that is late is answered here; where the loop itself
+does not come back, the parent kills the process. The end of the request pipe ends the process and
+its whole process group.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from isobit.environments.base import Reply, Step, Turn
+from isobit.environments.episode import Episode, Limits, Scorer
+from isobit.environments.kinds import Kind, load_kinds
+from isobit.environments.mcp import Server
+from isobit.environments.replies import reply_message, turn_of
+from isobit.environments.settings import McpServer
+from isobit.environments.tools import by_name, function_tool
+from isobit.errors import IsobitError
+from isobit.rewards.functions import load_function
+from isobit.workers.child import end_group, open_pipes, write
+from isobit.workers.loading import last_line
+
+_MOST_BYTES = 1 << 30  # of a request
+_ASKS_FOR = "environments"
+"""The argument of reward functions that are called here."""
+
+
+class Worker:
+    """The episodes of this process, and what they are made of."""
+
+    def __init__(self, replies: int) -> None:
+        self._replies = replies
+        self._process = os.getpid()
+        self._kinds: dict[str | None, Kind] = {}
+        self._scorers: list[Scorer] = []
+        self._limits = Limits(1, 1.0, "observe")
+        self._episodes: dict[int, Episode] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, requests: int) -> None:
+        """Answer requests until their pipe ends."""
+        reader = asyncio.StreamReader(limit=_MOST_BYTES)
+        pipe = open(requests, "rb", buffering=0)  # noqa: SIM115
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "load" in message:
+                self._say(await self._loaded(message["load"]))
+            elif "end" in message:
+                self._end(message["key"])
+            else:
+                self._open(message)
+        end_group()
+
+    def _open(self, message: Mapping[str, Any]) -> None:
+        """Answer a question in a task of its own."""
+        key = message["key"]
+        if "begin" in message:
+            kind, several = self._kinds[message["kind"]], message["kind"] is not None
+            self._episodes[key] = Episode(key, kind, self._limits, several)
+        self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
+
+    async def _loaded(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"loaded": await self._load(given)}
+        except IsobitError as error:
+            return {"error": str(error)}
+        except BaseException as error:  # what a user's code may raise on the way
+            return {"error": f"environment: {last_line(error, '')}"}
+
+    async def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is: each kind's tools and reward, and which reward functions are called here.
+        Raises IsobitError."""
+        shared = [function_tool(reference) for reference in given["tools"]]
+        for each in given["mcp"]:
+            shared += await Server(McpServer(**each)).tools(given["start_deadline_s"])
+        by_name(shared, "environment.tools and environment.mcp")
+        self._limits = Limits(given["max_turns"], given["deadline_s"], given["on_error"])
+        self._kinds = load_kinds(given["factory"], shared)
+        until = asyncio.get_running_loop().time() + given["start_deadline_s"]
+        for kind in self._kinds.values():
+            await kind.probe(until)
+        called_here = []
+        for label, reference in given["rewards"]:
+            function = load_function(reference)
+            if _ASKS_FOR in function.names:
+                self._scorers.append(Scorer(label, function))
+                called_here.append(label)
+        if called_here and given["factory"] is None:
+            raise IsobitError(
+                f"reward function {called_here[0]}: it asks for {_ASKS_FOR}, and there is no "
+                "environment.factory"
+            )
+        kinds = [[each.name, each.schemas, each.reward] for each in self._kinds.values()]
+        return {"kinds": kinds, "called_here": called_here}
+
+    async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
+        key = episode.key
+        try:
+            reply = await self._asked(episode, message)
+        except Exception as error:  # an environment's value that cannot be handled: of its episode
+            text = f"environment: {last_line(error, episode.kind.file)}"
+            reply = Reply(key, Step(done=True), problem=text)
+        try:
+            said = reply_message(reply, episode.kind.name, episode.lost)
+            line = json.dumps(said)
+        except (TypeError, ValueError, RecursionError) as error:
+            text = f"environment: what it returned is no JSON: {error}"
+            failed = Reply(key, Step(done=True), problem=text)
+            line = json.dumps(reply_message(failed, episode.kind.name, episode.lost))
+        self._tasks.pop(key, None)
+        if key in self._episodes:
+            self._write(line)
+        else:  # it was ended meanwhile
+            episode.release()
+
+    async def _asked(self, episode: Episode, message: Mapping[str, Any]) -> Reply:
+        if "begin" in message:
+            return await episode.begin(**message["begin"])
+        if "turn" in message:
+            turn: Turn = turn_of(message["turn"])
+            return await episode.turn(turn)
+        return await episode.finish(message["finish"], self._scorers)
+
+    def _end(self, key: int) -> None:
+        episode = self._episodes.pop(key, None)
+        if episode is not None and key not in self._tasks:
+            episode.release()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._write(json.dumps(message))
+
+    def _write(self, line: str) -> None:
+        if os.getpid() != self._process:  # a tool forked and came back from both
+            os._exit(0)
+        write(self._replies, line.encode() + b"\n")
+
+
+def main() -> None:
+    """Serve requests until their pipe ends."""
+    requests, replies = open_pipes()
+    asyncio.run(Worker(replies).serve(requests))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What a turn appends: the tokens between a sampled answer and the start of the next one.
+
+Behind an answer stand the messages that an environment gives, as the model's own chat template
+writes them. The tokens so far stay as they were sampled, and only what comes behind them is
+encoded: the template is rendered on a short conversation that has the shape of the real one, with
+its prompt and answer replaced by dummies and the new messages as they are, and cut behind the
+answer. Where the cut is follows from the tokens at which generation stops, which only the template
+can have written (`escape_special.py`): the first of them behind the dummy's prompt ends its answer.
+
+A template may write an earlier answer otherwise than the last one: leave out its thoughts, move a
+system message. What was sampled is then not what the template would write later. `refusal` says so,
+in one line; `appended` gives the tokens all the same. Left out: messages before the answer, and
+answers that a template splits in two.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model.text.chat import TookTooMuch
+from isobit.model.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_ID = "call{:05d}"
+"""Of a call that has no id of its own: nine letters and digits, as Mistral's templates want."""
+_SHOWN = 40
+"""Characters of what two renderings differ in."""
+_PROMPT: Sequence[Message] = ({"role": "user", "content": ""},)
+_SAYING = {"role": "assistant", "content": "qzanswerx"}
+_THOUGHTS = "qzthoughtsx"
+_END = "</think>"
+_NO_END = (
+    "the model's chat template does not end an answer with one of the model's end-of-sequence "
+    "tokens ({}), so nothing can be appended to it"
+)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where an answer ends: behind so many `ends` of the prompt. `closes`: the end belongs to the
+    answer, and does not open the next message."""
+
+    ends: int
+    closes: bool
+
+
+class Appending:
+    """What turns append under a tokenizer's chat template and these `variables` of it, to
+    conversations whose prompts have the roles of `prompt`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+        prompt: Sequence[Message] = _PROMPT,
+    ) -> None:
+        self._tokenizer, self._variables = tokenizer, dict(variables or {})
+        self._prompt = _shape(prompt)
+        self._ends = frozenset(tokenizer.eos_ids)
+
+    def appended(self, messages: Sequence[Message], answer: Sequence[int]) -> list[int]:
+        """The tokens behind an answer: its end, unless it ended with a token that ends answers,
+        the messages, and the start of the next answer. Raises IsobitError for messages that the
+        template refuses, and where it does not end an answer with an end of sequence."""
+        given = _with_ids(messages)
+        cut = self._cut_of(given[0]["role"])
+        whole = self._encoded([self._said(given), *given], True)
+        places = [place for place, token in enumerate(whole) if token in self._ends]
+        if len(places) <= cut.ends:
+            raise self._no_end()
+        rest = whole[places[cut.ends] :]
+        ended = bool(answer) and answer[-1] in self._ends
+        return rest[1:] if ended and (cut.closes or answer[-1] == rest[0]) else rest
+
+    def check(self, *roles: str) -> None:
+        """Raise IsobitError if there is a `refusal` for one of these roles."""
+        for role in roles:
+            if (reason := self.refusal(role)) is not None:
+                raise IsobitError(reason)
+
+    def refusal(self, role: str) -> str | None:
+        """Why what is appended with a message of this role, `tool` or `user`, is not what the
+        template would write of the whole conversation, in one line; None: it is."""
+        why = self._tool_refusal if role == "tool" else self._user_refusal
+        if why is None:
+            return None
+        return (
+            f"the model's chat template {why}, so turns cannot be appended (environment.history: "
+            "append); name a template that keeps what it wrote with model.chat_template"
+        )
+
+    @cached_property
+    def _tool_refusal(self) -> str | None:
+        return self._difference(_dummies("tool"))
+
+    @cached_property
+    def _user_refusal(self) -> str | None:
+        return self._difference(_dummies("user"))
+
+    def _difference(self, given: list[dict[str, Any]]) -> str | None:
+        """What the template does to an answer that dummies follow, or to them; None: it only writes
+        them behind it."""
+        role = given[0]["role"]
+        try:
+            for said in self._answers(given):
+                last, whole = self._encoded([said], False), self._encoded([said, *given], True)
+                shown = self._text(whole)
+                if given[0]["content"] not in shown:
+                    return f"leaves out what a message of role {role} says"
+                last = last[: self._end(last)]
+                if whole[: len(last)] != last:
+                    before = shown.partition(given[0]["content"])[0]
+                    why = _why(self._text(last), before, self._prompt)
+                    return f"{why} once a message of role {role} follows"
+            self._cut_of(role)
+        except TookTooMuch:
+            raise
+        except IsobitError as error:
+            _, told, reason = str(error).partition("refused a conversation: ")
+            if not told:
+                raise
+            return f"refuses a message of role {role} behind an answer: {reason}"
+        return None
+
+    def _end(self, last: Sequence[int]) -> int:
+        """How many tokens an answer that nothing follows has with its prompt and its end. What a
+        template writes behind the last end of turn is no part of the answer."""
+        places = [place for place, token in enumerate(last) if token in self._ends]
+        return places[self._before] + 1 if len(places) > self._before else len(last)
+
+    @cached_property
+    def _before(self) -> int:
+        """How many ends the prompt has."""
+        return self._count(self._encoded([], True))
+
+    def _answers(self, given: Sequence[Message]) -> Iterator[dict[str, Any]]:
+        """Dummies of an answer: plain, with thoughts beside its text, and with thoughts in it where
+        the template looks for their end."""
+        said = self._said(given)
+        yield said
+        yield said | {"reasoning_content": _THOUGHTS, "thinking": _THOUGHTS}
+        if _END in (self._tokenizer.chat_template or ""):
+            yield said | {"content": f"<think>\n{_THOUGHTS}\n{_END}\n\n{said['content']}"}
+
+    def _cut_of(self, role: str) -> _Cut:
+        return self._tool_cut if role == "tool" else self._user_cut
+
+    @cached_property
+    def _tool_cut(self) -> _Cut:
+        return self._cut(_dummies("tool"))
+
+    @cached_property
+    def _user_cut(self) -> _Cut:
+        return self._cut(_dummies("user"))
+
+    def _cut(self, given: list[dict[str, Any]]) -> _Cut:
+        said, ends = self._said(given), self._before
+        closes = self._count(self._encoded([said], False)) > ends
+        whole = self._encoded([said, *given], True)
+        places = [place for place, token in enumerate(whole) if token in self._ends]
+        if len(places) <= ends or given[0]["content"] in self._text(whole[: places[ends]]):
+            raise self._no_end()
+        return _Cut(ends, closes)
+
+    def _no_end(self) -> IsobitError:
+        names = [self._tokenizer.fast.id_to_token(end) for end in sorted(self._ends)]
+        return IsobitError(_NO_END.format(", ".join(map(str, names)) or "it has none"))
+
+    def _said(self, given: Sequence[Message]) -> dict[str, Any]:
+        """The dummy of the answer that these messages follow."""
+        called = [message for message in given if message["role"] == "tool"]
+        return _calling(called, self._arguments) if called else _SAYING
+
+    @cached_property
+    def _arguments(self) -> Any:
+        """No arguments of a call, as the template takes them: some want JSON as text."""
+        choices: tuple[Any, ...] = ({}, "{}")
+        for arguments in choices:
+            try:
+                self._encoded([_calling(_dummies("tool"), arguments)], False)
+                return arguments
+            except TookTooMuch:
+                raise
+            except IsobitError:
+                continue
+        return {}
+
+    def _count(self, tokens: Sequence[int]) -> int:
+        return sum(token in self._ends for token in tokens)
+
+    def _encoded(self, more: Sequence[Message], answering: bool) -> list[int]:
+        chat = [*self._prompt, *more]
+        return self._tokenizer.encode_chat(chat, answering, self._variables)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, special=True)
+
+
+def _calling(given: Sequence[Message], arguments: Any) -> dict[str, Any]:
+    """The dummy of an answer that calls the tools whose messages are given."""
+    calls = [
+        {
+            "id": message["tool_call_id"],
+            "type": "function",
+            "function": {"name": message["name"], "arguments": arguments},
+        }
+        for message in given
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _shape(prompt: Sequence[Message]) -> list[dict[str, Any]]:
+    """A prompt with dummies in the place of what its messages say. An assistant's message at its
+    end, which the model goes on with, is part of the answer and left out."""
+    kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+    return [{**message, "content": f"qz{place}x"} for place, message in enumerate(kept)]
+
+
+def _dummies(role: str) -> list[dict[str, Any]]:
+    message = {"role": role, "content": "qzgivenx"}
+    return _with_ids([message | {"name": "dummy"} if role == "tool" else message])
+
+
+def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages in which those of tools have a name and the id of a call. Raises IsobitError where
+    there are none."""
+    if not messages:
+        raise IsobitError("nothing follows an answer; expected a message at least")
+    own = {"name": "tool"}
+    return [
+        {**own, "tool_call_id": _ID.format(place), **message}
+        if message["role"] == "tool"
+        else dict(message)
+        for place, message in enumerate(messages)
+    ]
+
+
+def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:
+    """What a template changes in `last` where the rendering goes on as `whole`."""
+    if any(last.count(mark) > whole.count(mark) for mark in (_THOUGHTS, _END)):
+        return "leaves out the thoughts of an answer"
+    for message in prompt:
+        text = message["content"]
+        if last.find(text) != whole.find(text):
+            return f"moves the message of role {message['role']}"
+    place = next(
+        (i for i, (a, b) in enumerate(zip(last, whole)) if a != b), min(len(last), len(whole))
+    )
+    before, after = last[place : place + _SHOWN], whole[place : place + _SHOWN]
+    return f"writes {after!r} where it wrote {before!r}"

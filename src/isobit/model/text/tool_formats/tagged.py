@@ -1,0 +1,91 @@
+"""Calls between `<tool_call>` and `</tool_call>`: Hermes' and Qwen's JSON, Qwen3-Coder's XML.
+
+    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    <tool_call><function=add><parameter=a>
+    1
+    </parameter></function></tool_call>
+
+What stands in XML is text: it is kept where the tool's schema says that the argument is text, and
+read as JSON elsewhere, where it is some.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from isobit.data.foreign import BadJson, parse_json
+from isobit.environments.base import Call
+from isobit.errors import brief
+from isobit.model.text.tool_formats.base import (
+    NoCall,
+    Pieces,
+    Reply,
+    ToolFormat,
+    Tools,
+    call_of,
+    calls_in,
+    dumped,
+    json_value,
+)
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _tagged(pieces: Pieces, one: Callable[[str], Call]) -> Reply | None:
+    """Calls between the tags; the last may lack its end."""
+    ((_, text),) = pieces
+    before, *parts = text.split(_OPEN)
+
+    def read(part: str) -> list[Call]:
+        body, _, behind = part.partition(_CLOSE)
+        if behind.strip():
+            raise NoCall(f"text behind {_CLOSE}: {brief(behind.strip(), 40)!r}")
+        return [one(body.strip())]
+
+    return calls_in(before, parts, read) if parts else None
+
+
+def _hermes(pieces: Pieces, tools: Tools) -> Reply | None:
+    return _tagged(pieces, lambda body: call_of(json_value(body), "arguments"))
+
+
+def _qwen3_coder(pieces: Pieces, tools: Tools) -> Reply | None:
+    return _tagged(pieces, partial(_function, tools))
+
+
+def _function(tools: Tools, body: str) -> Call:
+    if (found := _FUNCTION.fullmatch(body)) is None:
+        raise NoCall("expected <function=NAME>...</function>")
+    if (extra := _PARAMETER.sub("", found[2]).strip()) != "":
+        raise NoCall(f"expected <parameter=NAME>...</parameter>, got {brief(extra, 40)!r}")
+    types = _types(tools, found[1])
+    given = {name: _value(text, types.get(name)) for name, text in _PARAMETER.findall(found[2])}
+    return Call(found[1], dumped(given))
+
+
+def _types(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The types of a tool's arguments, by their names, as far as its schema says."""
+    for tool in tools:
+        function = _mapping(tool.get("function", tool))
+        if function.get("name") == name:
+            properties = _mapping(_mapping(function.get("parameters")).get("properties"))
+            return {key: _mapping(schema).get("type") for key, schema in properties.items()}
+    return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    try:
+        return text if kind == "string" else parse_json(text)
+    except BadJson:
+        return text
+
+
+HERMES = ToolFormat((_OPEN,), _hermes)
+QWEN3_CODER = ToolFormat((_OPEN,), _qwen3_coder)

@@ -1,0 +1,63 @@
+"""Answers that are written in channels (`model/text/tool_formats/harmony.py`), as their tokens are
+sampled: what of each message is certain.
+"""
+
+from collections.abc import Sequence
+
+from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.base import special_tokens
+from isobit.model.text.tool_formats.harmony import ENDS, MARKS, MESSAGE, NEXT, START, Header
+from isobit.serve.streams import TextStream
+
+
+class ChannelStream:
+    """What of an answer in channels is certain with each token. Joined, the texts of a kind are a
+    beginning of what `_harmony` reads. A call, and what follows it, is held back until the end; so
+    is all of an answer with `stop` strings, which reach from one message into the next, and of a
+    model whose marks are no special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._marks = special_tokens(MARKS, tokenizer)
+        self._closed = bool(stop) or len(self._marks) < len(MARKS)
+        self._header, self._mark, self._run = Header(), "", list[int]()
+        self._text: TextStream | None = None  # of the message that is written
+        self._begun = set[str]()
+
+    @property
+    def kind(self) -> str:
+        """Of what is told."""
+        return "content" if self._header.channel == "final" else "reasoning_content"
+
+    def feed(self, token: int) -> str:
+        """The text of `kind` that is certain with one more token."""
+        mark = self._marks.get(token)
+        if self._closed:
+            return ""
+        if mark is None:
+            self._run.append(token)
+            return "" if self._text is None else self._text.feed(token)
+        text, before = self._tokenizer.decode(self._run), self._mark
+        self._mark, self._run = mark, []
+        if self._text is not None:
+            rest, self._text = self._text.rest(text), None
+            self._closed = mark not in (START, *ENDS)
+            return rest
+        if before in ENDS:
+            self._header = Header()
+        if before == START:
+            self._header = Header(text)
+        elif before or not text or text.startswith(" to="):
+            self._header.add(before, text)
+        else:
+            self._closed = True  # it goes on inside a message
+        return self._begin(token) if mark == MESSAGE else ""
+
+    def _begin(self, token: int) -> str:
+        if self._closed or self._header.tool is not None:
+            self._closed = True
+            return ""
+        self._text = TextStream(self._tokenizer, [token])
+        told = NEXT if self.kind in self._begun else ""
+        self._begun.add(self.kind)
+        return told

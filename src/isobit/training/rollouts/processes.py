@@ -1,0 +1,94 @@
+"""The worker processes of a run, in which the user's code runs: reward functions, and the
+environments that answer between turns."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from isobit.config import Config
+from isobit.environments.pool import EnvironmentPool
+from isobit.errors import IsobitError
+from isobit.rewards.pool import RewardPool
+from isobit.run.directory import ENVIRONMENTS_LOG, REWARDS_LOG
+from isobit.tasks import Task
+from isobit.training.objects import NO_OBJECTS, Objects
+
+
+@dataclass(frozen=True, eq=False)
+class Processes:
+    """Reward functions, those that ask for `environments` left out, which are called where these
+    are. A context manager, which ends all of them."""
+
+    rewards: RewardPool
+    environments: EnvironmentPool | None = None
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        raised: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all of them. May be called again."""
+        self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
+
+    def print_to(self, run: Path) -> None:
+        """From now on what they print is kept in a run's directory."""
+        self.rewards.output.path = run / REWARDS_LOG
+        if self.environments is not None:
+            self.environments.output.path = run / ENVIRONMENTS_LOG
+
+    @property
+    def earned(self) -> tuple[tuple[str, float], ...]:
+        """(name, weight) of the rewards that environments give."""
+        return () if self.environments is None else tuple(self.environments.reward_weights.items())
+
+    def check(self, config: Config, task: Task, *, quiet: bool) -> None:
+        """Raise IsobitError for rows that functions cannot score or that have no environment, and
+        where nothing gives a reward."""
+        self.rewards.check_columns(task.train.examples[0].columns)
+        examples = (*task.train.examples, *task.held_out.examples)
+        self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
+        if self.environments is not None:
+            for each in examples:
+                self.environments.check_row(each.place, each.columns)
+        if not (self.rewards.specs or self.earned or config.rewards.models):
+            raise IsobitError(
+                "no reward: give rewards.functions or rewards.models, or use a task that has "
+                "its own"
+            )
+
+
+def open_processes(
+    config: Config, task: Task, objects: Objects = NO_OBJECTS, on_error: str | None = None
+) -> Processes:
+    """Those of a config, with `on_error` of reward functions in the place of its own. Raises
+    IsobitError for functions and environments that cannot be used."""
+    specs, given = config.rewards.functions or task.rewards, config.rewards
+    environments = None
+    if config.environment.used:
+        environments = EnvironmentPool(config.environment, specs)
+        environments.start()
+    elsewhere: Iterable[str] = () if environments is None else environments.called_here
+    try:
+        rewards = RewardPool(
+            [spec for spec in specs if spec.label not in elsewhere],
+            deadline_s=given.deadline_s,
+            num_workers=given.num_workers,
+            on_error=on_error or given.on_error,
+            environment=given.environment,
+            objects=objects.functions,
+        )
+    except BaseException:
+        if environments is not None:
+            environments.close()
+        raise
+    return Processes(rewards, environments)

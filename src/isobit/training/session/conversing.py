@@ -1,0 +1,37 @@
+"""The conversations of a run whose config has an `environment`: what is asked of its model, template
+and prompts before anything is sampled. Left out: environments (`environments/`)."""
+
+from isobit.config import Config
+from isobit.data.dataset import Example
+from isobit.engine.dialogue import Dialogue
+from isobit.environments.base import Environments
+from isobit.environments.recorded import RecordedEnvironments
+from isobit.errors import IsobitError
+from isobit.model import Model
+
+
+def open_dialogue(
+    config: Config, model: Model, environments: Environments, example: Example
+) -> Dialogue:
+    """With `environments`, on prompts such as that of the example. Raises IsobitError for prompts
+    that are no chats, and for a template with which the answers of tools cannot be appended; what
+    else is appended is seen when it comes."""
+    dialogue = _dialogue(config, model, environments)
+    if isinstance(example.prompt, str):
+        raise IsobitError(
+            f"environment: {example.place} has a text as its prompt, and turns need chats; set "
+            "task.chat: true"
+        )
+    if environments.tools and config.environment.history == "append":
+        dialogue.appending(example.prompt).check("tool")
+    return dialogue
+
+
+def recorded_dialogue(config: Config, model: Model) -> Dialogue:
+    """With environments that say what a run recorded."""
+    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+
+
+def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
+    parser = config.environment.parser or "auto"
+    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens)

@@ -1,0 +1,215 @@
+"""Runs whose completions are episodes: an environment in worker processes answers between the
+model's turns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.run.completions import COMPLETIONS, read
+from isobit.training.train import TrainResult, replay, resume, train
+from tests.conftest import RunIsobit
+from tests.dialogues import TEMPLATE
+from tests.models import ALPHABET, tiny_model
+from tests.runs import fingerprint
+
+ENVIRONMENT = '''
+import os, random, time
+from isobit.environments.base import Step
+
+CALLED = os.path.join(os.path.dirname(__file__), "called.txt")
+
+
+class Counting:
+    """Says how many digits the model has written, for as many turns as the answer says. It takes a
+    while, and each time another."""
+
+    def reset(self, answer, **columns):
+        self.turns = int(str(answer)[0]) % 3 + 1
+        self.digits = self.number = 0
+
+    def step(self, turn):
+        with open(CALLED, "a") as file:
+            file.write("x")
+        time.sleep(random.random() * SLOW)
+        self.number += 1
+        self.digits += sum(c in "56789" for c in turn.text)
+        message = {"role": "user", "content": f"{self.digits} so far"}
+        return Step((message,), self.digits / 10, done=self.number >= self.turns)
+'''
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+def save_chat_model(path: Path) -> Path:
+    """A tiny random model with a chat template."""
+    tiny_model(alphabet=ALPHABET, scale=2.0, max_positions=192).save(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def config_of(folder: Path, model: Path, slow: float = 0.0, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "counting.py").write_text(ENVIRONMENT.replace("SLOW", str(slow)))
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "task": {"path": str(folder / "sums.jsonl"), "held_out_size": 8, "chat": True},
+        "environment": {"factory": f"{folder / 'counting.py'}:Counting", "max_turns": 4},
+        "prompts_per_step": 4,
+        "sampling": {"group_size": 4, "max_new_tokens": 5},
+        "optimizer": {"learning_rate": 1e-3},
+        "steps": 3,
+        "run": {"dir": str(folder / "run"), "checkpoint_every": 1, "keep_last": 3, "report": False},
+        **changes,
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def run(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResult:
+    return train(load_config(config_of(folder, model, **changes), overrides))
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return list(read(run / COMPLETIONS))
+
+
+def test_rollout_and_learner_agree_in_every_turn(tmp_path: Path, chat_model: Path) -> None:
+    """0 differing tokens, over all trained tokens of all turns; the control: two flows."""
+    result = run(tmp_path, chat_model, evaluation={"every": 1, "samples": 4})
+    rows = rows_of(result.run_dir)
+    assert {row["episode"]["turns"] for row in rows} == {1, 2, 3}
+    for row in rows:
+        episode = row["episode"]
+        roles = [message["role"] for message in episode["messages"]]
+        assert roles == ["assistant", "user"] * episode["turns"]
+        assert row["reward"] == row["rewards"]["Counting"] == episode["rewards"]["Counting"]
+        mask = row["completion_mask"] or [True] * len(row["completion_ids"])
+        assert sum(a and not b for a, b in zip(mask, [*mask[1:], False])) == episode["turns"]
+        assert row["policy_logprobs"] is not None
+    for row in result.metrics:
+        if row["step"]:
+            assert row["mismatch/differing_tokens"] == 0
+            assert row["mismatch/kl_k3"] == 0
+            assert row["rollout/tokens"] > row["length/mean"]
+            assert 1 < row["env/turns"] < 3
+    assert "reward/held_out" in result.metrics[-1]
+    other = run(tmp_path / "other", chat_model, "precision=fp8-rollout")
+    assert all(row["mismatch/differing_tokens"] > 0 for row in other.metrics)
+
+
+def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path) -> None:
+    """Also with more workers, fewer pages and resumed after each step; the control is another
+    seed."""
+    first = fingerprint(run(tmp_path / "a", chat_model).run_dir)
+    slow = run(tmp_path / "b", chat_model, "environment.workers=2", slow=0.03)
+    assert fingerprint(slow.run_dir) == first
+    tight = ["engine.kv_pages=24", "engine.page_size=4", "engine.max_sequences=3"]
+    ahead = run(tmp_path / "c", chat_model, *tight, "steps=1", slow=0.01)
+    resume(ahead.run_dir, ["steps=3"])
+    assert comparable(fingerprint(ahead.run_dir)) == comparable(first)
+    other = fingerprint(run(tmp_path / "d", chat_model, "seed=1").run_dir)
+    assert other["completions"] != first["completions"]
+
+
+def comparable(found: dict[str, Any]) -> dict[str, Any]:
+    """What does not count pages."""
+    return {name: found[name] for name in ("step", "model.safetensors", "completions")}
+
+
+def test_a_run_replays_without_calling_a_tool(tmp_path: Path, chat_model: Path) -> None:
+    first = run(tmp_path, chat_model)
+    called = (tmp_path / "called.txt").read_text()
+    assert called
+    again = replay(first.run_dir, tmp_path / "again")
+    assert (tmp_path / "called.txt").read_text() == called
+    for name in ("model.safetensors", "trainer/optimizer.safetensors", "completions"):
+        assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
+
+
+def test_a_run_is_verified_without_calling_a_tool(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """Every turn is drawn again; the control is an observation that was not the one recorded."""
+    first = run(tmp_path, chat_model)
+    called = (tmp_path / "called.txt").read_text()
+    code, said, _ = run_isobit("verify", first.run_dir)
+    assert code == 0, said
+    assert "and 0 of their" in said
+    assert (tmp_path / "called.txt").read_text() == called
+    falsify(first.run_dir)
+    code, said, errors = run_isobit("verify", first.run_dir)
+    assert code == 1
+    assert "differ" in said + errors
+
+
+def falsify(run: Path) -> None:
+    """Another observation in one row of the newest step, tokens and hashes as they were."""
+    from isobit.run.completions import pack
+
+    rows = rows_of(run)
+    row = next(row for row in rows if row["step"] == 2 and row["episode"]["turns"] > 1)
+    row["episode"]["messages"][1]["content"] = "9 so far!"
+    steps = sorted({row["step"] for row in rows})
+    packed = [pack(as_written(row) for row in rows if row["step"] == step) for step in steps]
+    (run / COMPLETIONS).write_bytes(b"".join(packed))
+
+
+def as_written(row: dict[str, Any]) -> dict[str, Any]:
+    from isobit.training.recording.rows import _compact
+
+    short = {name: _compact(row[name]) for name in ("rollout_logprobs",)}
+    return row | short | {"policy_logprobs": "same"}
+
+
+def test_dynamic_sampling_and_rollouts_ahead(tmp_path: Path, chat_model: Path) -> None:
+    result = run(
+        tmp_path, chat_model, "algorithm.preset=dapo", "rollouts_ahead=1", "replay.max_staleness=1"
+    )
+    rows = rows_of(result.run_dir)
+    assert rows
+    assert all(row["episode"]["turns"] for row in rows)
+
+
+def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path) -> None:
+    """Every message under TRL's name, and the environment of each where they ask for it."""
+    (tmp_path / "rewards.py").write_text(
+        "def roles(completions, **columns):\n"
+        "    return [float(sum(m['role'] == 'user' for m in c)) for c in completions]\n"
+        "def counted(environments, **columns):\n"
+        "    return [float(e.number) for e in environments]\n"
+    )
+    functions = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("roles", "counted")]
+    result = run(tmp_path, chat_model, rewards={"functions": functions})
+    for row in rows_of(result.run_dir):
+        assert row["rewards"]["roles"] == row["rewards"]["counted"] == row["episode"]["turns"]
+        assert row["reward"] == pytest.approx(sum(row["rewards"].values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"task.chat": False}, "set task.chat: true"),
+        ({"environment.history": "fork"}, "history: fork is not offered yet"),
+        ({"fleet.engines": 1}, "set fleet.engines: 0"),
+        ({"rewards.models": [{"path": "x"}]}, "reward models do not read conversations"),
+    ],
+)
+def test_what_is_not_offered_is_refused_in_one_line(
+    tmp_path: Path, chat_model: Path, changes: dict[str, Any], line: str
+) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    with pytest.raises(IsobitError, match=line) as raised:
+        run(tmp_path, chat_model, *overrides)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
