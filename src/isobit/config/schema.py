@@ -337,8 +337,8 @@ class SftModelConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """One supervised run: on prompts and completions, conversations, or texts. `out: DIR` is
-    `run.dir`."""
+    """One supervised run: on prompts and completions, conversations, texts, or pairs of which one
+    answer is preferred. `out: DIR` is `run.dir`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -349,6 +349,15 @@ class SftConfig:
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
+    loss: Annotated[
+        str,
+        OneOf(("cross_entropy", "dpo", "ipo")),
+        "of right answers; or of pairs, columns prompt, chosen and rejected, against the model that "
+        "the run began with",
+    ] = "cross_entropy"
+    beta: Annotated[
+        float, above(0), "of dpo and ipo: how near the model stays to the one it began with"
+    ] = 0.1
     turns: Annotated[
         Literal["last", "all"],
         "which of the assistant's turns in a conversation are learned, each up to the end that the "
@@ -365,7 +374,19 @@ class SftConfig:
     ] = 1
     seed: Annotated[int, at_least(0), below(2**63)] = 0
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss is of two answers, of which one is preferred."""
+        return self.loss != "cross_entropy"
+
     def __post_init__(self) -> None:
+        if self.of_pairs and self.model.path is None:
+            raise IsobitError(
+                f"loss: {self.loss} compares with the model that the run began with, and random "
+                "weights (model.init) prefer nothing; give model.path"
+            )
+        if self.of_pairs and self.turns == "all":
+            raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"

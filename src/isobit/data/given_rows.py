@@ -20,10 +20,10 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 def given_row(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row with the columns that examples are made of. Raises IsobitError, with the place, for a
     value that cannot be."""
+    if _whole_pair(row) and "prompt" not in columns:
+        return _pair(where, row)
     if {"prompt", "messages"} & {*row, *columns}:
         return row
-    if {"chosen", "rejected"} <= row.keys():
-        return _pair(where, row)
     if {"instruction", "output"} <= row.keys():
         return _alpaca(where, row)
     if "conversations" in row:
@@ -56,6 +56,15 @@ def _messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
     ]
     rest = {key: each for key, each in row.items() if key != "conversations"}
     return {**rest, "messages": messages}
+
+
+def _whole_pair(row: Mapping[str, Any]) -> bool:
+    """Whether the prompt is in both answers: there is none beside them, or a text beside
+    conversations, as TRL's sets have it."""
+    if not {"chosen", "rejected"} <= row.keys():
+        return False
+    beside = row.get("prompt")
+    return beside is None or (isinstance(beside, str) and isinstance(row["chosen"], list))
 
 
 def _pair(where: str, row: dict[str, Any]) -> dict[str, Any]:

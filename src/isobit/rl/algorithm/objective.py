@@ -256,7 +256,7 @@ class ResolvedObjective(Objective):
     `stale_samples`: some samples are of older weights, by replay or because rollouts run ahead.
     `reward_weights`: (name, weight) of each reward function. `max_new_tokens`, `temperature` and
     `filtering` are the sampling's, the last one its top-k, top-p, min-p and repetition penalty, if
-    any.
+    any. `beta`: of a loss of pairs (`given.py`).
     """
 
     rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
@@ -266,6 +266,7 @@ class ResolvedObjective(Objective):
     max_new_tokens: NotAnOption[int] = 128
     temperature: NotAnOption[float] = 1.0
     filtering: NotAnOption[tuple[int, float, float, float] | None] = None
+    beta: NotAnOption[float] = 0.1
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":

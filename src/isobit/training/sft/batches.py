@@ -6,18 +6,20 @@ The only state is the cursor, so a run that goes on sees what it would have seen
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 from isobit.data.dataset import Dataset
 from isobit.monitor.screen import Shown
 from isobit.rl import Group, Sample
 from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.training.learning import Lesson
 from isobit.training.loop import Rollout
 from isobit.training.saving.snapshot import State
 from isobit.training.sft.taught import SupervisedSample
 
-_UNSAID = ("loss/policy", "loss/kl", "clip_fraction", "mismatch/comparable_tokens")
+_UNSAID = ("loss/kl", "clip_fraction", "mismatch/comparable_tokens")
 """What the learner measures of sampled completions, which these are not."""
 
 
@@ -62,19 +64,27 @@ def given(taught: Sequence[SupervisedSample], cursor: int) -> list[Sample]:
     ]
 
 
+_OF_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy")
+
+
+@dataclass(frozen=True)
 class LearnedAnswers:
-    """What a supervised run says of a step."""
+    """What a supervised run says of a step, by its `loss`."""
+
+    loss: str
 
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
         """The loss, the length of the answers, and what else the learner measured."""
         found = dict(lesson.metrics)
         lengths = [sample.num_trained for group in batch.groups for sample in group]
-        measured = {name: value for name, value in found.items() if name not in _UNSAID}
-        return {
-            "loss/cross_entropy": found["loss/policy"],
+        said = {
+            f"loss/{self.loss}": found.pop("loss/policy"),
             "length/mean": sum(lengths) / len(lengths),
-            **measured,
         }
+        if self.loss in PAIR_LOSSES:  # shared out over the tokens of both answers
+            scale = sum(lengths) / len(lengths)
+            said |= {f"preference/{n}": found.pop(f"loss/{n}", nan) * scale for n in _OF_PAIRS}
+        return said | {name: value for name, value in found.items() if name not in _UNSAID}
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:
         """None: the answers are in the data."""

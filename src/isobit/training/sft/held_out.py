@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
@@ -19,6 +21,7 @@ from isobit.monitor.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rl import Sample
+from isobit.rl.algorithm.given import PAIR_LOSSES, of_pairs
 from isobit.rl.learner.learner import Learner
 
 
@@ -48,8 +51,9 @@ class HeldOutAnswers:
 
     def evaluate(self, trainer_state: Mapping[str, float]) -> tuple[dict[str, float], str]:
         """(metrics, a line for the reader) of the present weights."""
-        loss = self.loss()
-        metrics, line = {"loss/held_out": loss}, f"held-out loss {loss:.4f}"
+        paired = self._learner.objective.loss in PAIR_LOSSES
+        metrics = self._preferences() if paired else {"loss/held_out": self.loss()}
+        line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
         if self._asked.rewards:
             found = self.estimate()
             metrics["accuracy/held_out"] = found.value
@@ -63,6 +67,20 @@ class HeldOutAnswers:
         rows = self._learner.logprobs(self._asked.samples)
         values = [value for row in rows for value in row.tolist()]
         return -math.fsum(values) / len(values)
+
+    def _preferences(self) -> dict[str, float]:
+        """The mean loss of the held-out pairs, and in how many the preferred answer gains more."""
+        learner, samples = self._learner, self._asked.samples
+        rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
+        ratios = torch.stack([(mine.double() - other.double()).sum() for mine, other in rows])
+        lengths = torch.tensor([sample.num_trained for sample in samples])
+        pairs, objective = ratios.view(-1, 2), learner.objective
+        losses = of_pairs(objective.loss, pairs, lengths.view(-1, 2), objective.beta).tolist()
+        preferred = sum((pairs[:, 0] > pairs[:, 1]).tolist())
+        return {
+            "loss/held_out": math.fsum(losses) / len(losses),
+            "preference/held_out_accuracy": preferred / len(losses),
+        }
 
     def estimate(self) -> Estimate:
         """The greedy accuracy, with its interval."""

@@ -108,7 +108,7 @@ class SupervisedRun(OpenRun):
             self.state,
             self.trained,
             self.saver,
-            LearnedAnswers(),
+            LearnedAnswers(self.config.loss),
             evaluating,
             self.memory_metrics,
             self.display,

@@ -23,6 +23,7 @@ from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
+from isobit.training.adapting import model_named
 from isobit.training.rollouts.lengths import keep, outside, say_special_tokens
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.sft.batches import given
@@ -36,10 +37,11 @@ Taught = Mapping[int, Sequence[SupervisedSample]]
 
 @dataclass(frozen=True, eq=False)
 class SupervisedParts:
-    """`held_out`: None where nothing is."""
+    """`held_out`: None where nothing is; `reference`: of a loss of pairs."""
 
     config: SftConfig
     trained: Trained
+    reference: Model | None
     train: Dataset
     taught: Taught
     held_out: HeldOutAnswers | None
@@ -62,6 +64,8 @@ class SupervisedParts:
             "memory/weights_mib": sum(self.trained.model.memory().values()),
             "memory/optimizer_mib": self.trained.optimizer.nbytes,
         }
+        if self.reference is not None and self.config.adapter is None:
+            found["memory/reference_mib"] = sum(self.reference.memory().values())
         return {name: size / 2**20 for name, size in found.items()}
 
 
@@ -85,12 +89,15 @@ def open_parts(
     quiet = quiet or not ranks.first
     train, taught = _fitted(task.train, "training", task, model, config, quiet)
     asked = _asked(task, model, config, quiet)
+    reference = _reference(config, model, task) if config.of_pairs else None
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    if not config.of_pairs:  # answers share no prompts, unless two examples happen to
+        settings = replace(settings, share_prompts=False)
     learner = Learner(
         model,
-        # answers share no prompts: what their gradient is rounded to does not depend on the batch
-        ShardedOptimizer.of(model, replace(settings, share_prompts=False)),
-        supervised_objective(),
+        ShardedOptimizer.of(model, settings),
+        supervised_objective(config.loss, config.beta),
+        reference=reference,
         micro_batch_tokens=tokens,
         recompute=config.optimizer.activation_checkpointing,
         seed=config.seed,
@@ -98,9 +105,25 @@ def open_parts(
         check_gradients_every=config.run.check_gradients_every,
     )
     replay = ReplayBuffer(ReplaySettings(), config.seed)
-    trained = Trained(model, learner.optimizer, learner, Calibrator(model, tokens), replay)
+    frozen = [] if reference is None else [reference.transformer]
+    trained = Trained(model, learner.optimizer, learner, Calibrator(model, tokens), replay, frozen)
     held_out = None if asked is None else HeldOutAnswers(model, learner, asked)
-    return SupervisedParts(config, trained, train, taught, held_out)
+    return SupervisedParts(config, trained, reference, train, taught, held_out)
+
+
+def _reference(config: SftConfig, model: Model, task: Task) -> Model:
+    """The model that the run began with, frozen: working weights under the policy's flow, or the
+    policy's own without its adapter."""
+    if config.adapter is not None:
+        reference = model.without_adapter()
+    else:
+        assert config.model.path is not None
+        flow = config.precision, config.backend, config.consistency, model.ranks
+        masters = config.optimizer.masters
+        reference = Model.load(model_named(config.model.path), *flow, masters=masters)
+    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    reference.transformer.freeze()
+    return reference
 
 
 def load_supervised(config: SftConfig) -> Task:
@@ -141,11 +164,12 @@ def _fitted(
     taught: list[tuple[Example, list[SupervisedSample]]] = []
 
     def problem(example: Example) -> str | None:
-        samples = teacher.samples(example)
+        samples = teacher.pair(example) if config.of_pairs else teacher.samples(example)
         taught.append((example, samples))
-        prompt, completion = len(samples[-1].prompt_ids), len(samples[-1].completion_ids)
+        longest = max(samples, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
+        prompt, completion = len(longest.prompt_ids), len(longest.completion_ids)
         if prompt + completion > context:
-            if is_text(example, task):
+            if not config.of_pairs and is_text(example, task):
                 both = f"a text of {prompt + completion} tokens"
             else:
                 both = f"a prompt of {prompt} tokens with a completion of {completion}"
