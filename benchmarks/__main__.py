@@ -19,6 +19,7 @@ NAMES = (
     "serve",
     "adapters",
     "serve_step",
+    "turns",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

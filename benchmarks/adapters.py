@@ -1,9 +1,9 @@
 """Tokens a second of 16 requests by 16 adapters, one each, beside the same requests by the base
 alone, in one process.
 
-`fp8`, rank 8 on every matrix, 16 rows a step. Beside them without a claim: all requests by one
-adapter, and half of them by the base. Quickstart-like size (hidden 256, 4 layers), and hidden 768
-with 8 layers.
+`fp8`, rank 8 on every matrix, 16 rows a step. Beside them half of the requests by adapters and half
+by the base, and without a claim all requests by one adapter. Quickstart-like size (hidden 256, 4
+layers), and hidden 768 with 8 layers.
 """
 
 import tempfile
@@ -36,9 +36,10 @@ def run(rounds: int) -> Result:
             contestants = _contestants(base, tokens)
             amount = float(ROWS * tokens)
             result.rows += race(case, contestants, rounds, amount=amount, unit="tokens")
-        ratio = result.median("base", case) / result.median("16 adapters", case)
-        what = f"tokens a second, 16 adapters over the base, {case}"
-        result.claims.append(Claim(what, ratio, ">=", _AIM))
+        for kind in ("16 adapters", "8 adapters and the base"):
+            ratio = result.median("base", case) / result.median(kind, case)
+            what = f"tokens a second, {kind} over the base, {case}"
+            result.claims.append(Claim(what, ratio, ">=", _AIM))
     return result
 
 

@@ -33,6 +33,8 @@ SHOWN = (
     "dpo_loss",
     "margin",
     "teacher_kl",
+    "sdft/mean_teacher_entropy",
+    "loss:sum",
 )
 """Of the metrics that recipes write, those that are printed."""
 Config = dict[str, Any]
@@ -286,6 +288,28 @@ def rubric(config: Config, log: Path, steps: int) -> None:
     asyncio.run(train.cli_main(given))
 
 
+def sdft(config: Config, log: Path, steps: int) -> None:
+    """Self-distillation: the teacher is the base model, which is shown the right answer, and the
+    student learns its likeliest tokens."""
+    from datasets import Dataset
+    from tinker_cookbook.recipes.sdft import train
+
+    rows = [{"prompt": question, "golden_response": answer} for question, answer in sums(8 * steps)]
+    folder = log.with_name("rows")
+    Dataset.from_list(rows).save_to_disk(str(folder))
+    given = train.CLIConfig(
+        **config,
+        **ADAPTER,
+        dataset="toolalpaca",
+        toolalpaca_data_path=str(folder),
+        groups_per_batch=4,
+        max_tokens=16,
+        max_context_length=1024,
+        eval_every=0,
+    )
+    asyncio.run(train.cli_main(given))
+
+
 def _plain(config: Config) -> Config:
     """Without what only commands take."""
     return {key: value for key, value in config.items() if key != "behavior_if_log_dir_exists"}
@@ -304,6 +328,7 @@ RECIPES: dict[str, Callable[[Config, Path, int], None]] = {
         distillation,
         numerics,
         rubric,
+        sdft,
     )
 }
 

@@ -16,6 +16,7 @@ from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
@@ -67,6 +68,7 @@ def tiny_model(
         "max_positions": 64,
         "experts": {
             "qwen3_moe": Experts(5, 2, 24),
+            "qwen3_5_moe_text": Experts(5, 2, 24, shared=40),
             "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48)),
         }.get(family),
     }
@@ -74,11 +76,14 @@ def tiny_model(
     linear = (
         LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
     )
-    rope = Rope.of(10000.0, 1.0 if FAMILIES[family].partial_rotary == 1.0 else 0.5)
+    table = FAMILIES[family]
+    rope = Rope.of(10000.0, 1.0 if table.partial_rotary == 1.0 else 0.5)
+    rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
+    multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,
-        **{**shape, "linear": linear, "rope": rope, **sizes},
+        **{**shape, "linear": linear, "rope": rope, "multipliers": multipliers, **sizes},
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
         o_bias=FAMILIES[family].biased,
         qk_norm=FAMILIES[family].qk_norm,

@@ -12,6 +12,7 @@ from isobit.evaluation.inspection.quantization import activation_health, weight_
 from isobit.kernels import Ops, inference_engine_ops
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
+from isobit.model.families.rope import Table
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.checkpoint import read_weights
 from isobit.model.transformer import Transformer
@@ -135,9 +136,8 @@ def test_a_forgotten_move_raises() -> None:
             with pytest.raises(Mixed):
                 mixed()
         model = on(ReferenceOps("exact", device=DEVICE), "bf16")
-        model.transformer._tables = {
-            model.config.rope: model.config.rope.tables(64, model.config.head_dim)
-        }
+        tables = model.config.rope.tables(64, model.config.head_dim)
+        model.transformer._tables = {model.config.rope: Table(*tables, None)}
         with pytest.raises(Mixed):
             model.logprobs([[3, 4, 5]])
 

@@ -335,6 +335,15 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
         f"weights are read at {rate[one, 'weights read by isobit fp8 bitwise']:.0f} GB/s",
     ):
         assert sentence in text, sentence
+    ours = {case: rate[case, "isobit fp8 bitwise"] for case in (small, wide, one)}
+    assert f"(batch 1: {ours[one] / rate[one, 'isobit bf16 bitwise']:.2f} times `bf16`" in text
+    step = json.loads((ROOT / "benchmarks/results/grpo_step.json").read_text())
+    ours |= {row["case"]: row["rate"] for row in step["rows"] if "fp8" in row["contestant"]}
+    rate |= {(row["case"], row["contestant"]): row["rate"] for row in step["rows"]}
+    gains = [rate[case, "isobit bf16 bitwise"] / own - 1 for case, own in ours.items()]
+    chosen = " ".join((ROOT / "docs/how-to/choose-a-preset.md").read_text().split())
+    low, *_, high = sorted(100 * gain for gain in gains if gain > 0)
+    assert f"`bf16` is faster, by {low:.0f} to {high:.0f} % on a Zen 4" in chosen
     readme = " ".join(README.read_text().split())
     over = [
         [rate[case, "isobit fp8 bitwise"] / rate[case, peer] for case in (small, wide, one)]
@@ -348,6 +357,30 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
         f"{min(over[1]):.1f} to {max(over[1]):.1f} times as fast as those of vLLM's CPU build"
         in readme
     )
+
+
+def test_the_figures_of_adapters_are_those_of_the_results() -> None:
+    """Each cell of their table, with its aim where there is one."""
+    results = json.loads((ROOT / "benchmarks/results/adapters.json").read_text())
+    rate = {(row["case"], row["contestant"]): row["rate"] for row in results["rows"]}
+    aims = {claim["what"]: claim for claim in results["claims"]}
+    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
+
+    def cell(kind: str, case: str) -> str:
+        shown = f"{rate[case, kind] / rate[case, 'base']:.2f}"
+        aim = aims.get(f"tokens a second, {kind} over the base, {case}")
+        missed = "" if aim is None or aim["holds"] else ": missed"
+        return shown if aim is None else f"{shown} (aim {aim['target']:g}{missed})"
+
+    words = {
+        "16 adapters": "16 adapters",
+        "8 adapters and the base": "8 adapters, and 8 of the base",
+        "one adapter": "one adapter",
+    }
+    page = MEASURED.read_text()
+    assert f"| 16 requests, of | {' | '.join(cases)} |" in page
+    for kind, said in words.items():
+        assert f"| {said} | {' | '.join(cell(kind, case) for case in cases)} |" in page
 
 
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:

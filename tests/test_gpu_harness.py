@@ -371,7 +371,7 @@ def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return bench
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_test_is_a_case_and_is_not_run_twice(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

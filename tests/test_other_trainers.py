@@ -23,6 +23,8 @@ from tests.test_option_tables import quoted, rows
 
 PAGES = {"trl": ROOT / "docs" / "from-trl.md", "verl": ROOT / "docs" / "from-verl.md"}
 NOT_OF_GRPO_CONFIG = {"model", "train_dataset", "eval_dataset", "reward_funcs"} | {
+    "tools",
+    "environment_factory",
     "lora_r",
     "lora_alpha",
     "lora_target_modules",

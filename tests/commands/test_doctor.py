@@ -1,9 +1,6 @@
 """`isobit doctor` says what runs say, and finds what makes a machine slow."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,23 +10,22 @@ from isobit.cli.commands.doctor import diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
 from isobit.precision import PRESETS
+from tests import warm
 
 
-def _doctor(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "isobit", "doctor", *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
-    )
+def _doctor(folder: Path, *arguments: str, **environment: str) -> str:
+    done = warm.isobit(folder, "doctor", *arguments, **environment)
     assert not done.stderr
+    assert done.returncode == 0
     return done.stdout
 
 
-def test_it_says_what_a_run_says() -> None:
-    printed = json.loads(_doctor("--json"))
+def test_it_says_what_a_run_says(tmp_path: Path) -> None:
+    printed = json.loads(_doctor(tmp_path, "--json"))
     assert printed["facts"]["backend"] == get_ops().why
     assert printed["facts"]["order of sums"] == default_order()
     assert all(printed["facts"].values())
-    text = _doctor()
+    text = _doctor(tmp_path)
     assert all(f"{name} " in text for name in printed["facts"])
 
 
@@ -46,14 +42,14 @@ def test_it_says_what_of_a_preset_is_not_in_cpp() -> None:
 
 def test_without_a_compiler_it_says_why_everything_is_slow_and_what_helps(tmp_path: Path) -> None:
     slow = "the operators run in PyTorch, much slower than in C++: install a compiler"
-    found = _doctor(CXX="no-such-compiler", ISOBIT_CACHE=str(tmp_path))
+    found = _doctor(tmp_path, CXX="no-such-compiler", ISOBIT_CACHE=str(tmp_path))
     assert (
         "reference backend, because native cannot be built: CXX=no-such-compiler is not a program"
         in found
     )
     assert slow in found
     assert "CXX=no-such-compiler" in found.split("threads")[1].split("\n")[0]
-    assert slow not in _doctor()  # the control
+    assert slow not in _doctor(tmp_path)  # the control
 
 
 def test_processors_and_other_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,12 @@ import pytest
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
+from isobit.environments.base import Call
 from isobit.model import Model
+from isobit.model.text.tool_formats.base import Reply, ToolFormat
+from isobit.model.text.tool_formats.table import FORMATS
 from tests.conftest import RunIsobit
+from tests.models import ALPHABET, tiny_model
 
 Generate = Callable[..., str]
 
@@ -70,3 +74,67 @@ def test_a_chat_by_a_template_of_ones_own(generate: Generate, tmp_path: Path) ->
         + generate("--prompt", "1+2", "--chat", "--chat-template", tmp_path / "mine.jinja", *words)
         == plain
     )
+
+
+TOOL = '''
+def shout(text: str) -> str:
+    """Say it loudly.
+
+    Args:
+        text: What to say.
+    """
+    print("heard")
+    return text + "!"
+'''
+
+
+def test_with_tools_a_conversation_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit
+) -> None:
+    """The parser is one for which every answer is a call; what runs it is a process of its own. The
+    last turn's call is not carried out."""
+    tiny_model(alphabet=ALPHABET, max_positions=128).save(tmp_path / "model")
+    (tmp_path / "loud.py").write_text(TOOL)
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role == 'assistant' %}"
+        "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    calls = ToolFormat((), lambda pieces, tools: Reply("", (Call("shout", '{"text": "hi"}'),)))
+    monkeypatch.setitem(FORMATS, "json", calls)  # type: ignore[misc]
+    asked = (
+        "generate",
+        tmp_path / "model",
+        "--prompt",
+        "12",
+        "--max-new-tokens",
+        4,
+        "--max-turns",
+        2,
+        "--parser",
+        "json",
+    )
+    files = ("--tools", f"{tmp_path / 'loud.py'}:shout", "--chat-template", tmp_path / "chat.jinja")
+    call, answer = 'shout({"text": "hi"})', "[tool shout] hi!"
+    code, text, error = run_isobit(*asked, *files)
+    assert not code, error
+    assert text.splitlines() == [call, answer, call]
+    (row,) = map(json.loads, run_isobit(*asked, *files, "--json")[1].splitlines())
+    assert row["episode"]["turns"] == 2
+    assert len(row["completion_mask"]) == len(row["token_ids"])
+    given = row["completion_mask"].count(False)
+    assert 0 < given < len(row["token_ids"])
+
+
+def test_tools_that_cannot_be_used_are_one_line(
+    base_model: Path, run_isobit: RunIsobit, tmp_path: Path
+) -> None:
+    (tmp_path / "loud.py").write_text(TOOL)
+    tool = ("--tools", f"{tmp_path / 'loud.py'}:shout")
+    for words, message in (
+        (tool, "the model has no chat template, so it has no turns"),
+        (("--tools", f"{tmp_path / 'loud.py'}:whisper"), "no function 'whisper'"),
+    ):
+        code, _, error = run_isobit("generate", base_model, "--prompt", "1", *words)
+        assert code
+        assert message in error
+        assert len(error.splitlines()) == 1

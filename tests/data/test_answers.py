@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isobit.data.answers import NoAnswer, answer_messages, answer_text, gold_text
+from isobit.data.answers import NoAnswer, answer_messages, answer_text, completion_text, gold_text
 from isobit.data.dataset import read_examples
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
@@ -37,6 +37,8 @@ ANSWERS: list[tuple[Any, str]] = [
     (said("7", name=None, tool_calls=None), "7"),
     (said("I add.", tool_calls=[CALL]), "I add."),
 ]
+ANSWERED = [{"role": "user", "content": "7"}]
+ANSWERED_LAST = [*said("7"), *ANSWERED]
 OTHERS: list[tuple[Any, str]] = [
     (None, "null"),
     (True, "true or false"),
@@ -48,7 +50,7 @@ OTHERS: list[tuple[Any, str]] = [
     ([{"role": "user", "content": "7"}], "a message of role 'user'"),
     ([{"role": "tool", "content": "7"}], "a message of role 'tool'"),
     ([{"content": "7"}], "a message of role None"),
-    ([*said("7"), {"role": "user", "content": "7"}], "a message of role 'user'"),
+    (ANSWERED_LAST, "a message of role 'user'"),
     (said(None), "a message whose content is null"),
     (said(7), "a message whose content is a number"),
     (said([]), "a message whose content is a list"),
@@ -88,7 +90,21 @@ def test_a_number_is_a_right_answer_and_no_completion() -> None:
         answer_text(42)
 
 
-@pytest.mark.parametrize(("value", "found"), OTHERS)
+def test_of_a_conversation_rewards_read_what_was_said_last() -> None:
+    called, told = said("", tool_calls=[CALL]), {"role": "tool", "content": "7"}
+    for messages, text in (
+        ([*called, told, *said("It is 7.")], "It is 7."),
+        ([*said("6"), *ANSWERED, *said("7"), *ANSWERED], "7"),
+        ([*said("6"), told, *called], ""),
+    ):
+        assert completion_text(messages) == text
+        with pytest.raises(NoAnswer):
+            answer_text(messages)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(value, found) for value, found in OTHERS if value != ANSWERED_LAST]
+)
 def test_a_reward_is_given_no_other_completion(value: Any, found: str, tmp_path: Path) -> None:
     (tmp_path / "verl.py").write_text("def score(solution_str, ground_truth):\n    return 1.0\n")
     verl = load_function(f"{tmp_path / 'verl.py'}:score")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from isobit.distributed import launch, transport
 from isobit.distributed.board import StoreBoard
 from isobit.errors import RankLost
+from tests import warm
 from tests.distributed.sessions import SMALL, bits, trained, written
 from tests.sockets import MARK, beyond_loopback, listening, marked
 
@@ -155,15 +156,13 @@ def test_who_connects_as_another_rank_must_know_the_secret(tmp_path: Path, knows
     """Gloo takes whoever comes first to a port."""
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     secrets = ["", "" if knows else "guessed"]
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETING, str(folder), str(rank), secret],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        warm.start(["python", str(script), str(folder), str(rank), secret], tmp_path)
         for rank, secret in enumerate(secrets)
     ]
-    said = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    said = [rank.wait().stdout.strip() for rank in ranks]
     if knows:
         assert said == ["[0, 1] True"] * 2
     else:

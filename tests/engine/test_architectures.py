@@ -13,12 +13,18 @@ from isobit.engine.types import Sampling
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from tests.models import ALPHABET, level, require
 
 from .helpers import CONFIG, differing
 from .test_invariance import PROMPT_IDS, PROMPTS
 
 _HALF = Rope(300.0, "default", (("partial_rotary_factor", 0.5),))
+_GROWN = Rope(
+    300.0,
+    "yarn",
+    (("factor", 2.0), ("llama_4_scaling_beta", 0.5), ("original_max_position_embeddings", 8)),
+)
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
     "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
@@ -32,12 +38,27 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"query_scalar": 6},
     ),
     "glm4": ({"qkv_bias": True, "rope": _HALF}, {"rms_eps": 1e-2}),
+    "phi3": ({"windows": (5, 5, 5)}, {"windows": (6, 6, 6)}),
+    "granite": (
+        {"multipliers": Multipliers(2.0, 0.3, 0.6, 1.5)},
+        {"multipliers": Multipliers(2.0, 0.3, 0.5, 1.5)},
+    ),
+    "ministral3": ({"rope": _GROWN}, {"rms_eps": 1e-2}),
     "gpt_oss": (
         {"windows": (5, None, 9), "qkv_bias": True, "o_bias": True, "experts": Experts(5, 2, 208)},
         {"windows": (5, None, 8)},
     ),
     "qwen3_5_text": (
         {"qk_norm": True, "linear": LinearAttention((0, 2), 2, 4, 20, 12), "rope": _HALF},
+        {"rms_eps": 1e-2},
+    ),
+    "qwen3_5_moe_text": (
+        {
+            "qk_norm": True,
+            "linear": LinearAttention((0, 2), 2, 4, 20, 12),
+            "rope": _HALF,
+            "experts": Experts(5, 2, 24, shared=40),
+        },
         {"rms_eps": 1e-2},
     ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),

@@ -3,6 +3,7 @@ the interpreter where there is no GPU. Real sizes: tests/gpu."""
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,33 @@ def test_zero_bits_differ_with_linear_attention() -> None:
     """A layer of each kind of Qwen3.5. Control: a learner whose norms divide by more."""
     sizes = {"num_layers": 2, "head_dim": 16, "linear": LinearAttention((0,), 1, 2, 16, 16)}
     model = tiny_model("fp8", "qwen3_5_text", backend="triton", scale=6, **sizes)
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    model.transformer.config = replace(model.config, rms_eps=1e-2)
+    assert differing(model, groups)[0] > 0
+
+
+_GROWN = Rope(
+    300.0,
+    "yarn",
+    (("factor", 2.0), ("llama_4_scaling_beta", 0.5), ("original_max_position_embeddings", 4)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("phi3", {"windows": (4, 4)}),
+        ("granite", {}),
+        ("ministral3", {"rope": _GROWN}),
+        ("qwen3_5_moe_text", {"linear": LinearAttention((0,), 1, 2, 16, 16)}),
+    ],
+)
+def test_zero_bits_differ_in_other_families(family: str, own: dict[str, Any]) -> None:
+    """Two layers of each. Control: a learner whose norms divide by more."""
+    sizes = {"num_layers": 2, "head_dim": 16, **own}
+    model = tiny_model("fp8", family, backend="triton", scale=6, **sizes)
     groups = _completions(model)
     assert differing(model, groups) == (0, 12)
     model.transformer.config = replace(model.config, rms_eps=1e-2)

@@ -68,6 +68,27 @@ BASES["gemma3_text"] = {
     "query_pre_attn_scalar": 5,
 }
 BASES["glm4"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
+BASES["phi3"] = _SIZES | {"sliding_window": None, "pad_token_id": 0}
+BASES["granite"] = _SIZES | {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pad_token_id": 0,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.9,
+}
+BASES["ministral3"] = {key: value for key, value in _SIZES.items() if key != "rope_theta"} | {
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "llama_4_scaling_beta": 0.4,
+    },
+}
 BASES["gpt_oss"] = _SIZES | {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -84,6 +105,14 @@ BASES["qwen3_5_text"] = _SIZES | {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
     "pad_token_id": 0,
+}
+BASES["qwen3_5_moe_text"] = {
+    key: value for key, value in BASES["qwen3_5_text"].items() if key != "intermediate_size"
+} | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
 }
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the
@@ -112,6 +141,7 @@ SHAPES = (
         "num_experts",
     ),
     *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    "shared_expert_intermediate_size",
     *(
         "linear_num_key_heads",
         "linear_num_value_heads",
@@ -184,6 +214,10 @@ def variants() -> list[Variant]:
             "gemma3_text": _gemma3,
             "gpt_oss": _gpt_oss,
             "qwen3_5_text": _qwen35,
+            "qwen3_5_moe_text": _qwen35,
+            "phi3": _phi3,
+            "granite": _granite,
+            "ministral3": _ministral3,
         }.get(family, _windows)
         makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
@@ -205,20 +239,23 @@ def _sizes(family: str) -> Iterator[Row]:
         "num_hidden_layers",
         "num_attention_heads",
     ):
-        yield f"no {key}", {key: _LEFT_OUT}, f"'{key}' is missing"
+        if key in BASES[family]:
+            yield f"no {key}", {key: _LEFT_OUT}, f"'{key}' is missing"
     yield "hidden_size 48.0", {"hidden_size": 48.0}, "hidden_size has the wrong type"
     yield "1 head of keys", {"num_key_value_heads": 1}, ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
-    nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3")
+    one_each = ("llama", "olmo2", "olmo3", "phi3", "granite")
+    nullable = family in (*one_each, "qwen2", "qwen3", "smollm3")
     yield (
         "null heads of keys",
         {"num_key_value_heads": None},
         "" if nullable else "num_key_value_heads",
     )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
+    left_out = 8 if family == "ministral3" else left_out
     for heads in (4, 8, 32):
-        shared = heads % (heads if family in ("llama", "olmo2", "olmo3") else left_out) == 0
+        shared = heads % (heads if family in one_each else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
@@ -230,7 +267,7 @@ def _sizes(family: str) -> Iterator[Row]:
     yield (
         "head_dim 20",
         {"head_dim": 20},
-        "an even part of a head" if family == "qwen3_5_text" else "",
+        "an even part of a head" if family.startswith("qwen3_5") else "",
     )
     yield "head_dim 7", {"head_dim": 7}, "even head_dim"
     if family in (
@@ -257,7 +294,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    never = ("qwen2", "mixtral", "mistral")
+    never = ("qwen2", "mixtral", "mistral", "ministral3", "phi3")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield (
@@ -369,8 +406,8 @@ def _rope_details(family: str) -> Iterator[Row]:
 def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
     flagged = family.startswith(("qwen", "smollm"))
-    everywhere = family in ("qwen3_moe", "mixtral", "mistral")
-    never = family in ("llama", "olmo2", "glm4")
+    everywhere = family in ("qwen3_moe", "mixtral", "mistral", "ministral3", "phi3")
+    never = family in ("llama", "olmo2", "glm4", "granite")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""
@@ -388,7 +425,8 @@ def _windows(family: str) -> Iterator[Row]:
         yield f"window from layer {layer}", {**first, "max_window_layers": layer}, ""
     yield "window, layer left out", {**first, "max_window_layers": _LEFT_OUT}, ""
     full, mixed = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
-    unlisted = "layer_types is not supported" if family == "mistral" else ""
+    mistral = family in ("mistral", "ministral3", "phi3")
+    unlisted = "layer_types is not supported" if mistral else ""
     contradicts = unlisted or ("that of all layers" if everywhere else "")
     yield "all layers full", {"layer_types": full}, unlisted
     yield "all layers full, window", {**first, "layer_types": full}, contradicts
@@ -542,6 +580,50 @@ def _gpt_oss(family: str) -> Iterator[Row]:
     yield "initial_context_length", {"initial_context_length": 4096, "experts_per_token": 2}, ""
 
 
+def _phi3(family: str) -> Iterator[Row]:
+    """Windows as Mistral's, and rotary scalings, of which transformers takes longrope alone."""
+    yield from _windows(family)
+    for kind, parameters in _SCALINGS.items():
+        refused = "" if kind == "default" else "unsupported rope scaling"
+        inside = {"rope_type": kind, **parameters}
+        yield f"rope_scaling {kind}", {"rope_scaling": inside}, refused
+    su = {"type": "su", **_SCALINGS["longrope"]}
+    yield "rope_scaling su", {"rope_scaling": su}, "longrope turns a whole sequence"
+    yield "dropout", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, _ORIGINAL: 16}, ""
+    yield "half of each head", {"partial_rotary_factor": 0.5}, "partial rotary"
+
+
+def _granite(family: str) -> Iterator[Row]:
+    """The numbers that it multiplies by."""
+    yield from _windows(family)
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    for key in keys:
+        yield f"no {key}", {key: _LEFT_OUT}, ""
+        yield f"{key} 2", {key: 2}, ""
+        yield f"{key} 0", {key: 0}, f"{key} must be a number above 0"
+        yield f"{key} as text", {key: "2"}, f"{key} must be a number above 0"
+        yield f"null {key}", {key: None}, f"{key} must be a number above 0"
+
+
+def _ministral3(family: str) -> Iterator[Row]:
+    """Windows as Mistral's, and how queries grow with the position."""
+    yield from _windows(family)
+    base = BASES[family]["rope_parameters"]
+    yield "rope_parameters left out", {"rope_parameters": _LEFT_OUT}, ""
+    yield "no rope_parameters, a theta", {"rope_parameters": _LEFT_OUT, "rope_theta": 500.0}, ""
+    old = {"rope_parameters": _LEFT_OUT, "rope_scaling": base}
+    yield "rope_scaling", old, ""
+    for name, more in (*_YARNS.items(), ("another beta", {"llama_4_scaling_beta": 1})):
+        yield f"yarn, {name}", {"rope_parameters": {**base, **more}}, ""
+    for value in (None, "0.1"):
+        section = {**base, "llama_4_scaling_beta": value}
+        yield f"beta {value!r}", {"rope_parameters": section}, "llama_4_scaling_beta"
+    without = {key: value for key, value in base.items() if key != "llama_4_scaling_beta"}
+    yield "no beta", {"rope_parameters": without}, "needs llama_4_scaling_beta"
+    plain = {**base, "rope_type": "default"}
+    yield "no scaling", {"rope_parameters": plain}, "unsupported rope scaling 'default'"
+
+
 def _qwen35(family: str) -> Iterator[Row]:
     """Which layers have linear attention, its sizes, and the part of a head that is rotated."""
     for kinds in (
@@ -620,12 +702,14 @@ def _unrotated(family: str) -> Iterator[Row]:
 
 def _experts(family: str) -> Iterator[Row]:
     """Mixtures of experts."""
-    if family not in ("qwen3_moe", "mixtral", "gpt_oss"):
+    if family not in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text"):
         return
-    own = "num_experts" if family == "qwen3_moe" else "num_local_experts"
-    other = "num_local_experts" if family == "qwen3_moe" else "num_experts"
+    own, other = "num_experts", "num_local_experts"
+    if family in ("mixtral", "gpt_oss"):
+        own, other = other, own
     yield "no number of experts", {own: _LEFT_OUT}, ""
-    yield "the other name", {own: _LEFT_OUT, other: 7}, ""
+    unknown = "is not part of this architecture" if family == "qwen3_5_moe_text" else ""
+    yield "the other name", {own: _LEFT_OUT, other: 7}, unknown
     yield "both names", {own: 7, other: 7}, ""
     yield "both names, two numbers", {own: 6, other: 7}, "keep one of them"
     yield "no num_experts_per_tok", {"num_experts_per_tok": _LEFT_OUT, own: 9}, ""
@@ -633,7 +717,11 @@ def _experts(family: str) -> Iterator[Row]:
     yield "9 experts a token", {"num_experts_per_tok": 9}, "9 experts per token"
     yield "no experts", {own: 0}, "at least 1"
     yield "jitter", {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.2}, ""
-    if family == "gpt_oss":
+    if family == "qwen3_5_moe_text":
+        for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+            yield f"no {key}", {key: _LEFT_OUT}, ""
+            yield f"{key} 0", {key: 0}, f"{key} must be at least 1"
+    if family in ("gpt_oss", "qwen3_5_moe_text"):
         return
     if family == "mixtral":
         yield "norm_topk_prob false", {"norm_topk_prob": False}, ""

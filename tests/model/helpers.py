@@ -13,6 +13,7 @@ from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from tests.models import ALPHABET, level, require
 
 VOCABULARY = 61
@@ -44,7 +45,7 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 
-_PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
+_PAD = {"pad_token_id": 0}  # whose row of the embedding gets no gradient in transformers
 _OLMO = {"num_key_value_heads": 2, **_PAD}
 _OLMO3_YARN = {
     "full_attention": _YARN,
@@ -76,7 +77,26 @@ _QWEN35 = {
     "linear_key_head_dim": 20,
 }
 _QWEN35 |= {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}
+_QWEN35_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
+}
 _QWEN35_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+_GRANITE = {
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.8,
+}
+_MINISTRAL = {
+    **_YARN,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
@@ -138,6 +158,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_PAD,
         },
     ),
+    "phi3": ("Phi3", _PAD),
+    "phi3-windows": (
+        "Phi3",
+        {**_PAD, "sliding_window": 11, "head_dim": 20, "tie_word_embeddings": True},
+    ),
+    "granite": ("Granite", _GRANITE),
+    "granite-biases": (
+        "Granite",
+        {
+            **_GRANITE,
+            "logits_scaling": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 20, "rope_parameters": _MINISTRAL, **_PAD}),
+    "ministral3-windows": (
+        "Ministral3",
+        {
+            **_PAD,
+            "head_dim": 20,
+            "sliding_window": 11,
+            "rope_parameters": {**_MINISTRAL, "llama_4_scaling_beta": 0.7, "mscale": 0.5},
+        },
+    ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-plain": (
         "GptOss",
@@ -154,6 +201,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         },
     ),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**_QWEN35, **_QWEN35_MOE, "num_hidden_layers": 4}),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
@@ -163,7 +211,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
-    text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5") else "Config"
+    text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"
     config = getattr(transformers, f"{prefix}{text}")(**(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
@@ -172,16 +220,16 @@ def oracle(family: str, **changes: Any) -> Any:
 
 
 @torch.no_grad()
-def randomize(model: Any, seed: int) -> None:
+def randomize(model: Any, seed: int, text: str = "") -> None:
     """Give every parameter of a `transformers` model random values of a size that matters; norms
-    that multiply by numbers around 1."""
+    that multiply by numbers around 1. `text`: the model_type of the language model inside."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith("norm.weight")
-        around_0 = (
-            model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
-        )
+        around_0 = (text or model.config.model_type).startswith(
+            ("gemma", "qwen3_5")
+        ) and "linear_attn" not in name
         middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
 
@@ -225,8 +273,8 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "head_dim": 36,
         "qkv_bias": family == "qwen2",
         "qk_norm": FAMILY_TABLES[family].qk_norm,
-        "experts": Experts(6, 3, 40)
-        if family == "qwen3_moe"
+        "experts": Experts(6, 3, 40, shared=48 if family == "qwen3_5_moe_text" else 0)
+        if family in ("qwen3_moe", "qwen3_5_moe_text")
         else Experts(5, 2, 208)
         if family in ("mixtral", "gpt_oss")
         else None,
@@ -235,6 +283,10 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
     }
     if FAMILY_TABLES[family].linear_attention:
         values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
+    if "default" not in FAMILY_TABLES[family].rope_kinds:
+        values |= {"rope": FAMILY_TABLES[family].fresh_rope(500.0, 128)}
+    if FAMILY_TABLES[family].multipliers:
+        values |= {"multipliers": Multipliers(3.0, 0.1, 0.4, 2.0)}
     return ModelConfig(**(values | changes))
 
 

@@ -19,7 +19,7 @@ def _one_of(*values: Any) -> Pick:
     return lambda drawn: drawn.choice(values)
 
 
-def _section(drawn: random.Random, theta: bool) -> dict[str, Any]:
+def _section(drawn: random.Random, theta: bool, more_keys: tuple[str, ...] = ()) -> dict[str, Any]:
     """A rotary scaling, with parameters of its own."""
     kind = drawn.choice(("default", "default", "linear", "llama3", "yarn"))
     more: dict[str, Any] = {"rope_type": kind}
@@ -40,7 +40,7 @@ def _section(drawn: random.Random, theta: bool) -> dict[str, Any]:
         ):
             if drawn.random() < 0.4:
                 more[key] = drawn.choice(values)
-    return more
+    return more | {key: drawn.choice((0.1, 0.7)) for key in more_keys}
 
 
 def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
     if table.ropes is not None and how == "parameters":
         kinds = ("full_attention", "sliding_attention")
         return left_out | {"rope_parameters": {kind: _section(drawn, theta=True) for kind in kinds}}
-    section = _section(drawn, theta=how == "parameters")
+    section = _section(drawn, how == "parameters", table.rope_more)
     if table.partial_rotary != 1.0:
         section["partial_rotary_factor"] = drawn.choice((0.25, 0.5, 1.0))
     if how == "parameters":
@@ -109,7 +109,12 @@ _OWN: Mapping[str, Pick] = {
     "num_local_experts": _one_of(3, 5),
     "num_experts_per_tok": _one_of(1, 2),
     "moe_intermediate_size": _one_of(16, 24),
+    "shared_expert_intermediate_size": _one_of(16, 20),
     "norm_topk_prob": _one_of(True, False, _LEFT_OUT),
+    "embedding_multiplier": _one_of(1.5, 3, _LEFT_OUT),
+    "attention_multiplier": _one_of(0.1, 0.3, _LEFT_OUT),
+    "residual_multiplier": _one_of(0.4, 1.3),
+    "logits_scaling": _one_of(0.7, 2, _LEFT_OUT),
     "query_pre_attn_scalar": _one_of(5, 16, _LEFT_OUT),
     "linear_num_value_heads": _one_of(2, 4),
     "linear_key_head_dim": _one_of(8, 12),
@@ -123,6 +128,8 @@ def random_values(family: str, seed: int) -> dict[str, Any]:
     drawn, base = random.Random(f"{family} {seed}"), BASES[family]
     layers = drawn.choice((1, 2, 4))
     picked = {key: pick(drawn) for key, pick in _SIZES.items()}
+    if "intermediate_size" not in base:
+        del picked["intermediate_size"]
     picked |= {key: pick(drawn) for key, pick in _OWN.items() if key in base}
     values = {"model_type": family, **base, **picked, "num_hidden_layers": layers}
     values |= _ropes(drawn, family) | _kinds(drawn, family, layers)

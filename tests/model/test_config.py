@@ -120,10 +120,8 @@ def test_a_missing_key_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "inner", "kind", "right"),
     [
-        ("mistral3", "mistral", "for images that wraps", "whose config.json says mistral"),
-        ("llava", "llama", "for images that wraps", "whose config.json says llama"),
-        ("internvl", "qwen2", "for images that wraps", "whose config.json says qwen2"),
-        ("gemma3", "gemma3_text", "for images that wraps", "whose config.json says gemma3_text"),
+        ("aya_vision", "cohere2", "for images that wraps", "of llama, qwen2, "),
+        ("video_llava", "llama", "for images that wraps", "whose config.json says llama"),
         ("qwen3_vl", "qwen3_vl_text", "for images that wraps", "of llama, qwen2, "),
         ("qwen2_audio", "qwen2", "for sound that wraps", "whose config.json says qwen2"),
     ],

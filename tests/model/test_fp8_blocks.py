@@ -27,11 +27,16 @@ WHOLE = {
     "head_dim": 64,
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
+FAMILIES += ["phi3", "granite", "ministral3", "qwen3_5_moe_text"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
     """A random model all of whose matrices are whole blocks."""
-    experts = {"qwen3_moe": Experts(4, 2, 128), "mixtral": Experts(4, 2, 384)}.get(family)
+    experts = {
+        "qwen3_moe": Experts(4, 2, 128),
+        "mixtral": Experts(4, 2, 384),
+        "qwen3_5_moe_text": Experts(4, 2, 128, shared=128),
+    }.get(family)
     return random_model(precision, family=family, **{**WHOLE, "experts": experts, **changes})
 
 

@@ -165,7 +165,10 @@ def test_experts_in_files_and_apart() -> None:
         "model.layers.0.mlp.experts.gate_up_proj": (2, 8, 6),
         "model.layers.0.mlp.experts.down_proj_bias": (2, 8),
     }
-    assert in_files(own) == files
+    assert in_files(own, "columns") == files
+    del own["model.layers.0.mlp.experts.1.down_proj.bias"]
+    rows = {"model.layers.0.mlp.experts.gate_up_proj": (2, 6, 8)}
+    assert in_files(own, "rows") == rows
     assert place("model.layers.0.mlp.router.weight") is None
 
 

@@ -23,7 +23,8 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 def _adapted(base: Path, folder: Path, **given: Any) -> Model:
     """A model with an adapter after an update, whose folder is written."""
-    model = Model.load(base, "float32", adapter=NewAdapter(4, 10, given.get("targets", TARGETS)))
+    new = NewAdapter(4, 10, given.get("targets", TARGETS), rslora=given.get("rslora", False))
+    model = Model.load(base, "float32", adapter=new)
     for number, parameter in enumerate(model.parameters()):
         parameter.data += 0.1 * torch.randn(
             parameter.shape, generator=torch.Generator().manual_seed(number)
@@ -44,20 +45,24 @@ def _farthest(model: Model, theirs: Any) -> float:
     return float((model.logprobs([ids])[0] - _logprobs(theirs, ids)).abs().max())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
+)
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
-    """The same log-probabilities under float32. The control is the model without its adapter."""
+    """The same log-probabilities under float32, of rsLoRA too. The control is the model without its
+    adapter."""
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'isobit[dev]')")
     _, base = directory(tmp_path / "base", family)
     attention = ("q_proj", "v_proj", "o_proj")
-    targets = (
-        attention
-        if "moe" in family
-        else (*TARGETS, "in_proj_qkv", "out_proj")
-        if "3.5" in family
-        else TARGETS
-    )
-    model = _adapted(base, tmp_path / "adapter", targets=targets)
+    linear = ("in_proj_qkv", "in_proj_z", "out_proj")
+    targets = {
+        "qwen3-moe": attention,
+        "qwen3.5": (*TARGETS, *linear),
+        "qwen3.5-moe": (*TARGETS, *linear),  # of the MLP beside the experts
+        "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    }.get(family, TARGETS)
+    rslora = family in ("qwen3", "granite")
+    model = _adapted(base, tmp_path / "adapter", targets=targets, rslora=rslora)
     close = (
         5e-5 if "3.5" in family else 2e-5
     )  # states of linear attention are summed in another order
@@ -123,7 +128,7 @@ def test_a_folder_gives_back_every_bit_and_names_its_model(folders: tuple[Path, 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora: DoRA cannot be read"),
-    "rsLoRA": ({"use_rslora": True}, "use_rslora: rsLoRA cannot be read"),
+    "rsLoRA as text": ({"use_rslora": "yes"}, "use_rslora has the wrong type"),
     "whole modules": (
         {"modules_to_save": ["lm_head"]},
         "modules_to_save: modules that are trained whole",

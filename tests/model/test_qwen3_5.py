@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
@@ -55,11 +57,36 @@ def test_the_language_model_of_one_that_sees_is_taken(tmp_path: Path) -> None:
     assert float((oracle_logits(alone, sequence) - wanted).abs().max()) <= 1e-5
 
 
+def test_experts_of_a_layer_in_one_tensor_are_read(tmp_path: Path) -> None:
+    """As those that were published have them, the wrapper and its names included; the same weights,
+    bit for bit."""
+    text, folder = oracle("qwen3.5-moe"), tmp_path / "published"
+    vision = transformers.Qwen3_5MoeVisionConfig(**_SEEING)
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=text.config.to_dict(), vision_config=vision.to_dict()
+    )
+    config.save_pretrained(folder)
+    text.save_pretrained(tmp_path / "text")
+    Tokenizer.characters(ALPHABET).save(folder)
+    Tokenizer.characters(ALPHABET).save(tmp_path / "text")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.detach().clone()
+        for name, tensor in text.state_dict().items()
+    }
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
+    save_file(tensors | {"mtp.norm.weight": torch.ones(3)}, folder / "model.safetensors")
+    together, apart = (Model.load(path, "float32") for path in (folder, tmp_path / "text"))
+    for name, master in together.named_parameters().items():
+        assert torch.equal(master, apart.named_parameters()[name]), name
+    sequence = tokens(30)
+    assert float((logits(together, sequence) - oracle_logits(text, sequence)).abs().max()) <= 2e-4
+
+
 def test_another_tower_is_refused_by_name(tmp_path: Path) -> None:
     """Of a model whose text is of no supported family nothing is taken."""
     published(tmp_path)
     values = read_json(tmp_path / "config.json")
-    values["text_config"]["model_type"] = "qwen3_5_moe_text"
+    values["text_config"]["model_type"] = "qwen3_vl_text"
     write_json(tmp_path / "config.json", values)
     with pytest.raises(IsobitError, match="unsupported architecture 'qwen3_5'"):
         Model.load(tmp_path)

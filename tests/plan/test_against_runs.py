@@ -14,6 +14,7 @@ from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.plan import Job, Machine, job_of, plan
+from isobit.plan.advice import changes
 from isobit.plan.learning import carried_forward, forward_passes, measure
 from isobit.plan.live_bytes import LiveBytes
 from isobit.plan.memory import num_parameters
@@ -89,6 +90,28 @@ def test_a_run_reports_what_was_planned(
     other = Described(job.model, tiny_model("bf16" if flow != "bf16" else "fp8").precision, adapter)
     of_another = weight_bytes(other)
     assert row["memory/weights_mib"] * MIB != each * count + of_another.rollout + of_another.learner
+
+
+def test_the_cache_of_a_server_is_planned(tmp_path: Path) -> None:
+    """To the byte, beside the rollout's; the control has no server."""
+    tiny_model(max_positions=128).save(tmp_path / "model")
+    (tmp_path / "token").write_text("test-token-0123456789")
+    (tmp_path / "token").chmod(0o600)
+    given = ("steps=1", "serve.port=0", f"serve.token={tmp_path / 'token'}")
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    with open_session(config, NO_OBJECTS, quiet=True) as session:
+        serving = session.parts.serving
+        assert serving is not None
+        took, longest = serving.engine.kv_bytes, session.parts.engine.longest_prompt
+    job = job_of(config, HERE, longest)
+    label = "keys and values of the server"
+    assert dict(plan(job).held)[label] == took
+    fewer, without = job.changed("serve.max_sequences=8"), job.changed("serve.port=null")
+    assert 0 < dict(plan(fewer).held)[label] < took
+    assert label not in dict(plan(without).held)
+    assert plan(job).total == plan(without).total + took
+    many = job.changed("serve.max_sequences=4096")
+    assert "serve.max_sequences=2048" in {key for one in changes(many) for key in one.keys}
 
 
 FLOWS = ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")

@@ -46,7 +46,8 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     # tests/training/test_quantization.py tests/fleet/test_training.py: what a fleet is sent and how
     # long the learner waits for it tests/training/test_adapter.py: adapters
     # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py:
-    # calibrated queries; tests/training/test_serve.py: a run that serves
+    # calibrated queries; tests/training/test_serve.py: a run that serves;
+    # tests/training/test_turns.py: environments
     elsewhere = {
         name
         for name in metrics.METRICS
@@ -61,7 +62,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
                     "mismatch/corrected",
                 ),
                 *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
-                *("serve/", "time/serve"),
+                *("serve/", "time/serve", "env/", "tools/", "time/tools"),
             )
         )
         and name[-1] != "*"

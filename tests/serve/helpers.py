@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 
 from isobit.engine.engine import Engine
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.text.tool_formats.table import format_of
-from isobit.serve.app import KEEP_ALIVE_SECONDS, Server, make_app
+from isobit.serve.app import Server, ServerOptions, server_config
 from isobit.serve.gateway import Gateway
 from isobit.serve.jobs import Done, Event, Token
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
 from tests.models import tiny_model
 
+LONG = 600.0
+"""Seconds after which something hangs; on a busy machine a server takes minutes to begin and to
+end."""
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
 KEY, OTHER_KEY = "tml-test-key-0123456789", "tml-other-key-0123456789"
 ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
@@ -63,15 +65,15 @@ class Running:
         """A request, with a JSON body unless `content` is given."""
         given = more if "content" in more else {"json": value, **more}
         headers = self.headers | given.pop("headers", {})
-        return httpx.post(self.url + path, headers=headers, timeout=60, **given)
+        return httpx.post(self.url + path, headers=headers, timeout=LONG, **given)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self.headers, timeout=60)
+        return httpx.get(self.url + path, headers=self.headers, timeout=LONG)
 
     def stream(self, path: str, value: Any) -> list[str]:
         """The data of a stream's events."""
         with httpx.stream(
-            "POST", self.url + path, headers=self.headers, json=value, timeout=60
+            "POST", self.url + path, headers=self.headers, json=value, timeout=LONG
         ) as response:
             assert response.status_code == 200, response.read()
             lines = [line for line in response.iter_lines() if line]
@@ -89,29 +91,21 @@ def serving(
     grace: float = 5.0,
     state: Path | None = None,
     whole: bool = False,
+    every: int = 10,
     **sizes: int,
 ) -> Iterator[Running]:
     """A server over the model at `base`, which trains where it has a `state`, adapters or the
-    `whole` model; at the end all its pages must be free."""
+    `whole` model, and keeps a run `every` so many steps; at the end all its pages must be free."""
     model = Model.load(base, "fp8", "native")
     model = model if whole else model.serving({})
     engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
-    kept = None if state is None else State(state)
+    kept = None if state is None else State(state, every=every)
     chat = format_of(tools, model.tokenizer.chat_template)
     gateway = Gateway(engine, "tiny", chat, limits, kept)
     for name, folder in (adapters or {}).items():
         gateway.device.snapshots.put(name, folder)
-    app = make_app(gateway, TOKENS)
-    config = uvicorn.Config(
-        app,
-        port=0,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        http="h11",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+    config = server_config(gateway, TOKENS, ServerOptions(port=0, grace=grace))
+    app: Any = config.app
     server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
 
     def on_start(chosen: int) -> None:
@@ -122,11 +116,11 @@ def serving(
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:
-        assert started.wait(30)
+        assert started.wait(LONG)
         yield Running(f"http://127.0.0.1:{port[0]}", gateway, server, app=app)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(LONG)
         assert not thread.is_alive()
         if kept is not None:
             kept.close()

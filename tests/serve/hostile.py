@@ -1,5 +1,6 @@
 """Hostile requests over all routes: each is answered in JSON with a status below 500 and one clear
-line, and an honest request among them has the answer that it has alone.
+line. What is answered is answered the same again; honest requests among them have the answers that
+they have alone, and an honest run the same adapter.
 
     python -m tests.serve.hostile --cases 10000
 """
@@ -13,75 +14,57 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import httpx
-import numpy as np
 
 from isobit.serve.requests import Limits
 
 from .helpers import Running, base_model, serving
+from .hostile_routes import PREFIX, SAMPLING, Valid, World, new_world
 
-ROUTES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {
-        "model": "tiny",
-        "prompt": "abc",
-        "max_tokens": 4,
-        "n": 1,
-        "seed": 1,
-        "stop": ["x"],
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "logprobs": 1,
-        "stream": False,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    },
-    "/v1/chat/completions": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "go"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [
-                    {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
-                ],
-            },
-            {"role": "tool", "content": "3", "tool_call_id": "c"},
-        ],
-        "max_tokens": 4,
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-        "tool_choice": "auto",
-        "chat_template_kwargs": {"thinking": False},
-        "logprobs": True,
-        "top_k": 4,
-        "min_p": 0.1,
-    },
-    "/inference/v1/generate": {
-        "token_ids": [5, 6, 7],
-        "sampling_params": {"max_tokens": 3, "temperature": 0.0},
-    },
-    "/tokenize": {"prompt": "abc", "add_special_tokens": True},
-    "/detokenize": {"tokens": [4, 5, 6]},
-}
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**299, -(10**30), 0.5, -0.0, 1e308, float("inf"),
     float("nan"),
     "", "a", "\x00", "</s>", "<s>user\n", "a" * 3000, "é\ud7ff", "~", "null", "{{ 7 * 7 }}",
-    "{% for x in y %}",
+    "{% for x in y %}", "tinker://a/weights/../b", "../../etc/passwd",
     [], [[]], [None], ["a", 1], [1.5], [True], list(range(300)), ["x"] * 40, {}, {"a": {}},
     {"role": "user"},
     {"type": "image_url"}, {"messages": []}, [{"role": "user", "content": "a"}],
     {"include_usage": 3},
 ]  # fmt: skip
+WORDS = [
+    "", ".", "..", "../..", "%00", "%2e%2e", "a" * 400, "é", "a\nb", "weights", "weights/../a",
+    "/etc/passwd", "%", "a?b=c", "a#b", "0", "-1", "9" * 30, "null", "present/present", "{run}",
+]  # fmt: skip
 HONEST = (
     "/v1/completions",
     {"model": "tiny", "prompt": "abc", "max_tokens": 6, "seed": 9, "logprobs": 0},
 )
+_OF_A_WORLD = 250  # cases
 
 
-def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
+@dataclass(frozen=True)
+class Case:
+    """A hostile request: a valid one with something else in it. `number`: the one that it has in
+    its line, if nothing has changed it."""
+
+    valid: Valid
+    method: str
+    path: str
+    content: bytes
+    headers: dict[str, str]
+    number: int | None
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path[:200]} {self.headers} {self.content[:300]!r}"
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
     """The value with something else in one place."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         found = dict(value)
@@ -92,83 +75,12 @@ def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
         elif kind < 0.2:
             found[rng.choice(["x", "promt", "", "\n", "a" * 500, "role", "n"])] = rng.choice(VALUES)
         else:
-            found[key] = mutated(found[key], rng, depth + 1)
+            found[key] = mutated(found[key], rng)
         return found
     if isinstance(value, list) and value and rng.random() < 0.7:
         place = rng.randrange(len(value))
-        return [*value[:place], mutated(value[place], rng, depth + 1), *value[place + 1 :]]
+        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
     return rng.choice(VALUES)
-
-
-def with_tinker(server: Running) -> dict[str, Any]:
-    """The routes, and those of Tinker for a session."""
-    session = server.post("/api/v1/create_session", {}).json()["session_id"]
-    begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-    sampler = server.post("/api/v1/create_sampling_session", begin).json()["sampling_session_id"]
-    sample = {
-        "sampling_session_id": sampler,
-        "seq_id": 0,
-        "num_samples": 1,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
-        "sampling_params": {"max_tokens": 3, "stop": [7], "temperature": 1.0},
-        "prompt_logprobs": True,
-    }
-    asked = server.post("/api/v1/asample", sample).json()
-    return ROUTES | {
-        "/api/v1/create_sampling_session": begin,
-        "/api/v1/session_heartbeat": {"session_id": session},
-        "/api/v1/asample": {**sample, "seq_id": 1},
-        "/api/v1/retrieve_future": {"request_id": asked["request_id"]},
-        "/api/v1/cancel_future": {"request_id": asked["request_id"]},
-        **_with_training(server, session),
-    }
-
-
-def _with_training(server: Running, session: str) -> dict[str, Any]:
-    """Those of a run."""
-    create = {
-        "session_id": session,
-        "model_seq_id": 0,
-        "base_model": "tiny",
-        "lora_config": {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True},
-        "optimizer_config": {"type": "adamw"},
-        "user_metadata": {"a": "b"},
-    }
-    server.post("/api/v1/create_model", create)
-    run = f"{session}:train:0"
-    server.post("/api/v1/retrieve_future", {"request_id": f"{run}:0"})
-    adam = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 1}
-    save = {"model_id": run, "seq_id": 2, "path": "a", "ttl_seconds": 3600, "user_metadata": {}}
-    path = f"tinker://{run}/weights/a"
-    return {
-        "/api/v1/create_model": {**create, "model_seq_id": 1},
-        "/api/v1/get_info": {"model_id": run},
-        "/api/v1/optim_step": {"model_id": run, "seq_id": 1, "adam_params": adam},
-        "/api/v1/save_weights": {**save, "overwrite": True},
-        "/api/v1/save_weights_for_sampler": {**save, "sampling_session_seq_id": 3},
-        "/api/v1/load_weights": {"model_id": run, "seq_id": 3, "path": path, "optimizer": True},
-        "/api/v1/weights_info": {"tinker_path": path},
-        "/api/v1/forward_backward": _gradients(run),
-    }
-
-
-def _gradients(run: str) -> bytes:
-    """A body of `forward_backward`, in protobuf."""
-    from tinker.proto import tinker_public_pb2 as messages
-
-    found = messages.ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")
-    found.loss_fn_config_v2["a"].number = 1.0
-    datum = found.data.add()
-    datum.model_input.add().encoded_text.tokens = np.arange(5, 9, dtype=np.int32).tobytes()
-    targets, weights = (datum.loss_fn_inputs[name] for name in ("target_tokens", "weights"))
-    targets.dtype, weights.dtype = messages.DTYPE_INT64, messages.DTYPE_FLOAT32
-    targets.shape.append(4)
-    targets.dense = np.arange(6, 10, dtype=np.int64).tobytes()
-    weights.shape.extend((4, 1))
-    weights.sparse_csr.values = np.ones(2, np.float32).tobytes()
-    weights.sparse_csr.crow_indices = np.array([0, 1, 1, 2, 2]).tobytes()
-    weights.sparse_csr.col_indices = np.array([0, 0]).tobytes()
-    return bytes(found.SerializeToString())
 
 
 def changed(content: bytes, rng: random.Random) -> bytes:
@@ -186,70 +98,199 @@ def changed(content: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
-def body(rng: random.Random, routes: dict[str, Any]) -> tuple[str, bytes]:
-    """A route, and a request's body for it."""
-    path = rng.choice(sorted(routes))
-    value: Any = routes[path]
+def hostile_body(value: Any, rng: random.Random) -> bytes:
+    """A body with something else in it."""
+    if value is None:
+        return rng.choice([b"", b"", b"{}", rng.randbytes(20)])
     if isinstance(value, bytes):
-        return path, changed(value, rng)
-    for _ in range(rng.randrange(1, 4)):
+        return changed(value, rng)
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
         value = mutated(value, rng)
     text = json.dumps(value).encode()
     kind = rng.random()
     if kind < 0.04:
-        return path, text[: rng.randrange(len(text) + 1)]
+        return text[: rng.randrange(len(text) + 1)]
     if kind < 0.08:
         place = rng.randrange(len(text) + 1)
-        return path, text[:place] + rng.randbytes(rng.randrange(1, 20)) + text[place:]
+        return text[:place] + rng.randbytes(rng.randrange(1, 20)) + text[place:]
     if kind < 0.1:
-        return path, rng.choice(
-            [
-                b"[" * 5000,
-                b'{"a":' * 300,
-                b"9" * 5000,
-                b'{"seed": ' + b"9" * 400 + b"}",
-                b"\xff\xfe",
-            ]
-        )
-    if kind < 0.11:
-        return path, b'{"prompt": "' + b"a" * 70000 + b'"}'
-    return path, text
+        deep = b"[" * 5000, b'{"a":' * 300, b"9" * 5000, b'{"seed": ' + b"9" * 400 + b"}"
+        return rng.choice([*deep, b"\xff\xfe"])
+    return b'{"prompt": "' + b"a" * 70000 + b'"}' if kind < 0.11 else text
 
 
-def check(
-    server: Running,
-    rng: random.Random,
-    client: httpx.Client,
-    routes: dict[str, Any] = ROUTES,
-) -> int:
-    """Send one case; its status. Raises AssertionError for an answer that it should not have."""
-    path, content = body(rng, routes)
-    headers = server.headers | rng.choice(
-        [
-            *({}, {}, {"X-Session-ID": rng.choice(["a", "b" * 500, "é"])}),
-            {"Content-Encoding": rng.choice(["identity", "zstd", "gzip"])},
-        ]
-    )
-    method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "DELETE"])
-    target = (
-        path
-        if rng.random() < 0.97
-        else rng.choice(["/", "/v1", "/v1/models/%00", path + "/", path + "/..", "/v1/models/a/b"])
-    )
-    encoded = {key: value.encode("latin-1") for key, value in headers.items()}
-    response = client.request(method, server.url + target, content=content, headers=encoded)
-    text = response.text
-    where = f"{method} {target} {content[:300]!r}: {response.status_code} {text[:300]}"
-    assert response.status_code == 200 or 400 <= response.status_code < 500, where
-    if response.headers["content-type"].startswith("text/event-stream"):
+def numbered(valid: Valid, number: int) -> Any:
+    """A body with its number in its line."""
+    if isinstance(valid.body, bytes):
+        from tinker.proto import tinker_public_pb2 as messages
+
+        found = messages.ForwardBackwardRequest()
+        found.ParseFromString(valid.body)
+        found.seq_id = number
+        return bytes(found.SerializeToString())
+    key = {"sampling": "sampling_session_seq_id", "model": "model_seq_id"}
+    return {**valid.body, key.get(valid.number or "", "seq_id"): number}
+
+
+def case_of(routes: Sequence[Valid], rng: random.Random, counts: Counter[str]) -> Case:
+    """A hostile request to one of the routes."""
+    valid = rng.choice(routes)
+    number = None if valid.number is None else counts[valid.number]
+    body = valid.body if number is None else numbered(valid, number)
+    given, query = dict(valid.given), dict(valid.query)
+    if given and rng.random() < 0.5:
+        given[rng.choice(sorted(given))] = rng.choice(WORDS)
+    if query and rng.random() < 0.7:
+        query[rng.choice(sorted(query))] = rng.choice(WORDS)
+    spelled = {name: quote(value, "/:%") for name, value in given.items()}
+    path = valid.path(spelled) + (f"?{urlencode(query)}" if query else "")
+    kind = rng.random()
+    if kind < 0.02:
+        path = rng.choice(["/", "/v1", PREFIX, "/v1/models/%00", "/v1/models/a/b", "//", "/%"])
+    elif kind < 0.04:
+        path += rng.choice(["/", "/..", "?limit=1&limit=b", "%00", "?%ff=%fe"])
+    content, headers = hostile_body(body, rng), dict[str, str]()
+    kind = rng.random()
+    if kind < 0.1:
+        headers["X-Session-ID"] = rng.choice(["a", "b" * 500, "é", ""])
+    elif kind < 0.2:
+        headers["Content-Encoding"] = rng.choice(["identity", "zstd", "gzip", "zstd, zstd"])
+    elif kind < 0.25:
+        headers["Host"] = rng.choice(["", "[", "a:b:c", "evil.example", "x" * 900])
+    elif kind < 0.3:
+        headers["Content-Type"] = rng.choice(["text/plain", "application/x-protobuf", "é"])
+    elif kind < 0.4 and isinstance(valid.body, bytes):
+        import zstandard
+
+        content, headers = zstandard.compress(content), {"Content-Encoding": "zstd"}
+    other = rng.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+    method = valid.method if rng.random() < 0.97 else other
+    return Case(valid, method, path, content, headers, number)
+
+
+def sent(server: Running, client: httpx.Client, case: Case) -> httpx.Response:
+    """Its answer. Raises AssertionError for one that it should not have."""
+    encoded = {
+        key: value.encode("latin-1") for key, value in (server.headers | case.headers).items()
+    }
+    address = httpx.URL(server.url).copy_with(raw_path=case.path.encode("latin-1", "replace"))
+    response = client.request(case.method, address, content=case.content, headers=encoded)
+    text, status = response.text, response.status_code
+    where = f"{case}: {status} {text[:300]}"
+    assert status in (200, 204) or 400 <= status < 500, where
+    media = response.headers.get("content-type", "")
+    if status >= 400 and case.method != "HEAD":
+        check_error(response.content, where)
+    elif media.startswith("text/event-stream"):
         assert text.endswith("data: [DONE]\n\n"), where
-    elif response.status_code != 200:
-        error = json.loads(text)["error"]
-        assert error["message"], where
-        assert "\n" not in error["message"], where
-    elif response.headers["content-type"] != "application/x-protobuf":
+    elif media == "application/json":
         json.loads(text)
-    return response.status_code
+    return response
+
+
+def check_error(content: bytes, where: str) -> None:
+    """One clear line, in OpenAI's words."""
+    if not content.startswith(b"{"):  # what uvicorn refuses before any route
+        assert content == b"Invalid HTTP request received.", where
+        return
+    message = json.loads(content)["error"]["message"]
+    assert message, where
+    assert "\n" not in message, where
+    assert "Traceback" not in message, where
+
+
+def check_result(world: World, case: Case, asked: str) -> None:
+    """The future of a hostile request: an answer, or one line, and no fault of the server's."""
+    for _ in range(10):
+        found = world.server.post(f"{PREFIX}/retrieve_future", {"request_id": asked})
+        if found.status_code != 408:
+            break
+    where = f"{case}: future {asked}: {found.status_code} {found.text[:300]}"
+    assert found.status_code == 200, where
+    if found.content.startswith(b'{"error"'):
+        value = found.json()
+        assert value["category"] == "user", where
+        assert value["error"], where
+        assert "\n" not in value["error"], where
+
+
+def check_again(server: Running, case: Case, response: httpx.Response) -> None:
+    """What is sampled for a hostile request is sampled for it again."""
+    if "json" not in response.headers["content-type"]:
+        return
+    first, asked = response.json(), json.loads(case.content)
+    of_samples = case.valid.route.endswith("generate")
+    inner = asked if not of_samples else dict(asked.get("sampling_params") or {})
+    inner["seed"] = first["seed"]
+    if of_samples:
+        asked["sampling_params"] = inner
+    again = server.post(case.valid.route, asked).json()
+    assert essence(again) == essence(first), f"{case}: {essence(first)}, then {essence(again)}"
+
+
+def essence(answer: dict[str, Any]) -> Any:
+    """Without what is another each time: the ids of calls."""
+    return json.loads(json.dumps(answer["choices"]).replace("call_", ""), object_hook=_without_id)
+
+
+def _without_id(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if key != "id"}
+
+
+class Hostile:
+    """Hostile requests to one server, one after the other."""
+
+    def __init__(self, server: Running, client: httpx.Client, seed: int) -> None:
+        self._server, self._client, self._rng = server, client, random.Random(seed)
+        self.statuses = Counter[int]()
+        self.reached = Counter[str]()
+        """Routes, by how often a request to one was answered."""
+        self.worlds, self._left = 0, 0
+        self._digest = ""
+        self._world: World | None = None
+
+    def step(self) -> None:
+        """One case. Raises AssertionError for an answer that it should not have."""
+        if self._world is None or not self._left:
+            self._begin()
+        assert self._world is not None
+        self._left -= 1
+        case = case_of(self._world.routes, self._rng, self._world.counts)
+        response = sent(self._server, self._client, case)
+        self.statuses[response.status_code] += 1
+        if response.status_code >= 400 or case.method != case.valid.method:
+            return
+        self.reached[f"{case.method} {case.valid.route}"] += 1
+        self._follow(self._world, case, response)
+
+    def end(self) -> None:
+        """Give back what there is."""
+        if self._world is not None:
+            self._world.end()
+            self._world = None
+
+    def _begin(self) -> None:
+        self.end()
+        self._world, self._left = new_world(self._server), _OF_A_WORLD
+        self.worlds += 1
+        self._digest = self._digest or self._world.digest
+        assert self._world.digest == self._digest, "an honest run has another adapter"
+
+    def _follow(self, world: World, case: Case, response: httpx.Response) -> None:
+        sampled = case.valid in SAMPLING and '"seed"' in response.text
+        if sampled and "X-Session-ID" not in case.headers:
+            check_again(self._server, case, response)
+        if case.valid.number is None:
+            self._left *= not case.valid.ends
+            return
+        asked = response.json().get("request_id", "")
+        line = {"run": world.run, "sample": world.sampler}.get(case.valid.number)
+        mine = f"{line}:{case.number}" if line else f"{world.session}:train:{case.number}:0"
+        if asked == mine:
+            world.counts[case.valid.number] += 1
+            check_result(world, case, asked)
+        elif case.valid.number == "sampling":
+            world.counts["sampling"] += 1
 
 
 def raw(server: Running, rng: random.Random) -> None:
@@ -268,27 +309,27 @@ def raw(server: Running, rng: random.Random) -> None:
         line.sendall(sent)
 
 
-def run(server: Running, cases: int, seed: int) -> Counter[int]:
-    """Statuses of `cases` hostile requests; after each hundredth an honest one is answered as
-    before."""
-    rng, found = random.Random(seed), Counter[int]()
-    logged: list[str] = []
+def run(server: Running, cases: int, seed: int) -> Hostile:
+    """Send so many hostile requests; after each hundredth an honest one is answered as before."""
+    rng, logged = random.Random(seed), list[str]()
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     try:
         with httpx.Client(timeout=60) as client:
-            honest, routes = server.post(*HONEST).json()["choices"], with_tinker(server)
+            honest = server.post(*HONEST).json()["choices"]
+            hostile = Hostile(server, client, seed)
             for case in range(cases):
-                found[check(server, rng, client, routes)] += 1
+                hostile.step()
                 if case % 50 == 49:
                     raw(server, rng)
                 if case % 100 == 99:
-                    assert server.post(*HONEST).json()["choices"] == honest
+                    assert server.post(*HONEST).json()["choices"] == honest, "another answer"
+            hostile.end()
     finally:
         logging.getLogger().removeHandler(handler)
     assert not logged, logged[:3]
-    return found
+    return hostile
 
 
 LIMITS = Limits(body_bytes=60000)
@@ -308,8 +349,10 @@ def main() -> None:
         ) as server,
     ):
         found = run(server, given.cases, given.seed)
+    statuses = dict(sorted(found.statuses.items()))
     print(
-        f"{given.cases:,} cases in {time.monotonic() - began:.0f} s: {dict(sorted(found.items()))}",
+        f"{given.cases:,} cases in {time.monotonic() - began:.0f} s: {statuses}; {found.worlds} "
+        f"honest runs with one adapter; least answered: {found.reached.most_common()[-3:]}",
         file=sys.stderr,
     )
 

@@ -11,13 +11,14 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,9 @@ from typing import Any
 import httpx
 import tinker
 
-from .helpers import KEY, base_model
+from benchmarks.common import Claim, Result, Row
+
+from .helpers import KEY, LONG, base_model
 from .training import PROMPT, data
 
 STEPS, RATE = 8, 3e-2
@@ -76,7 +79,7 @@ class Server:
 
     def wait(self, ended: threading.Event) -> None:
         """Until it answers."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + LONG
         while not ended.is_set():
             assert self.process is not None
             assert self.process.poll() is None, self.log[-2000:]
@@ -91,7 +94,7 @@ class Server:
         """End it by a signal."""
         assert self.process is not None
         self.process.send_signal(sig)
-        self.process.wait(60)
+        self.process.wait(LONG)
 
 
 @contextmanager
@@ -122,14 +125,26 @@ def killed(server: Server, times: int, rng: random.Random) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(150)
+        thread.join(2 * LONG)
     assert not wrong, wrong
+
+
+def begun(url: str) -> tuple[Any, Any]:
+    """A session, and a run in it. The official client tries a minute long to begin a session, and a
+    busy machine may take longer to begin a server."""
+    end = time.monotonic() + LONG
+    while True:
+        try:
+            service = tinker.ServiceClient(base_url=url, api_key=KEY)
+            made = service.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+            return service, made.result()
+        except tinker.APIConnectionError:
+            assert time.monotonic() < end
 
 
 def work(url: str, seed: int = 0, steps: int = STEPS) -> tuple[str, list[Any]]:
     """(SHA-256 of the adapter, samples on the way) of a client that trains and samples."""
-    service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    client = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    service, client = begun(url)
     samples = list[Any]()
     for step in range(steps):
         asked: list[Any] = [
@@ -165,10 +180,10 @@ def digest(url: str, path: str) -> str:
     """Of a saved adapter, as its archive has it."""
     run, _, name = path.removeprefix("tinker://").partition("/")
     address = f"{url}/api/v1/training_runs/{run}/checkpoints/{name}/archive"
-    end = time.monotonic() + 120
+    end = time.monotonic() + LONG
     while True:
         try:
-            answer = httpx.get(address, headers={"X-Api-Key": KEY}, timeout=60)
+            answer = httpx.get(address, headers={"X-Api-Key": KEY}, timeout=LONG)
             assert answer.status_code == 200, answer.text
             break
         except httpx.TransportError:
@@ -180,9 +195,20 @@ def digest(url: str, path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def rounds(base: Path, folder: Path, times: int, seed: int, a_round: int = 6) -> Iterator[str]:
-    """A line for each round of work with kills in it. Raises AssertionError where one ends
-    otherwise than without kills."""
+@dataclass(frozen=True)
+class Round:
+    """A client's whole work, with kills of its server in it: how long it took, how many results it
+    had, and whether these and its adapter are those without kills."""
+
+    kills: int
+    seconds: float
+    results: int
+    same: bool
+
+
+def rounds(base: Path, folder: Path, times: int, seed: int, a_round: int = 6) -> Iterator[Round]:
+    """Rounds of work until there were so many kills. Raises AssertionError for what the servers
+    should not have said."""
     server, rng = Server(base, folder), random.Random(seed)
     server.start()
     try:
@@ -193,31 +219,56 @@ def rounds(base: Path, folder: Path, times: int, seed: int, a_round: int = 6) ->
             before, began = len(server.kills), time.monotonic()
             with killed(server, min(a_round, times - before), rng):
                 found = work(server.url)
-            assert found == expected, f"after {len(server.kills)} kills"
-            yield (
-                f"{len(server.kills) - before} kills in {time.monotonic() - began:.0f} s: "
-                f"adapter {found[0][:16]}, {len(found[1])} results, all as without kills"
-            )
+            took = time.monotonic() - began
+            yield Round(len(server.kills) - before, took, len(found[1]), found == expected)
         assert "other bits" not in server.log, server.log[-2000:]
         assert "Traceback" not in server.log, server.log[-3000:]
         server.stop(signal.SIGTERM)
     finally:
         if server.process is not None:
             server.process.kill()
-            server.process.wait(60)
+            server.process.wait(LONG)
+
+
+def result(found: Sequence[Round]) -> Result:
+    """The figures, which `benchmarks/results/serve_kills.json` has."""
+    kills = sum(each.kills for each in found)
+    case = f"{kills} kills in {len(found)} rounds"
+    seconds = [each.seconds for each in found]
+    made = Result("serve_kills")
+    made.rows = [Row(case, "a round", statistics.median(seconds), min(seconds))]
+    made.claims = [
+        Claim("kills", kills, ">=", 1),
+        Claim("rounds that end otherwise than without kills", others(found), "<=", 0),
+        Claim("results compared", sum(each.results for each in found), ">=", 1),
+    ]
+    return made
+
+
+def others(found: Sequence[Round]) -> int:
+    """Rounds that did not end as without kills."""
+    return sum(not each.same for each in found)
 
 
 def main() -> None:
-    """Kill so many times."""
+    """Kill so many times, and keep the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write serve_kills.json")
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
+    found = list[Round]()
     with tempfile.TemporaryDirectory() as folder:
         base = base_model(Path(folder) / "base")
-        for line in rounds(base, Path(folder), given.times, given.seed):
-            print(line, flush=True)
+        for each in rounds(base, Path(folder), given.times, given.seed):
+            print(each, flush=True)
+            found.append(each)
+    figures = result(found)
+    figures.print()
+    if given.out is not None:
+        figures.write(given.out)
+    assert all(claim.holds for claim in figures.claims)
 
 
 if __name__ == "__main__":

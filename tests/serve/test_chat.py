@@ -31,6 +31,13 @@ def test_messages_are_what_templates_take() -> None:
             messages_of(given)
 
 
+def test_a_message_brings_no_variables_of_the_template() -> None:
+    """A row of data may (`data/dataset.py`), a client has a field of its own for them, which is
+    checked."""
+    said = {"role": "user", "content": "a", "chat_template_kwargs": {"messages": []}}
+    assert messages_of([said]) == [{"role": "user", "content": "a"}]
+
+
 def test_variables_of_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert variables_of(tools, None, {"thinking": True}) == {"thinking": True, "tools": tools}

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from isobit.rl.stepwise.losses import LOSSES
 from isobit.serve.app import make_app
 from isobit.serve.requests import NEUTRAL, Limits
+from isobit.serve.scoring import MOST_PROMPT_TOP
 from isobit.serve.tinker.sampling import _NOTHING
 from isobit.serve.tinker.training import _MOST_UNNAMED
 from tests.documents import ROOT, parsed
@@ -82,6 +83,9 @@ def test_the_limits_are_those_of_the_server() -> None:
     )
     assert f"at most {limits.samples} answers and {limits.stop_strings} stop strings" in PROSE
     assert f"{limits.open_samples:,} answers may be open" in PROSE
+    assert f"at most {MOST_PROMPT_TOP:,} of the likeliest" in PROSE
+    assert f"{limits.connections:,} connections may be open" in PROSE
+    assert f"reads nothing for {limits.reader_seconds:g} seconds" in PROSE
 
 
 def test_the_openai_client_of_the_examples(server: Running, tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_the_table_of_parameters_is_that_of_the_client() -> None:
 def test_what_is_not_offered_is_refused_in_one_line(trainer: Running) -> None:
     (routes,) = re.findall(r"and the routes (.*?)\. ", TINKER_PROSE)
     names = re.findall(r"`([\w/]+)`", routes)
-    assert len(names) == 7
+    assert len(names) == 6
     for name in names:
         response = trainer.post(f"/api/v1/{name}", {})
         assert response.status_code == 400

@@ -18,6 +18,11 @@ def test_each_answer_under_load_is_the_one_alone(
     assert found.counts["runs trained"] >= 1
     assert found.counts["hostile"] >= 5
     assert sum(count for kind, count in found.counts.items() if kind.startswith("gone")) >= 5
+    assert found.counts["connections at which nothing was asked"] >= 100
+    figures = load.result(found, 40, 4, 0.1)
+    assert {claim.what: claim.value for claim in figures.claims}["errors in the log"] == 0
+    assert figures.rows[0].rate is not None
+    assert figures.rows[0].rate > 1
 
 
 def test_a_wrong_answer_is_noticed(
@@ -29,4 +34,4 @@ def test_a_wrong_answer_is_noticed(
     calls = iter([wrong + asked[2:]])  # the first call says what is asked alone
     monkeypatch.setattr(load, "honest", lambda: next(calls, asked))
     with pytest.raises(AssertionError):
-        load.run(folder / "base", adapters, tmp_path, seconds=20, clients=4, tenants=2)
+        load.run(folder / "base", adapters, tmp_path, seconds=3, clients=4, tenants=2)

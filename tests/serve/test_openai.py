@@ -202,7 +202,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature'; did you mean 'temperature'"),
         ({"n": 0}, "n: expected a whole number from 1 to 256, got 0"),
         ({"n": 200, "prompt": ["a", "b"]}, "a request may ask for 256 answers"),
-        ({"echo": True}, "echo: only False is offered, got True"),
+        ({"suffix": "a"}, "suffix: only '' is offered, got 'a'"),
         ({"logprobs": 21}, "logprobs: expected a whole number from 0 to 20, got 21"),
         ({"stop": ["x" * 2000]}, "stop: expected at most 16 texts of 1,024 characters together"),
         ({"stop": ["x"] * 17}, "stop: expected at most 16 texts"),

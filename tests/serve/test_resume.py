@@ -11,7 +11,7 @@ import pytest
 
 from isobit.serve.tinker import resume
 
-from .helpers import KEY, Running, serving
+from .helpers import KEY, LONG, Running, serving
 
 tinker: Any = pytest.importorskip("tinker")
 
@@ -191,7 +191,7 @@ def test_sigterm_leaves_the_state_whole_and_open_requests_to_the_next_server(
             headers = {"X-Api-Key": KEY}
             listed = f"{server.url}/api/v1/training_runs"
             while (
-                httpx.get(listed, headers=headers, timeout=60).json()["cursor"]["total_count"] < 2
+                httpx.get(listed, headers=headers, timeout=LONG).json()["cursor"]["total_count"] < 2
             ):
                 assert not going.done()
             server.stop(signal.SIGTERM)
@@ -202,5 +202,5 @@ def test_sigterm_leaves_the_state_whole_and_open_requests_to_the_next_server(
     finally:
         assert server.process is not None
         server.process.kill()
-        server.process.wait(60)
+        server.process.wait(LONG)
     assert "Traceback" not in server.log

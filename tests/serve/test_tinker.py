@@ -4,6 +4,7 @@ prompts that are those of sampling, bit for bit."""
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,39 @@ def replaced(server: Running, name: str, folder: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert isinstance(done[0], Done)
+
+
+def test_a_client_of_an_untested_version_is_told_of_once(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The official client that is here was tested, and nothing is said of it."""
+    assert version("tinker") in routes.TESTED
+    for given in (version("tinker"), "9.1\n0", "9.1\n0", None, "a" * 5000):
+        asked = {"tags": [], "sdk_version": given, "user_metadata": None}
+        assert running.post("/api/v1/create_session", asked).status_code == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == "isobit.serve"]
+    assert len(lines) == 2
+    assert lines[0].startswith("a client of tinker '9.1\\n0' has begun a session; tested is")
+    assert all("\n" not in line and len(line) < 200 for line in lines)
+    for number in range(100):
+        running.post("/api/v1/create_session", {"sdk_version": f"8.{number}"})
+    assert len(caplog.records) <= routes._MOST_UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "user_metadata: expected a JSON object"),
+        ({str(number): "a" for number in range(65)}, "at most 64 entries, got 65"),
+        ({"a" * 257: "b"}, "a key of at most 256"),
+        ({"a": "b" * 1025}, "a value of 1,024"),
+        ({"a": {"b": ["c" * 1025]}}, "a value of 1,024"),
+    ],
+)
+def test_metadata_that_is_too_much_is_refused(running: Running, given: Any, said: str) -> None:
+    found = running.post("/api/v1/create_session", {"user_metadata": given})
+    assert found.status_code == 400
+    assert said in found.json()["error"]["message"]
 
 
 def test_capabilities(service: Any, running: Running, folder: Path) -> None:
@@ -128,7 +162,7 @@ def test_the_likeliest_tokens(service: Any, running: Running) -> None:
     assert asked("code", whole, **given).topk_prompt_logprobs != scored.topk_prompt_logprobs
     last = asked("math", whole, **given, prompt_logprobs_last_n=2).topk_prompt_logprobs
     assert last == [None] * (whole.length - 2) + scored.topk_prompt_logprobs[-2:]
-    with pytest.raises(Exception, match=r"at most 4,096 of a prompt, got 20 for 250 tokens"):
+    with pytest.raises(Exception, match=r"at most 4,096 of a request, got 20 for 250 tokens"):
         asked("math", tinker.ModelInput.from_ints([5] * 250), topk_prompt_logprobs=20)
 
 

@@ -264,10 +264,11 @@ def drawn(server: Running, sampler: str, number: int) -> bytes:
     return answer(server, server.post("/api/v1/asample", asked)).content
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_a_restart_goes_on_bit_for_bit(begin: Begin, stepped: bool) -> None:
-    """With a step that was not kept, gradients that wait, and a sampling client of the present
-    weights. The control is one of the weights before the step, which is told that they are gone."""
+@pytest.mark.parametrize(("stepped", "every"), [(False, 10), (True, 10), (True, 1)])
+def test_a_restart_goes_on_bit_for_bit(begin: Begin, stepped: bool, every: int) -> None:
+    """With a step that was kept or is done again, gradients that wait, and a sampling client of the
+    present weights. The control is one of the weights before the step, which is told that they are
+    gone."""
 
     def first_life(server: Running) -> tuple[str, list[str]]:
         server.token = KEY
@@ -283,10 +284,10 @@ def test_a_restart_goes_on_bit_for_bit(begin: Begin, stepped: bool) -> None:
         answer(server, gradients(server, run, 5, data(3)))
         return run, samplers
 
-    with begin() as server:
+    with begin(every=every) as server:
         run, samplers = first_life(server)
         before, kept = drawn(server, samplers[1], 1), digest(server)
-    with begin() as server:
+    with begin(every=every) as server:
         server.token = KEY
         assert run_of(server, run).rank is None
         assert digest(server) == kept

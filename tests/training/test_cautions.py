@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.training.train import train
+from tests import warm
 from tests.runs import dry_run_text, write_config
 
 REWARDS = (
@@ -165,17 +165,8 @@ def test_an_evaluation_that_scores_nothing_has_no_accuracy(tmp_path: Path) -> No
     )
 
     def evaluated(reward: str) -> subprocess.CompletedProcess[str]:
-        words = [
-            "eval",
-            "--data",
-            "rows.jsonl",
-            "--completions",
-            "said",
-            "--reward",
-            f"rewards.py:{reward}",
-        ]
-        command = [sys.executable, "-m", "isobit", *words, "--out", f"{reward}.json"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        words = ["--data", "rows.jsonl", "--completions", "said", "--out", f"{reward}.json"]
+        return warm.isobit(tmp_path, "eval", *words, "--reward", f"rewards.py:{reward}")
 
     for reward, why in (("none", "every reward function returned None"), ("fails", "no judge")):
         done = evaluated(reward)

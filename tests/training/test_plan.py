@@ -4,7 +4,6 @@ is measured."""
 import json
 import math
 import re
-import resource
 import string
 import struct
 import subprocess
@@ -30,6 +29,7 @@ from isobit.plan.live_bytes import LiveBytes
 from isobit.plan.memory import fitting_tokens, num_parameters
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
+from tests import warm
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 
@@ -275,6 +275,7 @@ QWEN3_8B = {
 }
 DRIVER = """
 import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, ({most}, {most}))
 from isobit.plan import host
 host.memory_limit = lambda device: ({limit}, "memory of this machine")
 from isobit import cli
@@ -313,22 +314,13 @@ def test_a_dry_run_plans_eight_billion_parameters_where_they_do_not_fit(tmp_path
     model = eight_billion(tmp_path / "model")
     config = write_config(tmp_path, model)
 
-    def run(limit: int, most: int | None) -> subprocess.CompletedProcess[str]:
-        driver = DRIVER.format(limit=limit, arguments=["train", str(config), "--dry-run"])
-        bound = (
-            None
-            if most is None
-            else (lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)))
-        )
-        return subprocess.run(
-            [sys.executable, "-c", driver],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            preexec_fn=bound,
-        )
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        given = ["train", str(config), "--dry-run"]
+        driver = DRIVER.format(limit=limit, most=3 * GIB, arguments=given)
+        (tmp_path / "driver.py").write_text(driver)
+        return warm.start(["python", str(tmp_path / "driver.py")], tmp_path).wait()
 
-    small = run(40 * GIB, 3 * GIB)
+    small = run(40 * GIB)
     *said, peak = small.stderr.strip().splitlines()
     assert small.returncode != 0
     assert int(peak) < 1.5 * GIB
@@ -339,6 +331,6 @@ def test_a_dry_run_plans_eight_billion_parameters_where_they_do_not_fit(tmp_path
     assert "first prompt" in line
     assert len(said) == 1
     assert "the rest of the check, which needs them, is left out" in said[0]
-    large = run(400 * GIB, 3 * GIB)
+    large = run(400 * GIB)
     assert "fits: " in large.stdout
     assert large.returncode != 0, "the control: reading the weights takes more than the process may"

@@ -2,6 +2,7 @@
 model's turns."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
+from tests import warm
 from tests.conftest import RunIsobit
 from tests.dialogues import TEMPLATE
+from tests.distributed.sessions import trained
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
 
@@ -120,6 +123,47 @@ def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path)
     assert comparable(fingerprint(ahead.run_dir)) == comparable(first)
     other = fingerprint(run(tmp_path / "d", chat_model, "seed=1").run_dir)
     assert other["completions"] != first["completions"]
+
+
+def test_ranks_sample_the_same_episodes(tmp_path: Path, chat_model: Path) -> None:
+    """At one, two and three ranks, each with environments of its own, which reply in their time;
+    the control is another seed."""
+    config = config_of(tmp_path, chat_model, slow=0.01, evaluation={"every": 2, "samples": 3})
+    given = ["steps=2"]
+    alone = trained(config, tmp_path / "alone", 0, given)
+    for size in (2, 3):
+        assert trained(config, tmp_path / f"of {size}", size, given) == alone
+    assert trained(config, tmp_path / "control", 2, [*given, "seed=1"]) != alone
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, chat_model: Path) -> None:
+    """SIGKILL while tools are at work."""
+    whole = fingerprint(run(tmp_path / "whole", chat_model).run_dir)
+    config = config_of(tmp_path / "killed", chat_model, slow=0.2)
+    process = warm.start(["isobit", "train", str(config), "--quiet"], config.parent)
+    metrics, deadline = tmp_path / "killed" / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.is_file() or not metrics.read_bytes().count(b"\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert fingerprint(resume(tmp_path / "killed" / "run").run_dir) == whole
+
+
+def test_eval_asks_a_run_with_its_environment(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """As the run's own evaluation does; the control is its first model."""
+    result = run(tmp_path, chat_model, evaluation={"every": 3, "samples": 4})
+    out = tmp_path / "result.json"
+    code, _, errors = run_isobit("eval", result.run_dir, "--out", out)
+    assert code == 0, errors
+    saved = json.loads(out.read_text())
+    assert saved["rewards"] == ["Counting"]
+    rewards = [question["greedy"]["reward"] for question in saved["prompts"]]
+    assert len(rewards) == 4
+    assert sum(rewards) / 4 == pytest.approx(result.metrics[-1]["reward/held_out"])
 
 
 def comparable(found: dict[str, Any]) -> dict[str, Any]:

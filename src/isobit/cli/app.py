@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,6 +96,32 @@ def columns(given: list[str] | None) -> dict[str, str]:
                 f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question"
             )
     return {name: column for name, _, column in pairs}
+
+
+def values_of(option: str, given: list[str] | None, example: str) -> dict[str, Any]:
+    """The values, in YAML, of an option `NAME=VALUE` by their names. Raises IsobitError for another
+    form."""
+    import yaml
+
+    from isobit.data import strict_yaml
+
+    found = dict[str, Any]()
+    for text in given or ():
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise IsobitError(f"{option} {text!r}: expected KEY=VALUE, such as {example}")
+        try:
+            found[key] = strict_yaml.load(value)
+        except yaml.YAMLError as error:
+            raise IsobitError(
+                f"{option} {text!r}: not valid YAML: {str(error).splitlines()[0]}"
+            ) from None
+    return found
+
+
+def template_kwargs(given: list[str] | None) -> dict[str, Any]:
+    """The variables of `--chat-template-kwargs`. Raises IsobitError."""
+    return values_of("--chat-template-kwargs", given, "enable_thinking=false")
 
 
 def adapters(given: list[str] | None) -> dict[str, Path]:

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from isobit.cli import completion
-from isobit.cli.app import Adapters, Column, Stop, adapters, app, columns
+from isobit.cli.app import (
+    Adapters,
+    Column,
+    Stop,
+    adapters,
+    app,
+    columns,
+    template_kwargs,
+    values_of,
+)
 from isobit.errors import IsobitError
 
 _Side = Annotated[
@@ -19,7 +28,7 @@ _Against = Annotated[
 _Best = Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")]
 _Task = Annotated[
     str | None,
-    typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file"),
+    typer.Option(help="a built-in task, such as gsm8k, or file; default: the run's, or file"),
 ]
 _Data = Annotated[
     Path | None, typer.Option(help="file or directory, all of it; default: the held-out split")
@@ -36,6 +45,12 @@ _Chat = Annotated[
 _ChatTemplate = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
+]
+_Kwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
+    ),
 ]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[
@@ -131,6 +146,7 @@ def evaluate(
     chat: _Chat = False,
     system: _System = None,
     chat_template: _ChatTemplate = None,
+    chat_template_kwargs: _Kwargs = None,
     completions: _Completions = None,
     samples: _Samples = None,
     tag: _Tag = None,
@@ -172,7 +188,10 @@ def evaluate(
         "repetition_penalty": repetition_penalty,
     }
     values: dict[str, Any] = {
-        "model": {"chat_template": None if chat_template is None else str(chat_template)},
+        "model": {
+            "chat_template": None if chat_template is None else str(chat_template),
+            "chat_template_kwargs": template_kwargs(chat_template_kwargs) or None,
+        },
         "task": {**_task(task, data, split, option), "columns": columns(column) or None, **asking},
         "rewards": {
             "functions": [_reward(text) for text in reward or ()] or None,
@@ -221,7 +240,7 @@ def _task(
     return {
         "name": name,
         **files,
-        "options": dict(_key_value(text) for text in options) if options else None,
+        "options": values_of("--option", options, "digits=4") or None,
     }
 
 
@@ -244,19 +263,3 @@ def _ks(text: str, n: int | None) -> list[int]:
                 f"--pass-at {k}: needs 1 to -n samples" + ("" if n is None else f", and -n is {n}")
             )
     return ks
-
-
-def _key_value(text: str) -> tuple[str, object]:
-    import yaml
-
-    from isobit.data import strict_yaml
-
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
-    try:
-        return key, strict_yaml.load(value)
-    except yaml.YAMLError as error:
-        raise IsobitError(
-            f"--option {text!r}: not valid YAML: {str(error).splitlines()[0]}"
-        ) from None

@@ -18,6 +18,7 @@ from isobit.cli.app import (
     app,
     columns,
     names,
+    template_kwargs,
 )
 
 
@@ -45,6 +46,25 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
     ] = None,
+    chat_template_kwargs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="a variable of the chat template, such as enable_thinking=false",
+        ),
+    ] = None,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE:FUNCTION",
+            help="a function that the model may call; may be given several times",
+        ),
+    ] = None,
+    max_turns: Annotated[int, typer.Option(help="turns of the model, with tools")] = 8,
+    parser: Annotated[
+        str | None,
+        typer.Option(help="how the model writes calls; default: found by its chat template"),
+    ] = None,
     adapter: Adapters = None,
     as_json: Annotated[
         bool,
@@ -60,9 +80,11 @@ def generate(
     isobit generate MODEL --prompt "Once upon a time" --max-new-tokens 64 -n 2
     echo "12+34=" | isobit generate MODEL --temperature 0
     isobit generate MODEL --adapter math=DIR --adapter code=RUN --prompt "Hello"   each answers, in one batch
+    isobit generate MODEL --tools calculator.py:multiply --prompt "12 * 34"        it may call a function
     """
     from isobit.cli.commands.generate import print_completions
     from isobit.engine.types import Sampling
+    from isobit.environments.settings import EnvironmentConfig
     from isobit.run.directory import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
@@ -84,8 +106,10 @@ def generate(
         (precision, backend, consistency),
         chat=chat,
         chat_template=chat_template,
+        chat_template_kwargs=template_kwargs(chat_template_kwargs),
         adapters={name: model_directory(path) for name, path in adapters(adapter).items()},
         as_json=as_json,
+        tools=EnvironmentConfig(tools=tuple(tools or ()), max_turns=max_turns, parser=parser),
     )
 
 

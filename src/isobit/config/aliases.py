@@ -9,7 +9,8 @@ end that is listed wins.
 _NAMES = {
     "model.path": "model_name model_name_or_path actor_rollout_ref.model.path "
     "pretrained_model_name_or_path",
-    "model.chat_template": "custom_chat_template chat_template_path apply_chat_template_kwargs",
+    "model.chat_template": "custom_chat_template chat_template_path",
+    "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
     "task.path": "train_dataset dataset dataset_name data train_files data_files "
     "train.data_path data_path",
     "task.held_out_path": "eval_dataset val_files validation.data_path",
@@ -23,6 +24,10 @@ _NAMES = {
     "rewards.functions.function": "custom_reward_function.path custom_reward_function.name "
     "processor env_name",
     "rewards.functions.weight": "reward_weights",
+    "environment.tools": "tools function_tool_path",
+    "environment.factory": "environment_factory",
+    "environment.max_turns": "max_tool_calling_iterations max_assistant_turns max_rollout_turns",
+    "environment.parser": "multi_turn.format",
     "rewards.models.path": "reward_model.model_path reward_model",
     "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype vllm_cfg.precision "
     "kv_cache_dtype num_first_layers_in_bf16 num_last_layers_in_bf16 pow2_weight_scaling_factors "
@@ -92,6 +97,7 @@ _NAMES = {
     "algorithm.correction.cap": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
     "adapter.rank": "lora_r lora_rank peft_config.r",
     "adapter.alpha": "lora_alpha",
+    "adapter.rslora": "use_rslora rank_stabilized_lora",
     "adapter.targets": "lora_target_modules target_modules",
     "adapter.init": "lora_adapter_path",
     "optimizer.learning_rate": "lr",
@@ -131,14 +137,12 @@ _NAMES = {
 
 _NONE = (
     "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
-    "max_rollout_turns "
     "use_vllm vllm_mode tensor_model_parallel_size reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
     "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
-    "chat_template_kwargs max_tool_calling_iterations "
     "entropy_coef_min ref_model_mixup_alpha "
     "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "
@@ -155,10 +159,16 @@ _NONE = (
     "eval_use_gather_object greater_is_better save_only_model save_on_each_node "
     "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter "
     "log_multimodal debug push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
-    "hub_always_push hub_revision log_completions_hub_repo trackio_bucket_id "
+    "lora_dropout hub_always_push hub_revision log_completions_hub_repo trackio_bucket_id "
     "trackio_static_space_id rollout.nnodes rollout.n_gpus_per_node rollout_correction.loss_type"
 )
 """Names to which nothing here corresponds."""
+
+WHY_NOT = {
+    "lora_dropout": "an adapter has no dropout: the learner would drop at random what the rollout "
+    "had, and their log-probabilities would differ"
+}
+"""Why, of some of these, by the end of their names."""
 
 _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()} | dict.fromkeys(
     _NONE.split()

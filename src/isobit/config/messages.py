@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from isobit.config.aliases import counterpart
+from isobit.config.aliases import WHY_NOT, counterpart
 from isobit.errors import brief, listed
 from isobit.options.declare import options_of, sections
 from isobit.options.reading import OptionError, UnknownOption
@@ -45,10 +45,11 @@ def _unknown(error: UnknownOption, schema: type) -> str:
         if theirs in everywhere:
             return f"unknown key {brief(name)!r} (did you mean {theirs!r}?)"
         if known and theirs is None:
-            return (
-                f"unknown key {brief(name)!r}: isobit has no counterpart of it "
-                "(docs/from-trl.md and its neighbours)"
+            reason = WHY_NOT.get(
+                name.rpartition(".")[2],
+                "isobit has no counterpart of it (docs/from-trl.md and its neighbours)",
             )
+            return f"unknown key {brief(name)!r}: {reason}"
     if close := get_close_matches(last, error.known, 1):
         meant = ".".join((*(part for part in above if not part.isdigit()), close[0]))
         return f"unknown key {given!r} (did you mean {meant!r}?)"

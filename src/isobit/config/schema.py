@@ -4,12 +4,14 @@ Contradictions between values are refused here too. Left out: where the values c
 (`load.py`), and whether files exist and models fit, which is checked where they are opened.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
+    CHAT_TEMPLATE_KWARGS,
     CONSISTENCY,
     ON_MISMATCH,
     PRECISION,
@@ -27,12 +29,22 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     SftRunConfig,
 )
+from isobit.data.dataset import check_variables
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
 from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
 from isobit.options.consistency import Consistency, level
-from isobit.options.declare import OneOf, Preprocess, above, at_least, at_most, below, text_as
+from isobit.options.declare import (
+    Example,
+    OneOf,
+    Preprocess,
+    above,
+    at_least,
+    at_most,
+    below,
+    text_as,
+)
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
@@ -327,8 +339,12 @@ class SftModelConfig:
     path: str | None = None
     init: ArchitectureConfig | None = None
     chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_variables("chat_template_kwargs", self.chat_template_kwargs)
         if (self.path is None) == (self.init is None):
             raise IsobitError(
                 "give exactly one of path (a Hugging Face directory) and init (an architecture)"

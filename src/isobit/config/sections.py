@@ -5,9 +5,11 @@ Left out: sections that are declared where they are used (`schema.py` names them
 contradicts across sections (`schema.py` too).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from isobit.data.dataset import check_variables
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
 from isobit.options.declare import (
@@ -48,6 +50,9 @@ ON_MISMATCH = (
 CHAT_TEMPLATE = (
     "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
 )
+CHAT_TEMPLATE_KWARGS = (
+    "variables of the chat template; a row's own are its column `chat_template_kwargs`"
+)
 BACKEND = (
     "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
     "wheel or compiled on first use. reference: PyTorch, slow. auto: triton where it passes a "
@@ -66,8 +71,12 @@ class ModelSource:
         None
     )
     chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_variables("chat_template_kwargs", self.chat_template_kwargs)
         if (self.path is None) == (self.sft is None):
             raise IsobitError(
                 "give exactly one of path (a Hugging Face directory) and sft (a config of "
@@ -84,6 +93,7 @@ class AdapterConfig:
         int, at_least(1), "rank of the factors A [rank, inputs] and B [outputs, rank]"
     ] = 32
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
+    rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
         "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",

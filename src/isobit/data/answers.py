@@ -6,7 +6,7 @@ right answer, which is compared.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from isobit.data.text_rows import kind
@@ -75,14 +75,21 @@ def answer_text(value: Any) -> str:
     )
 
 
-def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of what a model answered: of a conversation in which tools or users have answered
-    between its turns, what it said last; nothing where that only calls tools."""
-    if isinstance(completion, str):
-        return completion
-    others = [place for place, each in enumerate(completion) if each.get("role") != "assistant"]
-    last = completion[others[-1] + 1 :] if others else completion
-    return "".join(content_text(message.get("content")) or "" for message in last)
+def completion_text(value: Any) -> str:
+    """The text of what a model answered: of a conversation in which tools or users have answered it
+    what it said last, and nothing where that only calls tools. Raises NoAnswer."""
+    if not _is_conversation(value):
+        return answer_text(value)
+    last = max(place for place, each in enumerate(value) if each["role"] == "assistant")
+    return content_text(value[last].get("content")) or ""
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether it begins with the assistant's turn, and others answer it."""
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        return False
+    roles = [each.get("role") for each in value]
+    return roles[:1] == ["assistant"] and bool({"tool", "user"} & set(roles))
 
 
 def gold_text(value: Any) -> str:

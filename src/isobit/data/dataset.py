@@ -24,6 +24,12 @@ Message = dict[str, Any]
 """`role`, `content`, which is text, and what else a template may use, such as `tool_calls`."""
 Prompt = str | list[Message]
 
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The column with a row's own variables of the chat template, as in TRL, and the key under which
+the first message of its prompt has them."""
+TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a chat template that are no user's to set."""
+
 # Names that a reward function receives from isobit itself; a data column may not have such a name.
 RESERVED_COLUMNS = (
     "prompts",
@@ -176,9 +182,8 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
         if answer is not None and "completion" not in columns:
             columns["completion"] = answer["content"]
             more = answer if answer.keys() - {"role", "content"} else None
-        examples.append(
-            Example(len(examples), dress_prompt(where, prompt, shaping), columns, where, more)
-        )
+        dressed = _with_variables(where, dress_prompt(where, prompt, shaping), columns)
+        examples.append(Example(len(examples), dressed, columns, where, more))
     if not examples:
         raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples
@@ -213,6 +218,31 @@ def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
         if shaping.system is None
         else [{"role": "system", "content": shaping.system}, *prompt]
     )
+
+
+def _with_variables(where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
+    """The prompt with its row's own variables of the chat template, where it has some. Keys that
+    are null, with which Parquet fills up, are left out."""
+    given = columns.get(TEMPLATE_KWARGS)
+    if given is None:
+        return prompt
+    if not isinstance(given, Mapping):
+        raise IsobitError(f"{where}: {TEMPLATE_KWARGS} must be a mapping, got {kind(given)}")
+    own = {key: value for key, value in given.items() if value is not None}
+    check_variables(f"{where}: {TEMPLATE_KWARGS}", own)
+    if isinstance(prompt, str):
+        raise IsobitError(
+            f"{where}: {TEMPLATE_KWARGS} is for the chat template, and the prompt is text; set "
+            "task.chat: true"
+        )
+    return [{**prompt[0], TEMPLATE_KWARGS: own}, *prompt[1:]] if own else prompt
+
+
+def check_variables(where: str, given: Mapping[str, Any]) -> None:
+    """Raise IsobitError if they set what a chat template is given anyway."""
+    for name in given:
+        if name in TEMPLATE_OWN:
+            raise IsobitError(f"{where}: {name!r} is not yours to set: every template is given it")
 
 
 def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) -> None:

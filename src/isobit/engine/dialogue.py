@@ -6,12 +6,13 @@ what follows it is encoded alone (`model/text/appending.py`). Left out: when a t
 (`episodes.py`), and what answers it (`environments/`).
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from isobit.data.dataset import Message
+from isobit.data.dataset import TEMPLATE_KWARGS, Message
 from isobit.data.foreign import BadJson, parse_json
 from isobit.engine.prompts import Prompt, encode_prompt
 from isobit.engine.types import Completion
@@ -92,10 +93,11 @@ class Dialogue:
         return appending.appended(messages, answer)
 
     def appending(self, prompt: Prompt) -> Appending:
-        """What turns append to conversations whose prompts have the roles of this one; to one of a
-        user, where it is given as tokens."""
+        """What turns append to conversations whose prompts have the roles of this one and its
+        variables of the template; to one of a user, where it is given as tokens."""
         messages = [m for m in prompt if isinstance(m, Mapping)] or [{"role": "user"}]
-        roles = tuple(str(message["role"]) for message in messages)
+        own = json.dumps(messages[0].get(TEMPLATE_KWARGS), sort_keys=True)
+        roles = (own, *(str(message["role"]) for message in messages))
         if roles not in self._appending:
             tools = list(self.environments.tools) or None
             self._appending[roles] = Appending(self.tokenizer, {"tools": tools}, messages)

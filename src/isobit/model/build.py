@@ -219,9 +219,13 @@ class _LayerMaker:
         (gate_up, ups), (down, downs) = self.stacked("gate_up"), self.stacked("down")
         experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
         router = _single(self.named("router"), self.sources)
-        return Mixture(
-            router, experts, gate_up, down, config.experts.per_token, config.experts.normalize
-        )
+        shared = gate = None
+        if config.experts.shared:
+            shared = Mlp(self.made("shared.gate_up"), self.made("shared.down"), config.activation)
+        if config.shared_gate:
+            gate = _single(self.named("shared_gate"), self.sources)
+        count, normalize = config.experts.per_token, config.experts.normalize
+        return Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
 
     def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
         """A matrix of all experts in one storage, and each expert's."""

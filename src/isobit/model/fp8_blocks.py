@@ -54,7 +54,7 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     such a shape.
     """
     mixtures = FAMILIES[model.config.family].mixtures
-    if mixtures is not None and mixtures.together:
+    if mixtures is not None and mixtures.together is not None:
         raise IsobitError(
             f"FP8 blocks are of single matrices; a {model.config.family} stores experts "
             "together; give --format bf16"

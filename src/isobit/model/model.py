@@ -450,9 +450,9 @@ def _read(
         open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
     )
     names.check_tied(weights.rows, weights.shapes, config, where, ranks)
-    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device)
+    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device, weights.shapes)
     if given is None:
-        masters = names.fuse(weights.rows, config, ranks, dtype)
+        masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
     more = own / "generation_config.json"
     return _Read(
         config, tokenizer, masters, read_json(more) if exists(more) else {}, given, directory

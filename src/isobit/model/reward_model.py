@@ -65,7 +65,7 @@ class RewardModel:
                 directory, lambda shapes: _check(shapes, config, values, directory)
             ) as weights:
                 score = weights.rows("score.weight")
-                masters = names.fuse(weights.rows, config, ranks)
+                masters = names.fuse(weights.rows, config, ranks, shapes=weights.shapes)
             return (
                 config,
                 flow,

@@ -464,7 +464,7 @@ class Transformer:
             )
 
     def _rope_tables(self, layout: Layout) -> Tables:
-        needed, (cos, _) = layout.max_keys, next(iter(self._tables.values()))
+        needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
             self._tables = make_tables(

@@ -3,7 +3,7 @@ need."""
 
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "out_proj"),  # of linear attention
     *MLP_PROJECTIONS,
 )

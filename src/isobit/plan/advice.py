@@ -109,6 +109,8 @@ def _keys(job: Job) -> Iterator[str]:
     config, optimizer = job.config, job.config.optimizer
     if optimizer.micro_batch_tokens == "auto" or optimizer.micro_batch_tokens > job.longest:
         yield f"optimizer.micro_batch_tokens={job.longest}"
+    if config.serve.port is not None and config.serve.max_sequences > 1:
+        yield f"serve.max_sequences={config.serve.max_sequences // 2}"
     if config.engine.sleep != "always":
         yield "engine.sleep=always"
     if optimizer.activation_checkpointing is False:

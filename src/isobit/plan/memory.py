@@ -17,7 +17,7 @@ from functools import lru_cache
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
 from isobit.engine.engine import CACHE_BYTES, GPU_FRACTION
-from isobit.engine.pages import cache_pages
+from isobit.engine.pages import cache_pages, pages_needed
 from isobit.errors import IsobitError
 from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
@@ -140,6 +140,8 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
         label, rolling_out = f"{label}, {what}", rolling_out + sum(size for _, size in caches)
     else:
         held += caches
+    serving = _served(job, page, free - (pages + evaluated) * page)
+    held.append((f"{what} of the server", serving * page))
     if job.machine.host:
         held.append((PYTHON, _PYTHON_BYTES))
         if job.config.keeps_weights:
@@ -211,14 +213,26 @@ def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
     if evaluation.every:
         wanted.append(-(-evaluation.samples * max(1, evaluation.num_samples) // job.ranks))
     for sequences in wanted:
-        limit = (
-            CACHE_BYTES if job.machine.host else max(free - sum(found) * page, 0) // GPU_FRACTION
-        )
+        limit = _most_cache_bytes(job, free - sum(found) * page)
         found.append(
             engine.kv_pages
             or cache_pages(job.pages_of_a_sequence, sequences, engine.max_sequences, limit // page)
         )
     return found[0], sum(found[1:])
+
+
+def _served(job: Job, page: int, free: int) -> int:
+    """Pages of the cache of the engine by which a run serves its policy; `page` and `free` in
+    bytes."""
+    serve, positions = job.config.serve, job.model.max_positions
+    if serve.port is None:
+        return 0
+    each, most = pages_needed(1, positions - 1, job.page_size), serve.max_sequences
+    return cache_pages(each, most, most, _most_cache_bytes(job, free) // page)
+
+
+def _most_cache_bytes(job: Job, free: int) -> int:
+    return CACHE_BYTES if job.machine.host else max(free, 0) // GPU_FRACTION
 
 
 def _sleeps(job: Job) -> bool:

@@ -270,7 +270,7 @@ class RewardBatch:
         given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
         given["prompts"] = list(prompts)
         given["completions"] = [
-            list(said.messages)
+            _messages(said)
             if isinstance(said, EpisodeRecord)
             else said
             if isinstance(prompt, str)
@@ -434,3 +434,10 @@ class RewardBatch:
 
     def _failure(self, function: int, reply: Reply) -> Failure | None:
         return failure_of(reply, None if function in self._pool.here else self._pool.environment)
+
+
+def _messages(episode: EpisodeRecord) -> list[dict[str, Any]]:
+    """All that was said; of one turn its text alone, as of a completion without an environment."""
+    if len(episode.messages) == 1:
+        return [{"role": "assistant", "content": episode.messages[0]["content"]}]
+    return list(episode.messages)

@@ -9,6 +9,7 @@ sign of the advantage).
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 
 METRICS: dict[str, str] = {
     "step": "batches that were learned from, this one included",
@@ -203,13 +204,18 @@ TIMINGS = (
 
 def check(metrics: Mapping[str, float]) -> None:
     """Assert that every name is defined."""
-    unknown = [name for name in metrics if not any(fnmatchcase(name, known) for known in METRICS)]
+    unknown = [name for name in metrics if not _matches(name, tuple(METRICS))]
     assert not unknown, f"metrics without a definition: {unknown}"
 
 
 def is_timing(name: str) -> bool:
     """Whether a metric may differ between a run and its exact repetition."""
-    return any(fnmatchcase(name, pattern) for pattern in TIMINGS)
+    return _matches(name, TIMINGS)
+
+
+@cache  # the same names come in every step
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def of_the_machine(name: str) -> bool:

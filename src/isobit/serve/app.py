@@ -10,8 +10,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,12 +25,14 @@ from starlette.routing import Route
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
+from isobit.serve.connections import Connection, most_connections
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
 from isobit.serve.tinker import Tinker
+from isobit.serve.tinker.links import LINKS
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
@@ -71,7 +74,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, gateway=gateway, tokens=tokens)],
+        middleware=[Middleware(Guard, gateway=gateway, tokens=tokens, links=LINKS)],
         exception_handlers=handlers,
     )
     app.router.redirect_slashes = False  # a wrong path is an error in our words
@@ -121,7 +124,7 @@ class Background:
     had."""
 
     def __init__(self, gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> None:
-        config = _config(gateway, tokens, options)
+        config = server_config(gateway, tokens, options)
         config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off
         try:
             self._socket = config.bind_socket()
@@ -163,7 +166,7 @@ def run(
     gateway = Gateway(engine, name, tools, options.limits, state)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
-    config = _config(gateway, tokens, options)
+    config = server_config(gateway, tokens, options)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
@@ -181,7 +184,11 @@ def _taken(option: str, options: ServerOptions) -> str:
     return f"{option} {options.port}: cannot listen on {options.host}; is it in use?"
 
 
-def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> uvicorn.Config:
+def server_config(
+    gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions
+) -> uvicorn.Config:
+    """How uvicorn serves a gateway."""
+    limits = gateway.limits
     return uvicorn.Config(
         make_app(gateway, tokens),
         host=options.host,
@@ -190,7 +197,7 @@ def _config(gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -
         access_log=False,
         lifespan="off",
         ws="none",
-        http="h11",
+        http=cast(Any, partial(Connection, limits=limits, most=most_connections(limits))),
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(options.grace) + 10,

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import BadJson, parse_json
 from isobit.environments.base import Call
 from isobit.serve.requests import BadRequest
@@ -32,7 +33,9 @@ def _message(where: str, value: Any) -> Message:
         raise BadRequest(
             f"{where}: expected an object with a role of {', '.join(_ROLES)}", "messages"
         )
-    found = {key: part for key, part in value.items() if part is not None}
+    found = {
+        key: part for key, part in value.items() if part is not None and key != TEMPLATE_KWARGS
+    }
     found["content"] = _content(f"{where}.content", found.get("content", ""))
     if "tool_calls" in found:
         calls = found["tool_calls"]

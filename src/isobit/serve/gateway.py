@@ -160,6 +160,24 @@ class Gateway:
                     self.device.cancel(job)
             self.metrics.whole.observe(time.monotonic() - began)
 
+    @asynccontextmanager
+    async def held(self, tenant: str, adapter: str | None) -> AsyncIterator[Snapshot]:
+        """What an adapter's name means now, None: the base, until the context is left. Raises
+        Refused and BadRequest."""
+        holding = asyncio.ensure_future(
+            self.work(tenant, partial(self.device.snapshots.hold, adapter))
+        )
+
+        def release(done: "asyncio.Future[Snapshot]") -> None:
+            if not done.cancelled() and done.exception() is None:
+                work = partial(self.device.snapshots.release, done.result())
+                self.device.submit(WorkJob(tenant, work, lambda event: None))
+
+        try:
+            yield await asyncio.shield(holding)
+        finally:  # also where the client goes away before it is held
+            holding.add_done_callback(release)
+
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
         """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
         Refused and BadRequest."""

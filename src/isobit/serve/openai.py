@@ -1,13 +1,14 @@
 """OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and
 out.
 
-Left out: embeddings, images, audio, files, responses, log-probabilities of prompts, and constrained
+Left out: embeddings, images, audio, files, responses, log-probabilities of messages, and constrained
 decoding; each is refused by its key.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,10 @@ from isobit.serve import chat, sessions
 from isobit.serve.answers import Asked, ChoiceStream, event
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Token
+from isobit.serve.prompts import Told, nothing
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.scoring import Scores, check_top, score
+from isobit.serve.snapshots import Snapshot
 from isobit.serve.wire import EventStream, error_value, read_fields
 
 _LEGACY_TOKENS = 16  # of a completion, unless the request says otherwise
@@ -56,7 +60,9 @@ class OpenAI:
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
         given = fields.take("prompt")
-        sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS)
+        told = Told.of(fields)
+        sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS, 0 if told else 1)
+        none = fields.take("max_completion_tokens", fields.take("max_tokens")) == 0
         logprobs = fields.take("logprobs", False) is not False
         if logprobs and fields.take("logprobs") is not True:
             sampling = _with_top(sampling, fields, "logprobs")
@@ -68,7 +74,18 @@ class OpenAI:
         asked = Asked(
             model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown
         )
-        return await self._answer(request, asked, adapter, stream, usage, None)
+        if told is None:
+            return await self._answer(request, asked, adapter, stream, usage, None)
+        if stream:
+            raise BadRequest(
+                "stream: not with echo or prompt_logprobs, which come with the whole answer",
+                "stream",
+            )
+        texts = given if isinstance(given, list) else [given]
+        found = await unless_gone(
+            request.receive, self._with_prompts(request, asked, adapter, told, texts, not none)
+        )
+        return Response(status_code=499) if found is None else found
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -220,8 +237,44 @@ class OpenAI:
             value["prompt_token_ids"] = list(asked.prompts[0])
         return JSONResponse(value)
 
+    async def _with_prompts(
+        self,
+        request: Request,
+        asked: Asked,
+        adapter: str | None,
+        told: Told,
+        texts: Sequence[Any],
+        sampled: bool,
+    ) -> Response:
+        """Complete answers, unless none are `sampled`, and what is told of their prompts, whose
+        `texts` the client gave, or tokens; all by the same weights."""
+        gateway, tenant, top = self._gateway, request.state.tenant, told.top(asked)
+        given = [text if isinstance(text, str) else None for text in texts]
+        given += [None] * (len(asked.prompts) - len(given))
+        if top is not None:
+            length = sum(map(len, asked.prompts))
+            check_top(length, top, "prompt_logprobs", "ask for fewer, or of shorter prompts")
+        scores: list[Scores | None] = [None] * len(asked.prompts)
+        async with gateway.held(tenant, adapter) as held:
+            if top is not None:
+                for place, prompt in enumerate(asked.prompts):
+                    scores[place] = await score(gateway, tenant, prompt, held, len(prompt), top)
+            if sampled:
+                version, found = await self._completed(request, asked, held)
+            else:
+                version = held.version
+                pairs = product(range(len(asked.prompts)), range(asked.sampling.n))
+                found = [(place, nothing(asked, place, each, version)) for place, each in pairs]
+        value = asked.head("text_completion", version)
+        value["choices"] = [
+            await in_thread(told.choice, asked, place, given[place], scores[place], completion)
+            for place, completion in found
+        ]
+        value["usage"] = asked.usage(sum(len(completion.token_ids) for _, completion in found))
+        return JSONResponse(value)
+
     async def _completed(
-        self, request: Request, asked: Asked, adapter: str | None
+        self, request: Request, asked: Asked, adapter: str | Snapshot | None
     ) -> tuple[int, list[tuple[int, Completion]]]:
         """(version of the weights, each answer with the index of its prompt, in the order of
         choices)."""

@@ -24,7 +24,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
-    "prompt_logprobs": (0, False),
+    "prompt_logprobs": (False,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -58,7 +58,9 @@ class Limits:
     """What one client, and all together, may ask for."""
 
     body_bytes: Annotated[int, at_least(1024)] = 8 << 20
-    body_seconds: Annotated[float, at_least(0.1)] = 30.0
+    body_seconds: Annotated[float, at_least(0.1)] = 30.0  # and for the lines in front of it
+    reader_seconds: Annotated[float, at_least(0.1)] = 60.0  # that an answer waits for its reader
+    connections: Annotated[int, at_least(1)] = 2048
     open_samples: Annotated[int, at_least(1)] = 1024
     samples: Annotated[int, at_least(1)] = 256  # of one request: prompts times n
     stop_strings: Annotated[int, at_least(1)] = 16
@@ -131,6 +133,11 @@ class Fields:
         """An object inside this one; an empty one where there is none."""
         return Fields(self.take(key, {}), key)
 
+    def all(self) -> dict[str, Any]:
+        """All there is, by keys that the client chose."""
+        self._read |= self._values.keys()
+        return self._values
+
     def finish(self) -> None:
         """Raise BadRequest for a key that nobody has read, unless it asks for nothing."""
         for key in self._values.keys() - self._read - IGNORED:
@@ -139,7 +146,7 @@ class Fields:
                 raise BadRequest(
                     f"{self._where}: unknown key {brief(key)!r}; {did_you_mean(key, known)}", key
                 )
-            if self._values[key] not in NEUTRAL[key]:
+            if not any(_same(self._values[key], value) for value in NEUTRAL[key]):
                 raise BadRequest(
                     f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}",
                     key,
@@ -153,11 +160,14 @@ def token_list(value: Any, key: str) -> list[int]:
     return value
 
 
-def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling:
-    """How to sample, by OpenAI's and vLLM's keys. A request without a seed gets a random one."""
+def sampling_of(
+    fields: Fields, limits: Limits, default_tokens: int, fewest_tokens: int = 1
+) -> Sampling:
+    """How to sample, by OpenAI's and vLLM's keys. A request without a seed gets a random one.
+    `fewest_tokens`: 0 where a request may ask for none; then it is not sampled for."""
     n = fields.whole("n", 1, 1, limits.samples)
-    longest = fields.whole("max_tokens", default_tokens, 1, 2**31 - 1)
-    longest = fields.whole("max_completion_tokens", longest, 1, 2**31 - 1)
+    longest = fields.whole("max_tokens", default_tokens, fewest_tokens, 2**31 - 1)
+    longest = fields.whole("max_completion_tokens", longest, fewest_tokens, 2**31 - 1)
     seed = fields.take("seed")
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
     given = {key: value for key in keys if (value := fields.take(key)) is not None}
@@ -172,7 +182,12 @@ def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling
     seed = secrets.randbits(62) if seed is None else fields.whole("seed", 0, 0, 2**63 - 1)
     try:
         return Sampling(
-            n=n, max_new_tokens=longest, seed=seed, stop=stop, stop_tokens=stop_tokens, **given
+            n=n,
+            max_new_tokens=max(longest, 1),
+            seed=seed,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            **given,
         )
     except BadRequest:
         raise
@@ -192,6 +207,11 @@ def _stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
             "stop",
         )
     return tuple(stop)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON, where 0 is not false."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _kind(value: Any) -> str:

@@ -91,10 +91,10 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 class Guard:
     """In front of all routes: who has no token, and who comes when the server stops, goes no
-    further."""
+    further. What is under `links` asks for its own permission."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...]) -> None:
-        self._app, self._gateway, self._tokens = app, gateway, tokens
+    def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...], links: str) -> None:
+        self._app, self._gateway, self._tokens, self._links = app, gateway, tokens, links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +113,7 @@ class Guard:
             status = message.get("status", status)
             await send(message)
 
-        if tenant is None and path not in OPEN_TO_ALL:
+        if tenant is None and path not in OPEN_TO_ALL and not path.startswith(self._links):
             error: Exception = Refused(
                 401, "expected the server's token: Authorization: Bearer TOKEN"
             )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from os.path import exists  # False also for a name that no file can have
 
 from isobit.errors import IsobitError, brief, did_you_mean
-from isobit.tasks import arithmetic, countdown, files, gsm8k
+from isobit.tasks import arithmetic, calculator, countdown, files, gsm8k, guess, lookup
 from isobit.tasks.task import Task, TaskSettings
 
 Load = Callable[[TaskSettings], Task]
@@ -13,6 +13,9 @@ TASKS: dict[str, tuple[Load, type]] = {
     "arithmetic": (arithmetic.load, arithmetic.ArithmeticOptions),
     "countdown": (countdown.load, countdown.CountdownOptions),
     "gsm8k": (gsm8k.load, gsm8k.Gsm8kOptions),
+    "calculator": (calculator.load, calculator.CalculatorOptions),
+    "guess": (guess.load, guess.GuessOptions),
+    "lookup": (lookup.load, lookup.LookupOptions),
     "file": (files.load, files.FileOptions),
 }
 """How each is made, and what its `task.options` may hold."""

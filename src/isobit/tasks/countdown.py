@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Annotated, Any
 
 from isobit.data.answers import completion_text
-from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
+from isobit.data.dataset import Dataset, Example, check_template
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
@@ -26,6 +26,7 @@ from isobit.tasks.task import (
     Task,
     TaskSettings,
     alphabet_of,
+    draws_of,
     held_out_size,
     refuse_file_settings,
     task_options,
@@ -92,7 +93,7 @@ def load(settings: TaskSettings) -> Task:
 
 def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int, str]]:
     """`count` problems (numbers, target, solution), no two with the same numbers and target."""
-    draws = _draws(options.seed)
+    draws = draws_of(options.seed)
     found: dict[tuple[tuple[int, ...], int], tuple[list[int], int, str]] = {}
     misses = 0
     while len(found) < count:
@@ -249,12 +250,3 @@ def _combine(numbers: list[int], draws: Iterator[int]) -> tuple[int, str]:
         if not items:
             return value, text
         items.append((value, f"({text})"))
-
-
-def _draws(seed: int) -> Iterator[int]:
-    """Philox words without end. Modulo a small bound their bias is below 2^-40."""
-    size = 1 << 14
-    start = 0
-    while True:
-        yield from random_words(seed, SPLIT_STREAM, start + size)[start:].tolist()
-        start, size = start + size, start + size

@@ -49,7 +49,7 @@ def read_splits(
     name none."""
     if settings.path is None:
         hint = (
-            "; built-in tasks by task.name: arithmetic, countdown, gsm8k"
+            "; built-in tasks by task.name: arithmetic, countdown, gsm8k, calculator, lookup, guess"
             if settings.name == "file"
             else ""
         )

@@ -4,11 +4,11 @@ start learns from.
 A task's options are a frozen dataclass (`isobit.options`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from isobit.data.dataset import Dataset
+from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import NotAnOption, at_least, at_most
 from isobit.options.reading import read
@@ -21,7 +21,9 @@ class TaskSettings:
     run before it starts, or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is
     `task.path`."""
 
-    name: Annotated[str, "arithmetic, countdown, gsm8k, or file (any data)"] = "file"
+    name: Annotated[
+        str, "arithmetic, countdown, gsm8k, calculator, lookup, guess, or file (any data)"
+    ] = "file"
     path: Annotated[
         str | None,
         "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
@@ -110,6 +112,8 @@ SEED = Annotated[
     at_most(2**63 - 1),
     "decides the problems, or what is cut as the held-out split",
 ]
+PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
+"""The alphabet of conversations with tools: ASCII that prints."""
 _Options = TypeVar("_Options")
 
 
@@ -151,3 +155,13 @@ def held_out_size(settings: TaskSettings, default: int) -> int:
     if size < 0:
         raise IsobitError(f"task.held_out_size must be at least 0, got {size}")
     return size
+
+
+def draws_of(seed: int, stream: int = SPLIT_STREAM) -> Iterator[int]:
+    """Philox words without end, others for each stream. Modulo a small bound their bias is below
+    2^-40."""
+    size = 1 << 14
+    start = 0
+    while True:
+        yield from random_words(seed, stream, start + size)[start:].tolist()
+        start, size = start + size, start + size

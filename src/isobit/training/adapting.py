@@ -21,7 +21,9 @@ def model_named(path: str) -> Path:
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
     """How a config reads prompts; `now`: the date that they are told."""
-    return TextRules(config.task.special_tokens_in_content, now, config.model.chat_template)
+    model = config.model
+    rule = config.task.special_tokens_in_content
+    return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
 
 
 def load_trained(
@@ -46,14 +48,16 @@ def load_trained(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
             )
         return model
-    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
+    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
     init = None if given.init is None else model_named(given.init)
     model = Model.load(base, *flow, adapter=checkpoint or init or new, masters=masters, rules=rules)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
-    if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):
+    settings = (given.rank, given.alpha, given.rslora, wanted)
+    if (found.rank, found.alpha, found.rslora, found.projections) != settings:
         raise IsobitError(
-            f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these"
+            f"adapter.init: {given.init} is an {found}; set rank, alpha, rslora and targets to "
+            "these"
         )
     return model
 

@@ -81,7 +81,8 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
     parameters = f"{num_parameters(model.config):,} parameters"
     rule = objective_of(config, precision).rule
     if (given := config.adapter) is not None:
-        adapter = Adapter(given.rank, given.alpha, targeted(model.config, given.targets), {}, "")
+        chosen = targeted(model.config, given.targets)
+        adapter = Adapter(given.rank, given.alpha, chosen, {}, rslora=given.rslora)
         parameters += (
             f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
         )

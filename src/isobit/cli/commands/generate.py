@@ -3,14 +3,17 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from isobit.cli.commands.serving import open_serving
+from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
 from isobit.training.rollouts.lengths import say_ends
@@ -24,11 +27,13 @@ def print_completions(
     *,
     chat: bool = False,
     chat_template: Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Path] | None = None,
     as_json: bool = False,
+    tools: EnvironmentConfig | None = None,
 ) -> None:
     """Sample `sampling.n` completions of every prompt, of several `adapters` by each of them, and
-    print them.
+    print them. With `tools` they are conversations, in which the model may call these.
 
     `flow` is (precision, backend, consistency), `adapters` PEFT folders by name. Raises IsobitError
     for a bad model, an empty prompt list, or a prompt longer than the model's context.
@@ -36,7 +41,7 @@ def print_completions(
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     several = adapters if adapters is not None and len(adapters) > 1 else {}
-    rules = TextRules(chat_template=chat_template)
+    rules = TextRules(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs or {})
     if several:
         model = open_serving(path, several, flow, rules)
     else:
@@ -44,6 +49,7 @@ def print_completions(
             path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules
         )
     say_ends(model)
+    chat = chat or (tools is not None and tools.used)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
         print(f"{len(found):,} special tokens in the prompts are encoded as text", file=sys.stderr)
@@ -52,7 +58,12 @@ def print_completions(
     names: list[str | None] = [*several] or [None]
     asked = [(number, name) for number in range(len(prompts)) for name in names]
     ids, named = [number for number, _ in asked], [name for _, name in asked]
-    groups = engine.generate([requests[number] for number in ids], sampling, ids, adapters=named)
+    if tools is not None and tools.used:
+        examples = [Example(number, requests[number], {}) for number in ids]  # type: ignore[arg-type]
+        groups = _conversations(engine, examples, sampling, tools, named)
+    else:
+        asking = [requests[number] for number in ids]
+        groups = engine.generate(asking, sampling, ids, adapters=named)
     for number, group in zip(ids, groups):
         prompt = prompts[number]
         for completion in group:
@@ -63,6 +74,27 @@ def print_completions(
             )
 
 
+def _conversations(
+    engine: Engine,
+    examples: Sequence[Example],
+    sampling: Sampling,
+    tools: EnvironmentConfig,
+    adapters: Sequence[str | None],
+) -> list[list[Completion]]:
+    """Episodes with tools, which run in processes of their own. Raises IsobitError for tools that
+    cannot be used, and for a template that cannot be asked about them."""
+    from isobit.engine.dialogue import Dialogue
+    from isobit.engine.episodes import Episodes
+    from isobit.environments.pool import EnvironmentPool
+
+    with EnvironmentPool(tools) as pool:
+        tokenizer = engine.model.tokenizer
+        dialogue = Dialogue.of(tokenizer, pool, tools.parser or "auto", tools.max_tokens)
+        dialogue.appending(examples[0].prompt).check("tool")
+        ids = [example.index for example in examples]
+        return Episodes(engine, dialogue).generate(examples, sampling, ids, None, adapters)
+
+
 def _line(prompt: str, completion: Completion) -> str:
     text = json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False)
     return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
@@ -70,6 +102,19 @@ def _line(prompt: str, completion: Completion) -> str:
 
 def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:
     text = completion.text if chat else prompt + completion.text
+    if completion.episode is not None:
+        text = "\n".join(map(_said, completion.episode.messages))
     number = f"{completion.prompt_id}.{completion.sample_index}" if n > 1 else ""
     heading = " ".join(part for part in (completion.adapter, number) if part)
     return f"[{heading}] {text}" if heading else text
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """A message of a conversation: what the model said and which tools it called, or what a tool
+    answered."""
+    if message["role"] != "assistant":
+        name = message.get("name")
+        return f"[{message['role']}{'' if name is None else f' {name}'}] {message['content']}"
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    called = [f"{each['name']}({json.dumps(each['arguments'])})" for each in calls]
+    return "\n".join(part for part in (message["content"], *called) if part)

@@ -94,8 +94,14 @@ def _opened(
     path: Path, flow: tuple[str, str, str], rules: TextRules, full: bool, serves: bool
 ) -> Model:
     """The model, with masters where all its weights are trained; else frozen, for adapters if it
-    `serves` some. Raises IsobitError for a flow whose bits depend on the batch."""
+    `serves` some. Raises IsobitError for a flow whose bits depend on the batch, and for an adapter
+    in the place of a model."""
     base = Model.load(path, *flow, rules=rules) if full else open_frozen(path, flow, rules)
+    if base.transformer.adapter is not None and full:
+        raise IsobitError(
+            f"{path} is an adapter; give the model that it is for, or write both as one model with "
+            "isobit export --merge"
+        )
     say_ends(base)
     serving = base.serving({})  # which refuses such flows
     return serving if serves and not full else base  # whose decode steps a GPU captures

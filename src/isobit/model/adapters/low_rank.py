@@ -2,7 +2,8 @@
 with their gradients.
 
 For a linear layer with working weight W, rows x̂ as W multiplies them (dequantized, if they are
-quantized), and factors A [r, K] and B [n, r] of some rows of W, with s = alpha / r:
+quantized), and factors A [r, K] and B [n, r] of some rows of W, with s = alpha / r, or alpha / √r
+(rsLoRA: Kalajdzievski 2023, arXiv 2312.03732):
 
     y = round(W·x̂ + bias + s · (B · u)),  u = round(A · x̂)
 
@@ -15,8 +16,8 @@ rounded twice. The backward, of dy:
 
     du = round(s · (dy·B)),  dx = round(dy·W + Σ du·A),  dA = duᵀ·x̂,  dB = s · (dyᵀ·u)
 
-where dy·W runs as the flow says. Left out: DoRA, dropout, adapters of embeddings, heads and
-experts.
+where dy·W runs as the flow says. Left out: DoRA, dropout, which the rollout would not have, and adapters of
+embeddings, heads and experts.
 """
 
 import math
@@ -52,18 +53,19 @@ class Projection(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
-    that they adapt, and `origin` how a person would name the adapter."""
+    that they adapt; `rslora`: alpha is divided by the root of the rank."""
 
     rank: int
     alpha: float
     projections: tuple[Projection, ...]
     tensors: Mapping[str, Tensor]
     base: str = ""
+    rslora: bool = False
 
     @property
     def scale(self) -> float:
         """What the product of B and A is multiplied by."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,7 +78,8 @@ class Adapter:
 
     def __str__(self) -> str:
         names = dict.fromkeys(one.name.rpartition(".")[2] for one in self.projections)
-        return f"adapter of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(names)}"
+        by = " (rsLoRA)" if self.rslora else ""
+        return f"adapter of rank {self.rank}, alpha {self.alpha:g}{by}, on {', '.join(names)}"
 
 
 def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.adapters.targets import projections
+from isobit.model.families import flag
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
 from isobit.model.hub.config import ModelConfig
 
@@ -29,7 +30,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = {
     "use_dora": "DoRA",
-    "use_rslora": "rsLoRA",
     "modules_to_save": "modules that are trained whole",
     "rank_pattern": "ranks that differ",
     "alpha_pattern": "alphas that differ",
@@ -115,11 +115,11 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
             "of a run that trained an adapter (RUN/checkpoints/step-...)"
         )
     values = read_json(directory / CONFIG)
-    rank, alpha = _settings(values, directory / CONFIG)
+    rank, alpha, rslora = _settings(values, directory / CONFIG)
     with open_weights(directory, name=WEIGHTS) as weights:
         chosen = _adapted(weights.shapes, config, rank, directory)
         tensors = {name: weights.rows(key) for one in chosen for name, key in _keys(one).items()}
-    return Adapter(rank, alpha, tuple(chosen), tensors, base)
+    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora)
 
 
 def write_peft(
@@ -151,7 +151,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": False,
-        "use_rslora": False,
+        "use_rslora": adapter.rslora,
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -176,8 +176,9 @@ def _keys(one: Projection) -> dict[str, str]:
     return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
 
 
-def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
-    """(rank, alpha). Raises IsobitError for what else an adapter's config.json asks for."""
+def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
+    """(rank, alpha, whether it is rsLoRA). Raises IsobitError for what else an adapter's
+    config.json asks for."""
     if values.get("peft_type") != "LORA":
         raise IsobitError(
             f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read"
@@ -201,7 +202,7 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
         raise IsobitError(
             f"{path}: lora_alpha: expected a number above 0, got {brief(repr(alpha))}"
         )
-    return rank, float(alpha)
+    return rank, float(alpha), flag(values, "use_rslora", str(path))
 
 
 def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) -> list[Projection]:

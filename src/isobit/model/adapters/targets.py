@@ -21,12 +21,14 @@ from isobit.precision.flow import LINEAR_LAYERS
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """What a new adapter is made by; `targets`: names of `PROJECTIONS`, or all-linear."""
+    """What a new adapter is made by; `targets`: names of `PROJECTIONS`, or all-linear; `rslora` as
+    of `Adapter`."""
 
     rank: int
     alpha: float
     targets: Sequence[str] = (ALL_LINEAR,)
     seed: int = 0
+    rslora: bool = False
 
 
 def projections(config: ModelConfig) -> list[Projection]:
@@ -82,7 +84,7 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-    return Adapter(given.rank, float(given.alpha), chosen, tensors, base)
+    return Adapter(given.rank, float(given.alpha), chosen, tensors, base, given.rslora)
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:

@@ -4,7 +4,7 @@ table here, listed in `options/families.py`."""
 from importlib import import_module
 
 from isobit.model.families.family import Family, Mixtures
-from isobit.model.families.reading import MOST_LAYERS, flag, optional_whole, real, whole
+from isobit.model.families.reading import MOST_LAYERS, flag, number, optional_whole, real, whole
 from isobit.model.families.windows import windows_of, windows_to_hf
 from isobit.options import families
 
@@ -19,6 +19,7 @@ __all__ = [
     "Family",
     "Mixtures",
     "flag",
+    "number",
     "optional_whole",
     "real",
     "whole",

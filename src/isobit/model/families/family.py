@@ -8,16 +8,33 @@ out.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from isobit.kernels import Activation
+from isobit.model.families.rope import KINDS, Rope
 from isobit.model.families.ropes import RopeKinds
 from isobit.model.families.windows import Windows
+
+Packing = Literal["columns", "rows"]
+"""columns: of each expert the transposed matrix, gates and ups in turn; rows: the matrix, gates
+before ups."""
 
 Modules = dict[str, tuple[str, ...]]
 """Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an
 expert's number, and `linear.` is before the masters of linear attention that are other modules in
 other layers."""
+
+
+def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
+    """`Family.sizes`, in this order."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
 
 LLAMA_MODULES: Modules = {
     "input_norm": ("input_layernorm",),
@@ -35,14 +52,21 @@ LLAMA_MODULES: Modules = {
 class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`:
     sizes, gates and dense layers have keys of their own; else all layers have experts of
-    `intermediate_size`, whose gates sum to 1. `biases`: routers and experts have them. `together`:
-    files hold a layer's experts in one tensor (`hub/packed_experts.py`)."""
+    `intermediate_size`, whose gates sum to 1. `size` is that of an expert then. `dense`: layers may
+    have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `shared`: the
+    size of an MLP beside the experts, for every token, 0 if there is none; `shared_gate`: it has a
+    gate. `biases`: routers and experts have them. `together`: how files that are written hold a
+    layer's experts in one tensor, if they do (`hub/packed_experts.py`)."""
 
     count: int
     per_token: int
     own_keys: bool
+    size: int = 768
+    dense: bool = True
+    shared: int = 0
+    shared_gate: bool = False
     biases: bool = False
-    together: bool = False
+    together: Packing | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +91,12 @@ class Family:
     each head a gate beside its query. `partial_rotary`: the part of a head that is rotated where
     config.json does not say; `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
     3), ..., not its halves. `kv_heads` None is one for each query head; `head_dim` None is
-    hidden_size / heads. `nullable` are keys of which null means the same as None here. `wrapper`:
-    the model_type of models that wrap such a one, and whose language model is read.
+    hidden_size / heads. `nullable` are keys of which null means the same as None here.
+    `multipliers`: config.json has numbers that scores, sums and logits are multiplied by
+    (`hub/multipliers.py`). `rope_kinds`: the scalings of rotary embeddings that transformers takes
+    in the family; `rope_more`: their parameters that no other family has, all needed. `wrappers`:
+    the model_types of models that wrap such a one, and whose language model is read; `sizes`: what
+    stands for sizes that config.json leaves out in these.
     """
 
     architecture: str
@@ -94,7 +122,9 @@ class Family:
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
     linear_attention: bool = False
     gated_attention: bool = False
-    wrapper: str | None = None
+    multipliers: bool = False
+    wrappers: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (
         False  # hidden_size must be a multiple of the heads, also where head_dim is given
     )
@@ -104,6 +134,8 @@ class Family:
     partial_rotary: float = 1.0
     interleaved: bool = False
     ropes: RopeKinds | None = None
+    rope_kinds: tuple[str, ...] = KINDS
+    rope_more: tuple[str, ...] = ()
     rope_section: Mapping[str, Any] | None = (
         None  # that of a config.json without rope_scaling and rope_parameters
     )
@@ -113,6 +145,24 @@ class Family:
     nullable: tuple[str, ...] = ("num_key_value_heads",)
     tied: bool = False
     mixtures: Mixtures | None = None
+
+    @property
+    def dense_mlp(self) -> bool:
+        """Whether config.json has the size of a layer's one MLP."""
+        return self.mixtures is None or self.mixtures.dense
+
+    def fresh_rope(self, theta: float, max_positions: int) -> Rope:
+        """The rotary embedding of a model that is made, not read: without scaling, where the family
+        has any without."""
+        if "default" in self.rope_kinds:
+            return Rope.of(theta, self.partial_rotary)
+        return Rope.from_hf(
+            {"rope_scaling": {**(self.rope_section or {}), "rope_theta": theta}},
+            "model.init",
+            theta=theta,
+            max_positions=max_positions,
+            more=self.rope_more,
+        )
 
     @property
     def variants(self) -> list[tuple[bool, bool, bool, bool]]:

@@ -2,14 +2,14 @@
 weight in float32, gates have GELU, embeddings are multiplied by the root of their width, and the
 scale of scores has a key of its own.
 
-Five of six layers have a window, and a rotary embedding of their own. Left out: models that read
-images, too.
+Five of six layers have a window, and a rotary embedding of their own. Of those that read images
+(4B to 27B) the text is taken (`hub/wrapped.py`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from isobit.model.families.family import LLAMA_MODULES, Family
+from isobit.model.families.family import LLAMA_MODULES, Family, sizes
 from isobit.model.families.reading import whole
 from isobit.model.families.ropes import by_layer_type
 from isobit.model.families.windows import Windows
@@ -46,5 +46,7 @@ FAMILIES = {
         head_dim=256,
         nullable=(),
         tied=True,
+        wrappers=("gemma3",),
+        sizes=sizes(262208, 2304, 9216, 26, 8),
     )
 }

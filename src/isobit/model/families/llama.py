@@ -1,6 +1,6 @@
 """Llama."""
 
-from isobit.model.families.family import Family
+from isobit.model.families.family import Family, sizes
 
 FAMILIES = {
     "llama": Family(
@@ -11,5 +11,7 @@ FAMILIES = {
         max_positions=2048,
         kv_heads=None,
         nullable=("num_key_value_heads", "head_dim"),
+        wrappers=("llava", "llava_next"),
+        sizes=sizes(32000, 4096, 11008, 32, 32),
     )
 }

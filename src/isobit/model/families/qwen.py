@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures
+from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures, sizes
 from isobit.model.families.reading import whole
 from isobit.model.families.windows import Windows
 
@@ -19,10 +19,14 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         qkv_bias=True,
+        wrappers=("internvl", "llava_onevision", "llava", "llava_next"),
+        sizes=sizes(151936, 4096, 22016, 32, 32),
         windows=Windows(_WINDOW, flag=True, slides=_from_a_layer_on),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
+        wrappers=("internvl",),
+        sizes=sizes(151936, 4096, 22016, 32, 32),
         attention_bias=True,
         qk_norm=True,
         windows=Windows(_WINDOW, flag=True, slides=_from_a_layer_on),

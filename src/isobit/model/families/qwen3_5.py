@@ -1,36 +1,65 @@
-"""Qwen3.5: three of four layers have linear attention by the gated delta rule; the others a gate on
-what attention gives, and rotate a quarter of a head.
+"""Qwen3.5, dense and with experts: three of four layers have linear attention by the gated delta
+rule; the others a gate on what attention gives, and rotate a quarter of a head. Beside the experts
+of a layer stands an MLP that serves every token, times a gate.
 
 Published checkpoints read images too. Their text is taken: config.json's text_config, and the
 tensors of the language model; the vision tower and the layers that predict further tokens (MTP) are
-left out, and `save` writes a Qwen3_5ForCausalLM.
+left out, and `save` writes a Qwen3_5ForCausalLM, or a Qwen3_5MoeForCausalLM.
 """
 
-from isobit.model.families.family import LLAMA_MODULES, Family
+from dataclasses import replace
+
+from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures
+
+_DENSE = Family(
+    "Qwen3_5ForCausalLM",
+    LLAMA_MODULES
+    | {
+        "linear.qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        "linear.o": ("linear_attn.out_proj",),
+        "gates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        "conv": ("linear_attn.conv1d",),
+        "decay": ("linear_attn.A_log",),
+        "step_bias": ("linear_attn.dt_bias",),
+        "state_norm": ("linear_attn.norm",),
+    },
+    wrappers=("qwen3_5",),
+    qk_norm=True,
+    norm_offset=1.0,
+    attention_bias=True,
+    fixed={"attn_output_gate": True},
+    linear_attention=True,
+    gated_attention=True,
+    partial_rotary=0.25,
+    kv_heads=4,
+    head_dim=256,
+    nullable=(),
+)
 
 FAMILIES = {
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        LLAMA_MODULES
+    "qwen3_5_text": _DENSE,
+    "qwen3_5_moe_text": replace(
+        _DENSE,
+        architecture="Qwen3_5MoeForCausalLM",
+        modules=_DENSE.modules
         | {
-            "linear.qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-            "linear.o": ("linear_attn.out_proj",),
-            "gates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-            "conv": ("linear_attn.conv1d",),
-            "decay": ("linear_attn.A_log",),
-            "step_bias": ("linear_attn.dt_bias",),
-            "state_norm": ("linear_attn.norm",),
+            "router": ("mlp.gate",),
+            "experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+            "experts.down": ("mlp.experts.{}.down_proj",),
+            "shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            "shared.down": ("mlp.shared_expert.down_proj",),
+            "shared_gate": ("mlp.shared_expert_gate",),
         },
-        wrapper="qwen3_5",
-        qk_norm=True,
-        norm_offset=1.0,
-        attention_bias=True,
-        fixed={"attn_output_gate": True},
-        linear_attention=True,
-        gated_attention=True,
-        partial_rotary=0.25,
-        kv_heads=4,
-        head_dim=256,
-        nullable=(),
-    )
+        wrappers=("qwen3_5_moe",),
+        kv_heads=2,
+        mixtures=Mixtures(
+            256,
+            8,
+            own_keys=True,
+            size=512,
+            dense=False,
+            shared=512,
+            shared_gate=True,
+        ),
+    ),
 }

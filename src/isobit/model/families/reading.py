@@ -1,6 +1,7 @@
 """Values of a config.json, read strictly: one of a wrong type is refused, never converted.
 `"false"` is no boolean and 48.0 no size."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,14 @@ def real(values: Mapping[str, Any], key: str, where: str, default: float) -> flo
             f"{value!r:.80}"
         )
     return value
+
+
+def number(values: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    """A number above 0, whole or not, finite; IsobitError for anything else."""
+    value = values.get(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise IsobitError(f"{where}: {key} must be a number above 0, got {value!r:.80}")
+    return float(value)
 
 
 def flag(values: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:

@@ -9,7 +9,7 @@ out: dynamic NTK and longrope.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ _OPTIONAL = {
 _SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
+_BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Rope:
         theta: float,
         max_positions: int,
         partial: float = 1.0,
+        more: tuple[str, ...] = (),
     ) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
 
         `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's
-        own where config.json has none; where a family rotates whole heads, another part is refused.
+        own where config.json has none; where a family rotates whole heads, another part is refused;
+        `more` are parameters that the family needs beside those of the kind.
         IsobitError for a kind that is not supported, a parameter that is missing or no number, and
         for two sections that say different things.
         """
@@ -64,12 +67,12 @@ class Rope:
                     f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}"
                 )
             if section:
-                read.append(_read(section, values, where, theta, max_positions, partial))
+                read.append(_read(section, values, where, theta, max_positions, partial, more))
         if len(read) == 2 and read[0] != read[1]:
             raise IsobitError(
                 f"{where}: rope_scaling and rope_parameters say different things; keep one of them"
             )
-        return read[0] if read else _read({}, values, where, theta, max_positions, partial)
+        return read[0] if read else _read({}, values, where, theta, max_positions, partial, more)
 
     @staticmethod
     def of(theta: float, partial: float) -> "Rope":
@@ -105,6 +108,18 @@ class Rope:
         """How many dimensions of a head are rotated, its first ones."""
         return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
 
+    def growth(self, num_positions: int) -> Tensor | None:
+        """What queries are multiplied by at each position, float32 [positions, 1, 1]: 1 + β ·
+        ln(1 + floor(position / original length)), as Llama 4 and Ministral 3 have it; None where
+        the family has no β, or all of these are 1."""
+        parameters = dict(self.parameters)
+        if _BETA not in parameters or num_positions <= parameters[_ORIGINAL]:
+            return None
+        blocks = torch.arange(num_positions, dtype=torch.float64) // parameters[_ORIGINAL]
+        logs = [math.log1p(block) for block in range(int(blocks[-1]) + 1)]
+        table = 1 + parameters[_BETA] * torch.tensor(logs, dtype=torch.float64)
+        return table[blocks.long()].float().view(-1, 1, 1)
+
     def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         parameters = dict(self.parameters)
@@ -117,9 +132,23 @@ class Rope:
         return inverse, 1.0
 
 
-Tables = dict[Rope | None, tuple[Tensor, Tensor]]
-"""Cosines and sines [positions, head_dim / 2] of each rotary embedding that a model has; None is
-that of layers without one, by which rotation leaves every element as it is."""
+_LONGROPE = (
+    "; longrope turns a whole sequence by other angles once it is longer than the original context, "
+    "so its first tokens would have other log-probabilities then than when they were sampled"
+)
+
+
+class Table(NamedTuple):
+    """Cosines and sines [positions, head_dim / 2] of a rotary embedding, and its `growth`."""
+
+    cos: Tensor
+    sin: Tensor
+    growth: Tensor | None
+
+
+Tables = dict[Rope | None, Table]
+"""Of each rotary embedding that a model has; None is that of layers without one, by which rotation
+leaves every element as it is."""
 
 
 def make_tables(
@@ -134,7 +163,10 @@ def make_tables(
             if rope is None
             else rope.tables(num_positions, head_dim)
         )
-        found[rope] = cos.to(device), sin.to(device)
+        growth = None if rope is None else rope.growth(num_positions)
+        found[rope] = Table(
+            cos.to(device), sin.to(device), None if growth is None else growth.to(device)
+        )
     return found
 
 
@@ -145,6 +177,7 @@ def _read(
     theta: float,
     max_positions: int,
     rotated: float,
+    more: tuple[str, ...],
 ) -> Rope:
     """One section. `original_max_position_embeddings` beside it counts more than the one inside,
     else the context."""
@@ -152,6 +185,7 @@ def _read(
     if kind not in KINDS:
         raise IsobitError(
             f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}"
+            f"{_LONGROPE if kind in ('longrope', 'su') else ''}"
         )
     if any(isinstance(value, dict) for value in section.values()):
         raise IsobitError(
@@ -177,24 +211,7 @@ def _read(
         **{key: values[key] for key in values if key == _ORIGINAL},
     }
     given: dict[str, float | bool] = {} if partial == 1.0 else {_PARTIAL: partial}
-    for key in _NEEDED[kind]:
-        if key not in own:
-            raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
-        ratio = kind == "yarn" and key == "factor" and own[key] is None
-        taken = _ORIGINAL if ratio else key
-        found = _number(own, taken, where)
-        if found <= 0:
-            raise IsobitError(f"{where}: rope scaling {kind}: {taken} must be above 0, got {found}")
-        given[key] = max_positions / found if ratio else found
-    for key in _OPTIONAL.get(kind, ()):
-        if own.get(key) is not None:
-            given[key] = _number(own, key, where)
-    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
-        raise IsobitError(
-            f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor"
-        )
-    if kind == "yarn" and "truncate" in own:
-        given["truncate"] = bool(own["truncate"])
+    given |= _parameters(own, kind, where, max_positions, more)
     made = Rope(float(base), kind, tuple(sorted(given.items())))
     try:
         usable = bool(torch.isfinite(torch.cat(made.tables(2, _SOME_DIM))).all())
@@ -209,6 +226,36 @@ def _read(
             f"{where}: rope scaling {kind} has no angles with these parameters: {given!s:.200}"
         )
     return made
+
+
+def _parameters(
+    own: Mapping[str, Any], kind: str, where: str, max_positions: int, more: tuple[str, ...]
+) -> dict[str, float | bool]:
+    """Those of a kind of scaling, and `more`."""
+    given: dict[str, float | bool] = {}
+    for key in _NEEDED[kind]:
+        if key not in own:
+            raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
+        ratio = kind == "yarn" and key == "factor" and own[key] is None
+        taken = _ORIGINAL if ratio else key
+        found = _number(own, taken, where)
+        if found <= 0:
+            raise IsobitError(f"{where}: rope scaling {kind}: {taken} must be above 0, got {found}")
+        given[key] = max_positions / found if ratio else found
+    for key in _OPTIONAL.get(kind, ()):
+        if own.get(key) is not None:
+            given[key] = _number(own, key, where)
+    for key in more:
+        if own.get(key) is None:
+            raise IsobitError(f"{where}: rope scaling {kind} needs {key} in this architecture")
+        given[key] = _number(own, key, where)
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise IsobitError(
+            f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor"
+        )
+    if kind == "yarn" and "truncate" in own:
+        given["truncate"] = bool(own["truncate"])
+    return given
 
 
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:

@@ -94,7 +94,9 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         x, residual = compute(x, residual, index, layer, ctx)
-    return autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
+    normed = autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
+    multipliers = ctx.config.multipliers
+    return normed if multipliers is None else normed * (1 / multipliers.logits)
 
 
 def _layer(
@@ -109,7 +111,7 @@ def _layer(
             x, residual, layer.input_norm, layer.attention.qkv, eps, ops
         )
         x = _attend(qkv, index, layer, layer.attention, ctx, ops)
-    x = _post_norm(x, layer.attention_out_norm, eps, ops)
+    x = _added(x, layer.attention_out_norm, ctx, ops)
     if isinstance(layer.mlp, Mixture):
         assert layer.post_norm is not None
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
@@ -123,7 +125,7 @@ def _layer(
                 _norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops)
             )
         x = autograd.gated_linear(gate_up, layer.mlp.activation, layer.mlp.down, ops, again)
-    return _post_norm(x, layer.mlp_out_norm, eps, ops), residual
+    return _added(x, layer.mlp_out_norm, ctx, ops), residual
 
 
 def _norm_then_project(
@@ -137,9 +139,12 @@ def _norm_then_project(
     return autograd.linear(summed, weight, ops), summed
 
 
-def _post_norm(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
-    """What attention or MLP adds, normed if there is a norm."""
-    return x if norm is None else autograd.rms_norm(x, None, norm, eps, ops)[0]
+def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
+    """What attention or MLP adds, normed if there is a norm, and times the architecture's
+    number."""
+    x = x if norm is None else autograd.rms_norm(x, None, norm, ctx.config.rms_eps, ops)[0]
+    multipliers = ctx.config.multipliers
+    return x if multipliers is None else x * multipliers.residual
 
 
 def _linear_attention(
@@ -169,8 +174,11 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
     masters = None if norms is None else (norms[0].master, norms[1].master)
     working = None if norms is None else (norms[0].working, norms[1].working)
     query, query_scale = _rounding_of_queries(index, layer, ctx)
+    table, heads = ctx.tables[rope], qkv.view(len(qkv), qkv.shape[1] // dim, dim)
+    if table.growth is not None:
+        heads = _grown(heads, table.growth[ctx.layout.positions], config.num_heads)
     attended = autograd.Attended(
-        heads=Heads(working, config.rms_eps, ctx.tables[rope]),
+        heads=Heads(working, config.rms_eps, (table.cos, table.sin)),
         store=partial(ctx.store_of, index, layer),
         temporary=partial(ctx.temporary_store, index, layer),
         layout=ctx.layout,
@@ -181,10 +189,18 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
         sinks=own.sinks,
         probabilities=layer.flow.probabilities,
     )
-    out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, attended, ops)
+    out = autograd.attend(heads, masters, attended, ops)
     if gate is not None:
         return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
     return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+
+
+def _grown(heads: Tensor, factors: Tensor, count: int) -> Tensor:
+    """Heads [T, H + 2 KV, D], whose first `count`, the queries, are multiplied by factors [T, 1, 1]
+    float32, each product rounded once. Rotation is linear, so this is a multiplication of rotated
+    queries, as long as they are not normed."""
+    queries, others = heads.tensor_split((count,), dim=1)
+    return torch.cat(((queries.float() * factors).to(heads.dtype), others), dim=1)
 
 
 def _rounding_of_queries(

@@ -5,12 +5,13 @@ For a token: p = softmax(router logits) over all experts, rounded to float32; th
 the lower index; their gates are p, divided by their sum where the architecture says so
 (`Ops.route`: no sum depends on the number of rows). The token's rows go through the experts as
 through any MLP, and gate times result is added in float32 in the order of the slots, the largest
-gate first, and rounded once. So a token's bits depend on the token and the weights, whoever else an
-expert serves (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
+gate first, and rounded once; what an MLP for every token gives is added to that. So a token's bits
+depend on the token and the weights, whoever else an expert serves (`tests/model/test_moe.py`). How
+rows get to their experts is in `experts.py`.
 
 `RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al.
 2025, arXiv 2510.11370), and collects the probabilities for the load-balancing loss. Left out:
-experts over several processes, capacity limits, shared experts.
+experts over several processes, and capacity limits.
 """
 
 import base64
@@ -23,10 +24,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Ops
+from isobit.kernels import Ops, unwatched
 from isobit.model.forward import autograd
 from isobit.model.forward.experts import through_experts
-from isobit.model.weights.layout import Mixture
+from isobit.model.weights.layout import Mixture, Mlp
 
 
 class RouteTape:
@@ -81,7 +82,43 @@ def mixture(
     probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
     if tape is not None:
         tape.follow(probabilities, chosen)
-    return through_experts(x, gates, chosen if given is None else given, layer, ops, again)
+    routed = through_experts(x, gates, chosen if given is None else given, layer, ops, again)
+    return routed if layer.shared is None else routed + _shared(x, layer.shared, layer, ops, again)
+
+
+def _shared(x: Tensor, own: Mlp, layer: Mixture, ops: Ops, again: bool) -> Tensor:
+    """The MLP that serves every token, times its gate if it has one: [T, H] in x's dtype."""
+
+    def gate_up() -> tuple[Tensor, Tensor]:
+        return autograd.linear(x.detach(), own.gate_up, unwatched(ops)), x
+
+    first = autograd.linear(x, own.gate_up, ops, kept=True)
+    out = autograd.gated_linear(first, own.activation, own.down, ops, gate_up if again else None)
+    if layer.shared_gate is None:
+        return out
+    gate = autograd.linear(x, layer.shared_gate, ops, kept=True, dtype=torch.float32).to(x.dtype)
+    return _gated(torch.cat((gate.expand_as(out), out), 1), ops)
+
+
+def _gated(pair: Tensor, ops: Ops) -> Tensor:
+    """σ(gate) · x of a pair (gate, x) [T, 2 H]: [T, H]."""
+    if torch.is_grad_enabled():
+        return _Gated.apply(pair, ops)
+    return ops.gate_mul("sigmoid", pair)
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, pair: Tensor, ops: Ops) -> Tensor:
+        ctx.ops = ops
+        ctx.save_for_backward(pair)
+        return ops.gate_mul("sigmoid", pair)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (pair,) = ctx.saved_tensors
+        return ctx.ops.gate_mul_backward("sigmoid", dy.contiguous(), pair), None
 
 
 def route(

@@ -29,7 +29,14 @@ INDEX = "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 5 << 30
 _MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
-_LANGUAGE_MODEL, _BESIDE = "model.language_model.", ("model.visual.", "mtp.")
+_LANGUAGE_MODEL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+"""What the names of a language model's tensors begin with inside another model, by transformers 5,
+and by 4 before 4.52; and without it."""
 _SCALES = "_scale_inv"
 _EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -160,10 +167,15 @@ def _of_language_model(
 ) -> Mapping[str, tuple[Path, FileTensor]]:
     """Without the towers beside it, and the layers that predict further tokens, where files have a
     language model."""
-    if not any(name.startswith(_LANGUAGE_MODEL) for name in tensors):
+    inside = [prefix for prefix in _LANGUAGE_MODEL if "language_model" in prefix]
+    if not any(name.startswith(tuple(inside)) for name in tensors):
         return tensors
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BESIDE)}
-    return {name.replace(_LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in kept.items()}
+    return {
+        own + name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        for prefix, own in _LANGUAGE_MODEL.items()
+        if name.startswith(prefix)
+    }
 
 
 def _finite(values: Tensor, path: Path, name: str) -> Tensor:

@@ -3,8 +3,8 @@
 Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query
 attention, in which a layer may have a sliding window, or linear attention in its place, and a gated
 MLP, or several of which a router chooses. How families differ is in their tables (`families/`).
-Left out: shared experts, capped scores and logits; each is refused with the reason, and nothing in
-a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
+Left out: capped scores and logits; each is refused with the reason, and nothing in a model
+directory is ever executed. What is accepted has the log-probabilities of `transformers`
 (`tests/model/test_config_table.py`).
 """
 
@@ -18,7 +18,6 @@ from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
     Family,
-    Mixtures,
     flag,
     optional_whole,
     real,
@@ -27,20 +26,10 @@ from isobit.model.families import (
     windows_to_hf,
 )
 from isobit.model.families.rope import Rope
+from isobit.model.hub.experts import Experts
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from isobit.model.hub.wrapped import architectures, text_of
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
-    token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`."""
-
-    count: int
-    per_token: int
-    intermediate_size: int
-    normalize: bool = True
-    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class ModelConfig:
     all; () if it does in every layer. `unrotated`: the layers without rotary embedding.
     `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
     divided by its root; head_dim where None. `linear`: which layers have linear attention, None if
-    none has."""
+    none has. `multipliers`: None in a family without them."""
 
     family: str
     vocab_size: int
@@ -77,6 +66,7 @@ class ModelConfig:
     sliding_rope: Rope | None = None
     query_scalar: int | None = None
     linear: LinearAttention | None = None
+    multipliers: Multipliers | None = None
 
     def __post_init__(self) -> None:
         for key in (
@@ -108,15 +98,13 @@ class ModelConfig:
             )
         family = FAMILIES[self.family]
         assert (self.experts is not None) == (family.mixtures is not None)
+        if self.experts is not None and family.mixtures is not None:
+            assert (self.experts.shared > 0) == (family.mixtures.shared > 0)
         assert not self.windows or (
             family.windows is not None and len(self.windows) == self.num_layers
         )
-        if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
-            raise IsobitError(
-                f"config.json: {self.experts.per_token} experts per token, of "
-                f"{self.experts.count}: expected 1 to all"
-            )
         assert (self.linear is not None) == family.linear_attention
+        assert (self.multipliers is not None) == family.multipliers
         assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
@@ -172,6 +160,12 @@ class ModelConfig:
         return mixtures is not None and mixtures.biases
 
     @property
+    def shared_gate(self) -> bool:
+        """Whether the MLP beside the experts has a gate."""
+        mixtures = FAMILIES[self.family].mixtures
+        return mixtures is not None and mixtures.shared_gate
+
+    @property
     def norm_offset(self) -> float:
         """What norms add to their weights before they multiply."""
         return FAMILIES[self.family].norm_offset
@@ -183,11 +177,15 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
+        if self.multipliers is not None:
+            return self.multipliers.attention
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def embedding_scale(self) -> float | None:
         """What embeddings are multiplied by, in their type; None if by nothing."""
+        if self.multipliers is not None:
+            return self.multipliers.embedding
         return float(self.hidden_size**0.5) if FAMILIES[self.family].scaled_embedding else None
 
     def window(self, layer: int) -> int | None:
@@ -233,13 +231,7 @@ class ModelConfig:
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or
         feature."""
         values = text_of(values, where)
-        name = values.get("model_type")
-        if not isinstance(name, str) or name not in FAMILIES:
-            named = name or architectures(values)
-            raise IsobitError(
-                f"{where}: unsupported architecture {named!r:.80}: supported are "
-                f"{', '.join(FAMILIES)}"
-            )
+        name = _family_of(values, where)
         family = FAMILIES[name]
         _refuse_unsupported(values, where, family)
         num_heads, hidden = (
@@ -260,6 +252,9 @@ class ModelConfig:
             raise IsobitError(
                 f"{where}: rope scaling yarn needs head_dim in a {name}"
             )  # as in transformers
+        experts = None
+        if family.mixtures is not None:
+            experts = Experts.from_hf(values, where, family.mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
         try:
             ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
@@ -269,7 +264,9 @@ class ModelConfig:
             family=name,
             vocab_size=whole(values, "vocab_size", where),
             hidden_size=hidden,
-            intermediate_size=whole(values, "intermediate_size", where),
+            intermediate_size=whole(values, "intermediate_size", where)
+            if experts is None or family.dense_mlp
+            else experts.intermediate_size,
             num_layers=layers,
             num_heads=num_heads,
             num_kv_heads=kv_heads or num_heads,
@@ -285,9 +282,7 @@ class ModelConfig:
             bos_id=_first(ids["bos"]),
             eos_ids=ids["eos"],
             pad_id=_first(ids["pad"]),
-            experts=None
-            if family.mixtures is None
-            else _experts_from_hf(values, where, family.mixtures, layers),
+            experts=experts,
             windows=()
             if family.linear_attention
             else windows_of(values, where, family.windows, layers, max_positions),
@@ -299,6 +294,7 @@ class ModelConfig:
             if family.linear_attention
             else None,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
+            multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -310,7 +306,7 @@ class ModelConfig:
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            **({"intermediate_size": self.intermediate_size} if family.dense_mlp else {}),
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -347,8 +343,20 @@ class ModelConfig:
         if self.linear is not None:
             values |= self.linear.to_hf(self.num_layers)
         if family.mixtures is not None and self.experts is not None:
-            values |= _experts_to_hf(self.experts, family.mixtures)
+            values |= self.experts.to_hf(family.mixtures)
+        if self.multipliers is not None:
+            values |= self.multipliers.to_hf()
         return values
+
+
+def _family_of(values: Mapping[str, Any], where: str) -> str:
+    name = values.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return name
+    raise IsobitError(
+        f"{where}: unsupported architecture {name or architectures(values)!r:.80}: supported are "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def _ropes(
@@ -361,58 +369,20 @@ def _ropes(
         values.get("rope_scaling") or values.get("rope_parameters")
     ):
         values = {**values, "rope_scaling": family.rope_section}
-    theta, partial = family.rope_theta, family.partial_rotary
-    return Rope.from_hf(
-        values, where, theta=theta, max_positions=max_positions, partial=partial
-    ), None
-
-
-def _experts_from_hf(
-    values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int
-) -> Experts:
-    """The number of experts is num_local_experts or num_experts: either name, in either family."""
-    names = [key for key in ("num_local_experts", "num_experts") if key in values]
-    counts = {whole(values, key, where) for key in names} or {mixtures.count}
-    if len(counts) > 1:
-        raise IsobitError(
-            f"{where}: num_local_experts and num_experts name one number, but differ; keep one "
-            "of them"
-        )
-    count = counts.pop()
-    per_token = whole(values, "num_experts_per_tok", where, mixtures.per_token)
-    if not mixtures.own_keys:
-        return Experts(count, per_token, whole(values, "intermediate_size", where))
-    step = whole(values, "decoder_sparse_step", where, 1)
-    dense = values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise IsobitError(
-            f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got "
-            f"{dense!r:.80}"
-        )
-    listed = set(dense)
-    return Experts(
-        count,
-        per_token,
-        whole(values, "moe_intermediate_size", where, 768),
-        flag(values, "norm_topk_prob", where),
-        tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step),
+    rope = Rope.from_hf(
+        values,
+        where,
+        theta=family.rope_theta,
+        max_positions=max_positions,
+        partial=family.partial_rotary,
+        more=family.rope_more,
     )
-
-
-def _experts_to_hf(experts: Experts, mixtures: Mixtures) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-    }
-    if not mixtures.own_keys:
-        return values
-    return values | {
-        "num_experts": experts.count,
-        "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(experts.dense_layers),
-    }
+    if rope.kind not in family.rope_kinds:
+        raise IsobitError(
+            f"{where}: unsupported rope scaling {rope.kind!r}: supported in this architecture is "
+            f"{' and '.join(family.rope_kinds)}"
+        )
+    return rope, None
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -458,7 +428,7 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -
     quantized = values.get("quantization_config")
     blocks: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     kind, named = blocks, "FP8 blocks of 128x128"
-    if family.mixtures is not None and family.mixtures.together:
+    if family.mixtures is not None and family.mixtures.together == "columns":
         kind, named = {"quant_method": "mxfp4"}, "MXFP4"
     if quantized and not (isinstance(quantized, dict) and kind.items() <= quantized.items()):
         raise IsobitError(

@@ -19,6 +19,7 @@ from isobit.distributed.shards import Rows
 from isobit.distributed.weights import Stored, share_rows
 from isobit.errors import IsobitError, brief
 from isobit.model.families import FAMILIES
+from isobit.model.families.family import Packing
 from isobit.model.hub.checkpoint import Shapes
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.packed_experts import Place, Read, apart, in_files, joined, place
@@ -34,11 +35,16 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def fuse(
-    read: Read, config: ModelConfig, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32
+    read: Read,
+    config: ModelConfig,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype = torch.float32,
+    shapes: Iterable[str] = (),
 ) -> dict[str, Tensor]:
     """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that
-    `check_shapes` takes, rounded to `dtype`. No others are read."""
-    shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config)
+    `check_shapes` takes, rounded to `dtype`. No others are read. `shapes`: the tensors' names,
+    which say whether a layer's experts are together."""
+    shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config, shapes)
 
     def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
         pieces = [
@@ -61,8 +67,9 @@ def split(
     inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
+    packing = _packing(config)
     for master, tensors in parts(config):
-        if _together(config) and ".experts." in master:
+        if packing is not None and ".experts." in master:
             continue
         found |= {name: Part(dtype, shape) for name, shape in tensors}
         for piece in _pieces(tensors, shards.own(master)):
@@ -70,11 +77,15 @@ def split(
                 -1, *piece.shape[1:]
             )
             found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
-    return found | (_joined(masters, config, dtype, shards) if _together(config) else {})
+    return found | (_joined(masters, config, dtype, shards, packing) if packing else {})
 
 
 def _joined(
-    masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, shards: Shards
+    masters: Mapping[str, Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shards: Shards,
+    packing: Packing,
 ) -> dict[str, Part]:
     """The tensors that hold experts together. Alone, each is made when it is written; of several
     ranks the first makes and writes them, of the rows that all have sent, and holds them until
@@ -88,11 +99,11 @@ def _joined(
                 groups.setdefault(at.name, []).append((at, master, first, first + shape[0]))
                 shapes[name] = shape
             first += shape[0]
-    whole, found = in_files(shapes), dict[str, Part]()
+    whole, found = in_files(shapes, packing), dict[str, Part]()
     for name, members in groups.items():
         values = _whole(masters, dict.fromkeys(member[1] for member in members), dtype, shards)
         pieces = [(at, values[master][lo:hi]) for at, master, lo, hi in members]
-        make = partial(joined, pieces, whole[name], dtype)
+        make = partial(joined, pieces, whole[name], dtype, packing)
         mine = make if shards.ranks.size == 1 else make() if shards.ranks.first else None
         found[name] = Part(dtype, whole[name], mine)
     return found
@@ -113,20 +124,32 @@ def _whole(
     return found
 
 
-def _together(config: ModelConfig) -> bool:
+def _packing(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
+    """How files hold a layer's experts together, if they do: as the family's are written, or as
+    these tensors' names say."""
     mixtures = FAMILIES[config.family].mixtures
-    return mixtures is not None and mixtures.together
+    if mixtures is None or mixtures.together is not None:
+        return None if mixtures is None else mixtures.together
+    return "rows" if any(name.endswith(".experts.gate_up_proj") for name in shapes) else None
 
 
-def _reader(read: Read, config: ModelConfig) -> Read:
-    return apart(read) if _together(config) else read
+def _reader(read: Read, config: ModelConfig, shapes: Iterable[str]) -> Read:
+    packing = _packing(config, shapes)
+    return read if packing is None else apart(read, packing)
 
 
 class Fused(Mapping[str, Tensor]):
     """Whole masters, float32 on a device, each read when it is asked for, and not kept."""
 
-    def __init__(self, read: Read, config: ModelConfig, device: torch.device) -> None:
-        self._read, self._device, self._parts = _reader(read, config), device, dict(parts(config))
+    def __init__(
+        self,
+        read: Read,
+        config: ModelConfig,
+        device: torch.device,
+        shapes: Iterable[str] = (),
+    ) -> None:
+        self._read, self._device = _reader(read, config, shapes), device
+        self._parts = dict(parts(config))
         self._shapes = parameter_shapes(config)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -166,7 +189,8 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
     they are many, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
-    most = sum(map(math.prod, shapes.values())) if _together(config) else len(shapes)
+    packing = _packing(config, shapes)
+    most = len(shapes) if packing is None else sum(map(math.prod, shapes.values()))
     if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""
         raise IsobitError(
@@ -174,7 +198,7 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
             f"{len(shapes):,} tensors, fewer than such layers have"
         )
     expected = {name: shape for _, names in parts(config) for name, shape in names}
-    expected = in_files(expected) if _together(config) else expected
+    expected = expected if packing is None else in_files(expected, packing)
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     given = {name for name in shapes if not name.endswith(_IGNORED_SUFFIXES)} - tied
     for problem, names in (
@@ -222,7 +246,8 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         base = name if name in _BARE else name.removesuffix("_bias")
         suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
         linear, own = config.is_linear(int(index)), f"linear.{base}"
-        named = modules["experts." + base if inside else own if linear and own in modules else base]
+        key = f"{inside[0]}.{base}" if inside else own if linear and own in modules else base
+        named = modules[key]
         heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, linear)
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
         row = (
@@ -244,6 +269,7 @@ def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[i
 
 def layer_and_role(name: str) -> tuple[int, str]:
     """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down)
-    from `layers.3.experts.7.down`."""
+    from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
     parts = name.split(".")
-    return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"
+    inside = f"{parts[2]} " if parts[2] in ("experts", "shared") else ""
+    return int(parts[1]), f"{inside}{parts[-1]}"

@@ -1,10 +1,11 @@
-"""Experts of a layer that files hold in one tensor (gpt-oss), as if each had tensors of its own,
-and back.
+"""Experts of a layer that files hold in one tensor, as if each had tensors of its own, and back.
 
-A file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed matrix whose columns
-are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too, and biases
-`..._proj_bias` [E, 2 I] and [E, C]. Here expert 3 has `experts.3.gate_proj.weight` [I, C],
-`experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C, I], and biases.
+Of gpt-oss (`columns`) a file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed
+matrix whose columns are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too,
+and biases `..._proj_bias` [E, 2 I] and [E, C]. Of a Qwen3.5 that was published (`rows`) it has `experts.gate_up_proj`
+[E, 2 I, C], gates before ups, and `experts.down_proj` [E, C, I]. Here expert 3 has
+`experts.3.gate_proj.weight` [I, C], `experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C,
+I], and biases.
 """
 
 import re
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isobit.model.families.family import Packing
+
 Read = Callable[[str, int, int], Tensor]
 """Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the
 last."""
@@ -21,13 +24,12 @@ _OWN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias
 
 
 class Place(NamedTuple):
-    """Where the rows of an expert's own tensor are: the last dimension of `name`[expert], from
-    `first` on by `step`."""
+    """Where the rows of an expert's own tensor are: the `part`-th of `parts` of `name`[expert]."""
 
     name: str
     expert: int
-    first: int
-    step: int
+    part: int
+    parts: int
 
 
 def place(name: str) -> Place | None:
@@ -36,13 +38,13 @@ def place(name: str) -> Place | None:
     if found is None:
         return None
     experts, number, role, kind = found.groups()
-    first, step, role = (0, 1, "down") if role == "down" else (int(role == "up"), 2, "gate_up")
+    part, parts, role = (0, 1, "down") if role == "down" else (int(role == "up"), 2, "gate_up")
     return Place(
-        f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), first, step
+        f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), part, parts
     )
 
 
-def in_files(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[str, tuple[int, ...]]:
     """The tensors of files, of those of single experts."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -51,11 +53,14 @@ def in_files(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
             found[name] = shape
         else:
             count = max(found.get(at.name, (0,))[0], at.expert + 1)
-            found[at.name] = (count, *shape[1:], shape[0] * at.step)
+            rows, inner = (shape[0] * at.parts,), shape[1:]
+            found[at.name] = (
+                (count, *inner, *rows) if packing == "columns" else (count, *rows, *inner)
+            )
     return found
 
 
-def apart(read: Read) -> Read:
+def apart(read: Read, packing: Packing) -> Read:
     """Reads single experts' tensors by way of `read`, which reads those of files. The last expert
     read is kept, since its gates and ups are asked for one after the other."""
     kept: dict[tuple[str, int], Tensor] = {}
@@ -67,16 +72,26 @@ def apart(read: Read) -> Read:
         if (at.name, at.expert) not in kept:
             kept.clear()
             kept[at.name, at.expert] = read(at.name, at.expert, at.expert + 1)[0]
-        return kept[at.name, at.expert][..., at.first :: at.step][..., lo:hi].t().contiguous()
+        return _own(kept[at.name, at.expert], at, packing)[lo:hi].contiguous()
 
     return rows
 
 
 def joined(
-    pieces: Iterable[tuple[Place, Tensor]], shape: tuple[int, ...], dtype: torch.dtype
+    pieces: Iterable[tuple[Place, Tensor]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    packing: Packing,
 ) -> Tensor:
     """A file's tensor of this shape, on the CPU, of experts' own."""
     out = torch.empty(shape, dtype=dtype)
     for at, rows in pieces:
-        out[at.expert][..., at.first :: at.step] = rows.detach().t()
+        _own(out[at.expert], at, packing).copy_(rows.detach())
     return out
+
+
+def _own(expert: Tensor, at: Place, packing: Packing) -> Tensor:
+    """The view of an expert's own tensor in what files have of the expert."""
+    if packing == "columns":
+        return expert[..., at.part :: at.parts].t()
+    return expert.chunk(at.parts)[at.part]

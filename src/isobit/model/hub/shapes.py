@@ -10,7 +10,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D,
     C], `q_norm` and `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D],
     `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C]
-    and `experts.e.gate_up` and `experts.e.down` of each expert e, and `mlp_out_norm`; `final_norm`;
+    and `experts.e.gate_up` and `experts.e.down` of each expert e, `shared.gate_up` and
+    `shared.down` of an MLP beside them and `shared_gate` [1, C], and `mlp_out_norm`; `final_norm`;
     `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A bias has
     the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
     from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
@@ -58,6 +59,7 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
         for number in range(config.experts.count):
             own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
             own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+        shapes |= _shared_shapes(config, config.experts.shared)
         for name, shape in own.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
@@ -66,6 +68,15 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
             shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (hidden,)}
     shapes["mlp_out_norm"] = (hidden,)
     return _with_norms_of(config, shapes)
+
+
+def _shared_shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Of the MLP of this size beside a layer's experts."""
+    hidden = config.hidden_size
+    if not size:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {"shared_gate": (1, hidden)} if config.shared_gate else {}
+    return shapes | {"shared.gate_up": (2 * size, hidden), "shared.down": (hidden, size)}
 
 
 def _with_norms_of(

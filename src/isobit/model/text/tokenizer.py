@@ -10,7 +10,7 @@ code of their own.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.model.hub.checkpoint import read_json, read_text, write_json
@@ -38,11 +39,13 @@ class TextRules:
     """How what others wrote becomes tokens. `special_tokens_in_content`: what special tokens that
     it spells become (`escape_special.py`). `now`: what a template's `strftime_now` says, None: when
     the tokenizer is read; a run keeps it, so that its prompts are the same on another day.
-    `chat_template`: a file, in the place of the model's own."""
+    `chat_template`: a file, in the place of the model's own; `chat_template_kwargs`: variables of
+    it, where a conversation has none of its own."""
 
     special_tokens_in_content: Rule = "escape"
     now: datetime | None = None
     chat_template: str | Path | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_RULES = TextRules()
@@ -68,6 +71,7 @@ class Tokenizer:
         self.ends: str | None = None
         """What ends a completion, in words, where files of the model do not agree."""
         self.special_tokens_in_content: Rule = rules.special_tokens_in_content
+        self.template_kwargs = dict(rules.chat_template_kwargs)
         self.now = rules.now or datetime.now()
         fast.no_truncation()
         fast.no_padding()
@@ -226,7 +230,8 @@ class Tokenizer:
         """The conversation as the template writes it, with the start of the assistant's turn unless
         it is whole. Where the assistant's turn is begun in it, by a last message of its own, the
         text ends with that, to be continued. `variables` of the template beside its own, such as
-        `tools`. Raises IsobitError without a template, and for what the template refuses."""
+        `tools`; the first message may have some as well, under `chat_template_kwargs`. Raises
+        IsobitError without a template, and for what the template refuses."""
         if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
             return chat.continued(messages, lambda given: self._render(given, False, variables))
         return self._render(messages, add_generation_prompt, variables)
@@ -242,13 +247,19 @@ class Tokenizer:
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a "
                 "template with model.chat_template (--chat-template)"
             )
+        own = messages[0].get(TEMPLATE_KWARGS, {}) if messages else {}
+        if own:
+            first = {key: part for key, part in messages[0].items() if key != TEMPLATE_KWARGS}
+            messages = [first, *messages[1:]]
         variables = {
-            "messages": list(messages),
             "tools": None,
             "documents": None,
+            **self.template_kwargs,
+            **own,
+            **(more or {}),
+            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
-        variables |= more or {}
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def _use_template(self, path: str | Path) -> None:

@@ -44,7 +44,8 @@ class Mlp:
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
-    if `normalize`.
+    if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
+    there is one.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -56,6 +57,8 @@ class Mixture:
     down: Stacked
     per_token: int
     normalize: bool
+    shared: Mlp | None = None
+    shared_gate: Weight | None = None
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
         """The same with other experts: over the present storages if their working weights are
@@ -312,7 +315,9 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        return replace(value.change(experts), router=map_parts(value.router, change))
+        others = ("router", "shared", "shared_gate")
+        changed = {name: map_parts(getattr(value, name), change) for name in others}
+        return replace(value.change(experts), **changed)
     if isinstance(value, (Working, Outside, Layer, Attention, Delta, Mlp)):
         return replace(
             value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)}

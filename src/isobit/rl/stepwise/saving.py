@@ -49,8 +49,8 @@ def read_masters(folder: Path, model: Model) -> dict[str, Tensor]:
         with open_weights(folder, lambda s: names.check_shapes(s, config, str(folder))) as weights:
             return names.fuse(weights.rows, config, model.ranks, dtype)
     found = read_peft(folder, config)
-    same = (found.rank, found.alpha, found.projections)
-    if same != (adapter.rank, adapter.alpha, adapter.projections):
+    same = (found.rank, found.alpha, found.rslora, found.projections)
+    if same != (adapter.rank, adapter.alpha, adapter.rslora, adapter.projections):
         raise IsobitError(f"{folder}: {found}, and this run trains an {adapter}")
     return dict(found.tensors)
 

@@ -1,7 +1,8 @@
 """What a server keeps, as values, and how a checkpoint is called.
 
-A checkpoint is `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`. Names are looked
-up in a table and never become part of a file's path.
+A checkpoint is `tinker://RUN/weights/NAME`, `tinker://RUN/sampler_weights/NAME` or
+`tinker://RUN/external_weights/NAME`. Names are looked up in a table and never become part of a
+file's path.
 """
 
 import re
@@ -12,10 +13,15 @@ from typing import Any, Literal, TypeVar
 from isobit.errors import brief
 from isobit.serve.requests import BadRequest
 
-Kind = Literal["training", "sampler", "snapshot", "present"]
-"""Of a checkpoint: saved by a client for training or for sampling; or kept by the server: what a
-sampling client that was given no name samples from, and what a run was when it was last kept."""
-SEGMENTS: Mapping[str, Kind] = {"weights": "training", "sampler_weights": "sampler"}
+Kind = Literal["training", "sampler", "external", "snapshot", "present"]
+"""Of a checkpoint: saved by a client for training, for sampling or to take away; or kept by the
+server: what a sampling client that was given no name samples from, and what a run was when it was
+last kept."""
+SEGMENTS: Mapping[str, Kind] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 _NAMES: Mapping[Kind, str] = {kind: segment for segment, kind in SEGMENTS.items()}
 _RUN, _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}"), re.compile(r"[\w-][\w.-]{0,99}")
 _HASH, _LONGEST = re.compile(r"[0-9a-f]{64}"), 1 << 16
@@ -130,8 +136,8 @@ class CheckpointName:
         run, slash, rest = path.removeprefix(SCHEME).partition("/")
         if not path.startswith(SCHEME) or not slash or not _RUN.fullmatch(run):
             raise BadRequest(
-                f"{brief(path, 200)}: expected tinker://RUN/weights/NAME or "
-                "tinker://RUN/sampler_weights/NAME",
+                f"{brief(path, 200)}: expected tinker://RUN/weights/NAME, "
+                "tinker://RUN/sampler_weights/NAME or tinker://RUN/external_weights/NAME",
                 "path",
             )
         return CheckpointName.within(run, rest)
@@ -144,7 +150,8 @@ class CheckpointName:
         segment, _, name = checkpoint_id.partition("/")
         if segment not in SEGMENTS:
             raise BadRequest(
-                f"{brief(checkpoint_id, 200)}: expected weights/NAME or sampler_weights/NAME",
+                f"{brief(checkpoint_id, 200)}: expected weights/NAME, sampler_weights/NAME or "
+                "external_weights/NAME",
                 "checkpoint_id",
             )
         return CheckpointName(run, SEGMENTS[segment], checked_name(name))

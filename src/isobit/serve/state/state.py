@@ -166,7 +166,10 @@ class State(Store):
     ) -> tuple[list[Checkpoint], int]:
         """(some, how many there are) of what a tenant, or one run, has saved, the newest first."""
         self.drop_expired()
-        where = "kind IN ('training', 'sampler') AND run IN (SELECT id FROM runs WHERE tenant = ?"
+        where = (
+            "kind IN ('training', 'sampler', 'external') AND run IN "
+            "(SELECT id FROM runs WHERE tenant = ?"
+        )
         values: list[object] = [self._owner(tenant)]
         if run is not None:
             where, values = where + " AND id = ?", [*values, run]

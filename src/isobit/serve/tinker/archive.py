@@ -1,12 +1,14 @@
-"""What is kept, by the routes of Tinker's `RestClient`: training runs, sessions, checkpoints; an
-archive of a checkpoint's files.
+"""What is kept, by the routes of Tinker's `RestClient`: training runs, sessions, checkpoints; a
+checkpoint's files, in an archive or one by one.
 
 An archive is a tar file, the same bytes each time it is asked for: an adapter's is what PEFT and
-vLLM load. Left out: publishing, projects, and links that need no token.
+vLLM load. `tinker checkpoint download` has a checkpoint saved to be taken away, asks for links to
+its files, and fetches these. Left out: publishing and projects.
 """
 
 import os
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +22,7 @@ from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
 from isobit.serve.state.state import State
+from isobit.serve.tinker.links import SECONDS, Links
 from isobit.serve.tinker.wire import ttl_of
 from isobit.serve.wire import read_fields
 
@@ -30,7 +33,7 @@ class Archive:
     """The routes over a state."""
 
     def __init__(self, gateway: Gateway, state: State) -> None:
-        self._gateway, self._state = gateway, state
+        self._gateway, self._state, self._links = gateway, state, Links()
 
     async def runs(self, request: Request) -> Response:
         """A tenant's training runs, the newest first."""
@@ -83,6 +86,38 @@ class Archive:
             "Content-Disposition": f'attachment; filename="{file}"',
         }
         return StreamingResponse(_tar(files), media_type="application/x-tar", headers=headers)
+
+    async def urls(self, request: Request) -> Response:
+        """A link to each file of a checkpoint that was saved to be taken away."""
+        name = _name(request)
+        if name.kind != "external":
+            raise BadRequest(
+                f"{brief(name.checkpoint_id, 200)}: expected external_weights/NAME, which "
+                "save_weights_external makes",
+                "checkpoint_id",
+            )
+        checkpoint = await in_thread(self._state.checkpoint, request.state.tenant, name)
+        folder = await in_thread(self._state.folder_of, checkpoint)
+        expires, origin = int(time.time()) + SECONDS, _origin(request)
+        urls = {
+            file: origin + self._links.link(checkpoint.id, file, expires) for file in _files(folder)
+        }
+        return JSONResponse({"urls": urls, "expires": _time(expires)})
+
+    async def file(self, request: Request) -> Response:
+        """A file, for who has a link to it."""
+        of, name = (request.path_params[key] for key in ("checkpoint", "file"))
+        self._links.check(of, name, request.query_params)
+        await in_thread(self._state.drop_expired)
+        checkpoint = await in_thread(self._state.by_id, of)
+        if checkpoint is None:
+            raise BadRequest("the checkpoint of this link was deleted", status=404)
+        folder = await in_thread(self._state.folder_of, checkpoint)
+        file = _files(folder)[name].open("rb")
+        headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+        return StreamingResponse(
+            _blocks(file), media_type="application/octet-stream", headers=headers
+        )
 
     async def sessions(self, request: Request) -> Response:
         """A tenant's sessions that have not ended, the newest first."""
@@ -173,14 +208,35 @@ def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:
 def _opened(folder: Path, created: float) -> list[tuple[tarfile.TarInfo, IO[bytes]]]:
     """Entries of an archive, and their files, which stay readable when they are deleted."""
     found = list[tuple[tarfile.TarInfo, IO[bytes]]]()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "manifest.json":
-            entry = tarfile.TarInfo(str(path.relative_to(folder)))
-            file = path.open("rb")
-            entry.size = os.fstat(file.fileno()).st_size
-            entry.mode, entry.mtime = 0o600, int(created)
-            found.append((entry, file))
+    for name, path in _files(folder).items():
+        entry, file = tarfile.TarInfo(name), path.open("rb")
+        entry.size = os.fstat(file.fileno()).st_size
+        entry.mode, entry.mtime = 0o600, int(created)
+        found.append((entry, file))
     return found
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """What clients get of a checkpoint, by their names in its folder."""
+    return {
+        str(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+async def _blocks(file: IO[bytes]) -> AsyncIterator[bytes]:
+    with file:
+        while block := await in_thread(file.read, _BLOCK):
+            yield block
+
+
+def _origin(request: Request) -> str:
+    """How the client calls this server: scheme, host and port."""
+    try:
+        return f"{request.url.scheme}://{request.url.netloc}"
+    except ValueError:
+        raise BadRequest("the header Host is none") from None
 
 
 async def _tar(files: list[tuple[tarfile.TarInfo, IO[bytes]]]) -> AsyncIterator[bytes]:

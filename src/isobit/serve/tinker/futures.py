@@ -5,8 +5,9 @@ in Tinker's categories: `user`, or `server`.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,6 +19,7 @@ from isobit.serve.wire import error_value, read_fields
 
 POLL_SECONDS = 20.0
 _MOST_RESULTS, _MOST_RESULT_BYTES = 4096, 1 << 28
+_Key = tuple[str, str]  # tenant, name
 
 
 class Futures:
@@ -26,8 +28,10 @@ class Futures:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tasks: OrderedDict[tuple[str, str], asyncio.Task[Response]] = OrderedDict()
+        self._tasks: dict[_Key, asyncio.Task[Response]] = {}
         self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
+        self._done: deque[tuple[_Key, int]] = deque()  # the oldest first, with a result's bytes
+        self._bytes = 0
 
     def knows(self, tenant: str, name: str) -> bool:
         """Whether this request has come before, and is not forgotten."""
@@ -42,8 +46,7 @@ class Futures:
         self._tasks[tenant, name] = task
         if not cancellable:
             self._kept.add(task)
-            task.add_done_callback(self._kept.discard)
-        self._forget_old()
+        task.add_done_callback(partial(self._over, (tenant, name)))
 
     def done(self, tenant: str, name: str, response: Response) -> None:
         """The answer of a future that was done before, by an earlier server."""
@@ -74,19 +77,19 @@ class Futures:
             task.cancel()
         return JSONResponse({})
 
-    def _forget_old(self) -> None:
-        """Keep the newest results; what is not done yet stays."""
-        done = {
-            key: task
-            for key, task in self._tasks.items()
-            if task.done() and not task.cancelled() and task.exception() is None
-        }
-        size = sum(len(task.result().body) for task in done.values())
-        for key, task in done.items():
-            if len(self._tasks) <= _MOST_RESULTS and size <= _MOST_RESULT_BYTES:
-                return
-            size -= len(task.result().body)
-            del self._tasks[key]
+    def _over(self, key: _Key, task: asyncio.Task[Response]) -> None:
+        """A result is there, the newest; the oldest are forgotten where there are too many."""
+        self._kept.discard(task)
+        answers = not task.cancelled() and task.exception() is None
+        size = len(task.result().body) if answers else 0
+        self._done.append((key, size))
+        self._bytes += size
+        while len(self._done) > _MOST_RESULTS or (
+            self._bytes > _MOST_RESULT_BYTES and len(self._done) > 1
+        ):
+            oldest, size = self._done.popleft()
+            self._bytes -= size
+            del self._tasks[oldest]
 
 
 async def _at_once(response: Response) -> Response:

@@ -26,6 +26,7 @@ from isobit.serve.tinker.lines import Line
 from isobit.serve.tinker.runs import Run, Runs
 from isobit.serve.tinker.sampling import Samplers
 from isobit.serve.tinker.sessions import Session, Sessions
+from isobit.serve.tinker.wire import PREFIX
 
 Handler = Callable[[Request], Awaitable[Response]]
 _LOG = logging.getLogger("isobit.serve")
@@ -144,7 +145,7 @@ class Resume:
         scope = {
             "type": "http",
             "method": "POST",
-            "path": f"/api/v1/{kind}",
+            "path": f"{PREFIX}/{kind}",
             "query_string": b"",
             "headers": headers,
             "state": {"tenant": session.tenant},

@@ -13,13 +13,14 @@ from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
 from isobit.serve.tinker.archive import Archive
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.links import FILES
 from isobit.serve.tinker.resume import Resume
 from isobit.serve.tinker.runs import Runs
 from isobit.serve.tinker.sampling import Samplers
 from isobit.serve.tinker.sessions import Sessions
 from isobit.serve.tinker.training import Training
+from isobit.serve.tinker.wire import PREFIX
 
-PREFIX = "/api/v1"
 TRAINING = (
     "create_model",
     "get_info",
@@ -29,6 +30,7 @@ TRAINING = (
     "save_weights",
     "load_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "weights_info",
 )
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
@@ -39,6 +41,8 @@ KEPT = (
     ("GET", "checkpoints", "all_checkpoints"),
     ("PUT", f"{_CHECKPOINT}/ttl", "set_ttl"),
     ("GET", f"{_CHECKPOINT}/archive", "download"),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", "urls"),
+    ("GET", f"{FILES}/{{checkpoint}}/{{file:path}}", "file"),
     ("DELETE", _CHECKPOINT, "delete"),
     ("GET", "sessions", "sessions"),
     ("GET", "sessions/{name}", "session"),

@@ -5,7 +5,6 @@ tokens that a request names, and stability records.
 """
 
 import asyncio
-import math
 import secrets
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.engine.prompts import encode_prompt
-from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling, Top
+from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
 from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.scoring import check_top, score
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
 from isobit.serve.tinker.futures import Futures
@@ -34,9 +34,6 @@ _NOTHING = {
     "record_stability_info": False,
 }
 """Keys of a sample that are taken where they ask for nothing."""
-_MOST_PROMPT_TOP = 4096
-"""Likeliest tokens of a prompt in one request, of all places together: each is a pass over the
-vocabulary, while others wait."""
 
 
 @dataclass(eq=False)
@@ -199,12 +196,8 @@ class Samplers:
         scored = 0
         if fields.flag("prompt_logprobs") or top:
             scored = fields.whole("prompt_logprobs_last_n", len(prompt), 1, len(prompt))
-        if scored * top > _MOST_PROMPT_TOP:
-            raise BadRequest(
-                f"topk_prompt_logprobs: at most {_MOST_PROMPT_TOP:,} of a prompt, got {top} for "
-                f"{scored:,} tokens; ask for fewer tokens by prompt_logprobs_last_n",
-                "topk_prompt_logprobs",
-            )
+        fewer = "ask for fewer tokens by prompt_logprobs_last_n"
+        check_top(scored, top, "topk_prompt_logprobs", fewer)
         for key in ("base_model", "model_path", "type"):
             fields.take(key)
         fields.finish()
@@ -237,25 +230,11 @@ class Samplers:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
-        score = partial(self._score, prompt, snapshot, scored, top)
-        logprobs, tops = await self._gateway.work(tenant, score) if scored else (None, None)
+        scores = None
+        if scored:
+            scores = await score(self._gateway, tenant, prompt, snapshot, scored, top)
         completions.sort(key=lambda completion: completion.sample_index)
-        return Response(await in_thread(encoded, completions, logprobs, tops), media_type=PROTOBUF)
-
-    def _score(
-        self, prompt: list[int], snapshot: Snapshot, scored: int, top: int
-    ) -> tuple[list[float], list[Top] | None]:
-        """On the device thread: log-probabilities of a prompt's last tokens, NaN before them; and
-        the `top` likeliest tokens in their places, none before them."""
-        self._snapshots.check(snapshot)
-        model, first = self._gateway.model, len(prompt) - scored
-        found = [math.nan, *model.logprobs([prompt], adapter=snapshot.served)[0].tolist()]
-        logprobs = [math.nan] * first + found[first:]
-        if not top:
-            return logprobs, None
-        known = max(first, 1)  # nothing stands in front of the first token
-        tops = model.top_logprobs(prompt, top, known, snapshot.served) if len(prompt) > 1 else []
-        return logprobs, [*[[] for _ in range(known)], *tops]
+        return Response(await in_thread(encoded, completions, scores), media_type=PROTOBUF)
 
     async def _snapshot(
         self, tenant: str, base: str | None, path: str | None

@@ -1,5 +1,6 @@
 """A client's session: what it has is dropped when it ends, or when it is not heard of any more."""
 
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -11,11 +12,16 @@ from isobit.errors import brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.state.rows import StoredSession
+from isobit.serve.tinker.wire import metadata_of
 from isobit.serve.wire import read_fields
 
 IDLE_SECONDS = 1800.0
 """After so long without a heartbeat a session, and what its clients hold, is dropped."""
-_MOST_SESSIONS = 1024
+_MOST_SESSIONS, _LONGEST_DISPLAY = 1024, 256
+TESTED = ("0.38.0",)
+"""Versions of the official client with which the tests were run (tests/serve/test_tinker.py)."""
+_MOST_UNTESTED = 16  # versions that are told of
+_LOG = logging.getLogger("isobit.serve")
 
 
 class Session:
@@ -34,18 +40,19 @@ class Sessions:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._sessions: dict[str, Session] = {}
+        self._untested = set[str]()  # versions of clients, which the log has told of
 
     async def create(self, request: Request) -> Response:
         """A client begins."""
         fields = await read_fields(request, self._gateway.limits)
+        self._tell_untested(fields.text("sdk_version"))
         await self._drop_idle()
         if len(self._sessions) >= _MOST_SESSIONS:
             raise BadRequest(f"{_MOST_SESSIONS:,} sessions are open; finish some", status=429)
         name = secrets.token_hex(16)
+        row = _stored(name, request.state.tenant, fields)
         if self._gateway.state is not None:
-            await in_thread(
-                self._gateway.state.add_session, _stored(name, request.state.tenant, fields)
-            )
+            await in_thread(self._gateway.state.add_session, row)
         self.begin(name, request.state.tenant)
         return JSONResponse({"type": "create_session", "session_id": name})
 
@@ -72,6 +79,18 @@ class Sessions:
             raise BadRequest(f"no session {brief(name)}: it has ended", status=410)
         return found
 
+    def _tell_untested(self, version: str | None) -> None:
+        """Say once in the log that a client is of a version that was not tested."""
+        if version is None or version in (*TESTED, *self._untested):
+            return
+        if len(self._untested) < _MOST_UNTESTED:
+            self._untested.add(version)
+            _LOG.warning(
+                "a client of tinker %s has begun a session; tested is tinker %s",
+                brief(repr(version), 40),
+                ", ".join(TESTED),
+            )
+
     async def _drop_idle(self) -> None:
         for session in list(self._sessions.values()):
             if time.monotonic() - session.seen > IDLE_SECONDS:
@@ -87,11 +106,7 @@ class Sessions:
 
 
 def _stored(name: str, tenant: str, fields: Fields) -> StoredSession:
-    given = fields.take("user_metadata")
-    metadata = (
-        {str(key)[:256]: str(value)[:1024] for key, value in list((given or {}).items())[:64]}
-        if isinstance(given, dict)
-        else {}
-    )
     display = fields.text("display_name")
-    return StoredSession(name, tenant, time.time(), metadata, display and display[:256])
+    return StoredSession(
+        name, tenant, time.time(), metadata_of(fields), display and display[:_LONGEST_DISPLAY]
+    )

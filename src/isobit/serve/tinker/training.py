@@ -23,7 +23,7 @@ from isobit.rl.stepwise import Adam, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.snapshots import Snapshot
-from isobit.serve.state.rows import Checkpoint, StoredRun, StoredSampler
+from isobit.serve.state.rows import Checkpoint, Kind, StoredRun, StoredSampler
 from isobit.serve.state.state import State
 from isobit.serve.tinker.runs import PARTS, Run, Runs, answer_of, new_adapter_of
 from isobit.serve.tinker.sampling import Sampler, Samplers
@@ -31,6 +31,7 @@ from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import (
     HIGHEST_NUMBER,
     PROTOBUF,
+    metadata_of,
     number_of,
     read_batch,
     read_message,
@@ -43,6 +44,11 @@ from isobit.serve.wire import read_body, read_fields
 _MOST_UNNAMED = 16
 """Sampling clients of a run whose weights have no name: those of the newest are kept."""
 _HIGHEST_RANK = 1 << 16
+_SAVES: Mapping[Kind, str] = {
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
 
 
 class Training:
@@ -69,7 +75,7 @@ class Training:
         seed = lora.whole("seed", chosen, -(2**63), 2**63 - 1)
         trained = {part: lora.flag(part, True) for part in PARTS}
         lora.finish()
-        metadata = _metadata(fields)
+        metadata = metadata_of(fields)
         fields.take("type")
         fields.finish()
         if not whole:
@@ -173,6 +179,19 @@ class Training:
             request, "save_weights_for_sampler", self._save_weights_for_sampler
         )
 
+    async def save_weights_external(self, request: Request) -> Response:
+        """A checkpoint to take away: the files that PEFT loads, each behind a link of its own."""
+        return await self._runs.ask(request, "save_weights_external", self._save_weights_external)
+
+    async def _save_weights_external(self, run: Run, number: int, fields: Fields) -> Response:
+        if fields.take("age_encryption_recipients"):
+            raise BadRequest(
+                "age_encryption_recipients: encrypted files are not offered; leave it out, or take "
+                "the checkpoint's archive",
+                "age_encryption_recipients",
+            )
+        return await self._save(run, number, fields, "external", True)
+
     async def _save_weights_for_sampler(self, run: Run, asked: int, fields: Fields) -> Response:
         if fields.text("kind", "snapshot") != "snapshot":
             raise BadRequest("kind: only snapshot is offered, whose weights never change", "kind")
@@ -249,7 +268,7 @@ class Training:
     ) -> Response:
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "model_seq_id", 0)
-        metadata = _metadata(fields)
+        metadata = metadata_of(fields)
         base = self._base_of(fields)
         fields.take("type")
         fields.finish()
@@ -331,17 +350,17 @@ class Training:
         )
 
     async def _save(
-        self, run: Run, number: int, fields: Fields, kind: Any, overwrite: bool
+        self, run: Run, number: int, fields: Fields, kind: Kind, overwrite: bool
     ) -> Response:
-        optimizer = kind == "training"
+        optimizer, asked = kind == "training", _SAVES[kind]
         name = fields.text("path") or f"request-{number}"
         ttl = ttl_of(fields)
-        metadata = _metadata(fields)
+        metadata = metadata_of(fields)
         fields.finish()
 
         def shown(saved: Checkpoint) -> Response:
-            asked = "save_weights" if optimizer else "save_weights_for_sampler"
-            return JSONResponse({"type": asked, "path": saved.path})
+            size = {"size_bytes": saved.bytes} if kind == "external" else {}
+            return JSONResponse({"type": asked, "path": saved.path, **size})
 
         def save() -> Response:
             saved = self._state.save(
@@ -389,8 +408,3 @@ def _adam_of(given: Fields) -> Adam:
     taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
     given.finish()
     return Adam(**taken)
-
-
-def _metadata(fields: Fields) -> dict[str, str]:
-    found = fields.inner("user_metadata")
-    return {key: found.text(key) or "" for key in fields.take("user_metadata", {})}

@@ -2,6 +2,7 @@
 classes are those of the `tinker` package, which is the format's home. Left out: images and audio,
 which are refused."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,11 +16,15 @@ from isobit.engine.types import Completion, Top
 from isobit.errors import IsobitError, brief
 from isobit.rl.stepwise import Datum, Outputs
 from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.scoring import Scores
 
+PREFIX = "/api/v1"
+"""Of the path of every route."""
 PROTOBUF = "application/x-protobuf"
 HIGHEST_NUMBER = 2**62
 """Of a request, a run or a sampling client, as its session counts them."""
 SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
+_MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 64, 256, 1024
 _MOST_ENTRIES = 1 << 24
 """Of a request's tensors, written out where they are sparse."""
 
@@ -45,6 +50,27 @@ def ttl_of(fields: Fields) -> float | None:
     if fields.take("ttl_seconds") is None:
         return None
     return float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
+
+
+def metadata_of(fields: Fields) -> dict[str, str]:
+    """What a client says of its session, its run or its checkpoint: texts as they are, other values
+    as JSON. Raises BadRequest."""
+    key = "user_metadata"
+    found = fields.inner(key).all()
+    if len(found) > _MOST_METADATA:
+        raise BadRequest(f"{key}: at most {_MOST_METADATA} entries, got {len(found):,}", key)
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in found.items()
+    }
+    for name, text in texts.items():
+        if len(name) > _LONGEST_KEY or len(text) > _LONGEST_VALUE:
+            raise BadRequest(
+                f"{key}: {brief(repr(name), 80)}: expected a key of at most {_LONGEST_KEY} "
+                f"characters, and a value of {_LONGEST_VALUE:,}",
+                key,
+            )
+    return texts
 
 
 def package() -> Any:
@@ -119,8 +145,7 @@ def write_outputs(outputs: Outputs) -> bytes:
 
 def encoded(
     completions: list[Completion],
-    prompt_logprobs: list[float] | None,
-    prompt_top: list[Top] | None = None,
+    scores: Scores | None,
 ) -> bytes:
     """A sample's response. Raises IsobitError where the package is missing."""
     messages = package()
@@ -134,10 +159,10 @@ def encoded(
         )
         if completion.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, completion.top_logprobs)
-    if prompt_logprobs is not None:
-        found.prompt_logprobs = np.asarray(prompt_logprobs, np.float32).tobytes()
-    if prompt_top is not None:
-        _write_top(found.topk_prompt_logprobs, prompt_top)
+    if scores is not None:
+        found.prompt_logprobs = np.asarray(scores.logprobs, np.float32).tobytes()
+        if scores.tops is not None:
+            _write_top(found.topk_prompt_logprobs, scores.tops)
     return bytes(found.SerializeToString())
 
 

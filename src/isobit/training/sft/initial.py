@@ -11,9 +11,10 @@ from isobit.distributed import Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
 from isobit.kernels import computed_by
-from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from isobit.tasks import Task
 from isobit.training.adapting import load_trained, model_named, text_rules
 from isobit.training.running.machine import date_of
@@ -78,7 +79,7 @@ def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConf
         num_heads=init.num_heads,
         num_kv_heads=init.num_kv_heads or init.num_heads,
         head_dim=head_dim,
-        rope=Rope.of(init.rope_theta, family.partial_rotary),
+        rope=family.fresh_rope(init.rope_theta, init.max_positions),
         qkv_bias=family.qkv_bias or family.biased,
         o_bias=family.biased and family.output_bias,
         qk_norm=family.qk_norm,
@@ -89,7 +90,13 @@ def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConf
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
+        multipliers=Multipliers(attention=head_dim**-0.5) if family.multipliers else None,
         experts=None
         if init.num_experts is None
-        else Experts(init.num_experts, init.experts_per_token or 2, init.intermediate_size),
+        else Experts(
+            init.num_experts,
+            init.experts_per_token or 2,
+            init.intermediate_size,
+            shared=init.intermediate_size if family.mixtures and family.mixtures.shared else 0,
+        ),
     )

@@ -16,6 +16,7 @@ from isobit.training.loop import Rollouts
 from isobit.training.policy import Policy
 from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
+from isobit.training.running.machine import ranks_caution
 from isobit.training.running.open_run import OpenRun
 from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.saving.snapshot import State
@@ -121,9 +122,10 @@ class SupervisedRun(OpenRun):
         return () if self.parts.held_out is None else (self.parts.held_out,)
 
     def told(self) -> Iterable[str | None]:
-        """What computes, and whether an adapter's rank is of use."""
+        """What computes, and whether an adapter's rank and so many processes are of use."""
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
         yield rank_warning(self.config, self.model)
+        yield ranks_caution(self.config.ranks)
 
     def _begin(self) -> None:
         super()._begin()

@@ -1,0 +1,138 @@
+"""Connections within bounds: how many, and for how long those that do nothing."""
+
+import json
+import re
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from isobit.serve.connections import _OWN, _REFUSED, most_connections
+from isobit.serve.requests import Limits
+
+from .helpers import Running, serving
+
+MOST = 20
+LIMITS = Limits(connections=MOST, body_seconds=1.0, reader_seconds=1.0)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def narrow(folder: Path) -> Iterator[Running]:
+    with serving(folder / "base", limits=LIMITS) as server:
+        yield server
+
+
+def opened(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def answer(line: socket.socket, asked: bytes = HEALTH) -> bytes:
+    """A whole response."""
+    line.sendall(asked)
+    found = b""
+    while piece := line.recv(65536):
+        found += piece
+        head, end, body = found.partition(b"\r\n\r\n")
+        size = re.search(rb"content-length: (\d+)", head.lower())
+        if end and size is not None and len(body) == int(size[1]):
+            break
+    return found
+
+
+def closed(line: socket.socket) -> bool:
+    """Whether the server ends it, within the socket's time."""
+    try:
+        while line.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def settled(server: Running) -> None:
+    """All that were closed are forgotten."""
+    end = time.monotonic() + 60
+    while server.server.server_state.connections:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_one_connection_too_many_is_told_so(narrow: Running) -> None:
+    """Those that are open go on, and when one is closed the next is answered."""
+    with ExitStack() as stack:
+        lines = [stack.enter_context(opened(narrow)) for _ in range(MOST)]
+        assert all(answer(line).startswith(b"HTTP/1.1 200") for line in lines)
+        more = stack.enter_context(opened(narrow))
+        found = answer(more)
+        assert found.startswith(b"HTTP/1.1 503")
+        assert b"connection: close" in found.lower()
+        assert b"retry-after: 1" in found.lower()
+        message = json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert message.startswith("too many connections are open")
+        assert closed(more)
+        assert answer(lines[0]).startswith(b"HTTP/1.1 200")
+        lines[0].close()
+        deadline = time.monotonic() + 30
+        while not answer(stack.enter_context(opened(narrow))).startswith(b"HTTP/1.1 200"):
+            assert time.monotonic() < deadline
+    settled(narrow)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: a\r\n"])
+def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running, sent: bytes) -> None:
+    """Also after an answer, in the middle of the next request; one that asks again is not."""
+    with opened(narrow) as line:
+        line.sendall(sent)
+        assert closed(line)
+    if sent:
+        with opened(narrow) as line:
+            assert answer(line).startswith(b"HTTP/1.1 200")
+            line.sendall(sent)
+            assert closed(line)
+    with opened(narrow) as line:
+        for _ in range(3):
+            assert answer(line).startswith(b"HTTP/1.1 200")
+            time.sleep(0.6 * LIMITS.body_seconds)
+
+
+def test_who_never_reads_is_cut_off(narrow: Running) -> None:
+    """What the answer holds is free again; who reads in the same time has all of it."""
+    host = f"Host: a\r\nAuthorization: Bearer {narrow.token}\r\n"
+    body = json.dumps({"tokens": [5, 6, 7] * 10000}).encode()
+    asked = f"POST /detokenize HTTP/1.1\r\n{host}Content-Length: {len(body)}\r\n\r\n".encode()
+    with opened(narrow) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.settimeout(60)
+        with pytest.raises(OSError):
+            line.sendall((asked + body) * 1000)
+        assert closed(line)
+    settled(narrow)
+    found = narrow.post("/detokenize", content=body)
+    assert found.status_code == 200
+    assert len(found.json()["prompt"]) == 30000
+
+
+def test_there_are_no_more_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process' limit is raised as far as it may be."""
+    limits, least = Limits(connections=1000), _REFUSED + _OWN
+    for soft, hard, most, raised in (
+        (100, 50000, 1000, 1000 + least),
+        (100, 800, 800 - least, 800),
+        (4000, 8000, 1000, None),
+        (100, 100, 1, 100),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1000, None),
+        (100, resource.RLIM_INFINITY, 1000, 1000 + least),
+    ):
+        told: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, pair=(soft, hard): pair)
+        monkeypatch.setattr(resource, "setrlimit", lambda kind, pair, told=told: told.append(pair))
+        assert most_connections(limits) == most
+        assert told == ([] if raised is None else [(raised, hard)])
