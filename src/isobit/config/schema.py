@@ -108,7 +108,10 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
         switched off."""
-        return self.adapter is not None and self.reference.precision in (None, self.precision)
+        own = self.reference.path is None
+        return (
+            own and self.adapter is not None and self.reference.precision in (None, self.precision)
+        )
 
     @property
     def keeps_weights(self) -> bool:
@@ -153,7 +156,9 @@ class Config:
                 "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
                 "top_p: 1, min_p: 0, repetition_penalty: 1"
             )
-        if sampling.group_size < 2:
+        if algorithm.distills:
+            self._check_distillation()
+        elif sampling.group_size < 2:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
@@ -190,6 +195,26 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_distillation(self) -> None:
+        """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
+        algorithm = self.algorithm
+        if self.reference.path is None:
+            raise IsobitError(
+                "algorithm.advantage: distillation learns from a teacher: give its directory as "
+                "reference.path"
+            )
+        if not algorithm.kl_in_reward or algorithm.estimator != "k1":
+            raise IsobitError(
+                "algorithm.advantage: distillation takes what the KL to the teacher costs each "
+                "token: set algorithm.kl_coefficient: 1, kl_in_reward: true, and leave kl_estimator "
+                "out"
+            )
+        if algorithm.dynamic_sampling or algorithm.decoupled_rewards or algorithm.overlong_buffer:
+            raise IsobitError(
+                "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
+                "decoupled_rewards and overlong_buffer out"
             )
 
     def _check_environment(self) -> None:

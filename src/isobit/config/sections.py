@@ -193,9 +193,13 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen model of the KL penalty: the initial weights, with their own precision; with an
-    adapter the model without it."""
+    """The frozen model of the KL penalty, or the teacher of a distillation: a model of its own, or
+    the initial weights, with their own precision; with an adapter the model without it."""
 
+    path: Annotated[
+        str | None,
+        "a Hugging Face directory with the policy's tokenizer; default: the initial weights",
+    ] = None
     precision: Annotated[
         PrecisionValue | None, "precision of the reference; default: the policy's"
     ] = None

@@ -35,7 +35,11 @@ from isobit.rl.algorithm.advantages import (
 from isobit.rl.algorithm.given import GIVEN_ADVANTAGES, GIVEN_LOSSES
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
-from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_baseline
+from isobit.rl.algorithm.token_advantages import (
+    distillation,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -47,6 +51,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": maxrl,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "distillation": distillation,
 }
 _LOSSES, _ADVANTAGES = {**LOSSES, **GIVEN_LOSSES}, {**ADVANTAGES, **GIVEN_ADVANTAGES}
 _LOSS, _ADVANTAGE = "algorithm.loss", "algorithm.advantage"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
 
 ADVANTAGE_KINDS = (
     *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
-    *("reinforce_pp", "reinforce_pp_baseline"),
+    *("reinforce_pp", "reinforce_pp_baseline", "distillation"),
 )
 LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo")
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
@@ -91,7 +91,8 @@ class Objective:
         Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. grpo_batch: over the deviation of all "
         "rewards of a step; opo: less the mean by length; maxrl: over the mean of the group, of "
-        "rewards of 0 and more",
+        "rewards of 0 and more; distillation: of each token how much likelier it is to the teacher, "
+        "reference.path",
     ] = "grpo"
     discount: Annotated[
         float,
@@ -240,6 +241,11 @@ class Objective:
     def pays_entropy(self) -> bool:
         """Whether the loss has an entropy bonus, or may come to have one."""
         return self.entropy_coefficient > 0 or self.entropy_target is not None
+
+    @property
+    def distills(self) -> bool:
+        """Whether what is learned is a teacher's, and rewards have no part in it."""
+        return self.advantage == "distillation"
 
     @property
     def estimator(self) -> str:

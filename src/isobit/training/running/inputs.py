@@ -108,6 +108,8 @@ def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
 def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
     """What only a run that samples names."""
     model, algorithm = config.model, config.algorithm
+    if config.reference.path is not None:
+        yield "reference.path", model_named(config.reference.path), True
     if model.sft is not None:
         yield "model.sft", Path(model.sft), False
         yield from _of_task("model.sft: task", load_sft_config(model.sft).task)
