@@ -4,9 +4,9 @@ the same step without the sleep; and how many tokens are prefilled for each that
 32 prompts x 8 episodes, each of four turns of 32 tokens, with observations of some 60 tokens
 between them, on a random model (hidden 256, 4 layers) under `fp8`. Environments are in two worker
 processes. Pages have 8 tokens: what a turn leaves in a page that is not full is computed again, so
-that pages of 16 take twice as many tokens again. New are the tokens of the prompts, once for a
-group, and those of observations; prefilled is what the engine computed of them and, again, of what
-it had not kept. Left out: tools that compute, which would take the processor from the engine.
+pages of 16 take twice as many tokens again. New are the tokens of the prompts, once for a group,
+and those of observations; prefilled is what the engine computed of them and, again, of what it had
+not kept. Left out: tools that compute, which would take the processor from the engine.
 """
 
 import json

@@ -17,7 +17,7 @@ QUICK = re.compile(r"^\| ([^|`]+) \| \[`([\w.]+)`\][^|]*\|[^|]*\| (.+) \|$", re.
 ROW = re.compile(r"<tr>\n<td><code>([\w./*]+)</code></td>\n(.+?)</tr>", re.S)
 BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 CODE_COLUMNS = 90
-CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
+CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.S)
 NAME = re.compile(r"(?<=<code>)[^<]{12,}(?=</code>)")
 FOUND = ("config.md", "metrics.md")
 """Pages of which each row is found."""

@@ -317,7 +317,11 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.tasks, isobit.rewards.pool, isobit.config", ("torch", "transformers")),
         (
             "import isobit.rewards.worker",
-            ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic"),
+            ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic", "isobit.rewards.named"),
+        ),
+        (
+            "import isobit.environments.pool, isobit.environments.worker",
+            ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic", "transformers"),
         ),
         (
             "import isobit.rl, isobit.rl.algorithm.correction_rule, isobit.rl.algorithm.replay",

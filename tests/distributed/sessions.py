@@ -13,17 +13,10 @@ from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS, Given
 from isobit.training.session.opening import open_replay, open_resumed, open_session
-from tests.distributed.threads import run
+from tests.distributed.threads import WHOLE_BLOCKS, run
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 32,
-}
 SMALL = ["optimizer.micro_batch_tokens=32", "run.quantization_every=2"]
 
 
@@ -31,7 +24,7 @@ def written(folder: Path, family: str = "qwen3", **changes: object) -> Path:
     """A config whose model has several blocks of 128 rows in each matrix, and several micro-batches
     a step."""
     folder.mkdir(parents=True, exist_ok=True)
-    tiny_model("fp8", family, seed=5, scale=3.0, **SIZES).save(folder / "base")
+    tiny_model("fp8", family, seed=5, scale=3.0, **WHOLE_BLOCKS).save(folder / "base")
     return write_config(folder, folder / "base", **changes)
 
 

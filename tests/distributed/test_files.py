@@ -32,16 +32,9 @@ from isobit.rl import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
-from tests.distributed.threads import run
+from tests.distributed.threads import WHOLE_BLOCKS, run
 from tests.models import tiny_model
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 32,
-}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, total_steps=8)
 KINDS = {
     "dense": ("qwen3", SETTINGS),
@@ -57,7 +50,7 @@ def of_kind(kind: str) -> tuple[str, OptimizerSettings]:
 
 
 def model_of(family: str = "qwen3", ranks: Ranks = ALONE) -> Model:
-    return tiny_model("bf16", family, seed=3, ranks=ranks, **SIZES)
+    return tiny_model("bf16", family, seed=3, ranks=ranks, **WHOLE_BLOCKS)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -448,7 +441,7 @@ def test_no_rank_reads_the_rows_of_another(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, "fp8"])
 def test_other_forms_are_read_by_rows(tmp_path: Path, form: Any) -> None:
-    model = tiny_model("fp8", seed=3, **SIZES)
+    model = tiny_model("fp8", seed=3, **WHOLE_BLOCKS)
     if form == "fp8":
         blocks = block_checkpoint(model)
         model.write(tmp_path, blocks.tensors, {"quantization_config": blocks.quantization_config})
@@ -491,7 +484,7 @@ def test_rows_that_begin_inside_a_block_have_its_scale(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_read_by_all_ranks_and_scores_the_same(tmp_path: Path) -> None:
-    tiny_model("bf16", seed=3, **SIZES).save(tmp_path)
+    tiny_model("bf16", seed=3, **WHOLE_BLOCKS).save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(
         tensors | {"score.weight": torch.linspace(-1, 1, 256)[None]}, tmp_path / "model.safetensors"

@@ -21,23 +21,29 @@ from isobit.rl.algorithm.objective import OBJECTIVES
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
-from tests.distributed.threads import Meeting, ThreadRanks, run
+from tests.distributed.threads import WHOLE_BLOCKS, Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 32,
-}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps=8)
 OBJECTIVE = ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
 
 
 def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "fp32") -> Model:
-    return tiny_model(precision, family, seed=3, scale=2.0, ranks=ranks, masters=masters, **SIZES)
+    return tiny_model(
+        precision, family, seed=3, scale=2.0, ranks=ranks, masters=masters, **WHOLE_BLOCKS
+    )
+
+
+def learned(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """This rank's rows of masters and moments, by name and `name|moment`."""
+    moments = {
+        f"{name}|{key}": value
+        for name, each in optimizer._tensors().items()
+        for key, value in each.items()
+        if key != "step"
+    }
+    return {name: master.detach() for name, master in optimizer.parameters.items()} | moments
 
 
 def whole(ranks: Ranks, shards: Shards, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,15 +83,7 @@ def learn(
         model.sync()
         version = model.weights_version
         samples = [replace(s, weights_version=version) for s in samples]
-    state = {
-        f"{name}|{key}": value
-        for name, each in optimizer._tensors().items()
-        for key, value in each.items()
-    }
-    moments = {name: value for name, value in state.items() if not name.endswith("|step")}
-    return whole(
-        ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}
-    ), metrics
+    return whole(ranks, shards, learned(optimizer)), metrics
 
 
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:

@@ -11,6 +11,14 @@ from torch import Tensor
 from isobit.distributed import Ranks
 
 T = TypeVar("T")
+WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
+"""Sizes of a `tiny_model` whose matrices have several blocks of 128, so that ranks share them."""
 
 
 class Meeting:

@@ -39,6 +39,8 @@ def act(what: str) -> str:
         raise KeyError("nothing here")
     if what == "exit":
         sys.exit(3)
+    if what == "key":
+        return os.environ["SEARCH_API_KEY"]
     if what == "mute":
         raise RuntimeError
     if what == "print":
@@ -118,6 +120,14 @@ class Box:
         self.opened += 1
         time.sleep(seconds)
         return f"opened {self.opened}"
+
+    def fill(self, size: int) -> str:
+        """Fill the box.
+
+        Args:
+            size: With how much.
+        """
+        return "x" * size
 
     def get_reward(self):
         if self.how == "no reward":
@@ -349,6 +359,19 @@ def test_a_reward_that_goes_wrong_is_none_and_said(
         assert (problem or "None") in str(reply.problem)
 
 
+def test_a_variable_that_a_tool_lacks_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "secret")
+    with EnvironmentPool(config(path, on_error="stop")) as pool:
+        begun(pool, 0)
+        pool.turn(0, calling(0, call("act", {"what": "key"})))
+        with pytest.raises(RunFailed) as caught:
+            replies(pool, 1)
+    said = "; SEARCH_API_KEY is set here, and passed on where it is named in environment.variables"
+    assert str(caught.value).endswith(said)
+    with EnvironmentPool(config(path, variables=("SEARCH_API_KEY",))) as pool:
+        assert contents(_first_turn(pool, call("act", {"what": "key"}))) == ["secret"]
+
+
 def test_what_tools_print_goes_to_a_file(path: str, tmp_path: Path) -> None:
     with EnvironmentPool(config(path)) as pool:
         pool.output.path = tmp_path / "environments.log"
@@ -383,6 +406,24 @@ def test_calls_of_all_episodes_overlap_async_or_not(path: str) -> None:
             pool.turn(key, calling(0, call("meet"), call("meet_later")))
         found = replies(pool, 20)
         assert all(contents(each) == ["met", "met"] for each in found.values())
+
+
+def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
+    """Five hundred episodes that stay open; kept results alone would be 32 MB a turn."""
+    with EnvironmentPool(EnvironmentConfig(factory=f"{path}:Box", max_turns=9)) as pool:
+        for key in range(500):
+            pool.begin(key, PROMPT, {})
+        replies(pool, 500)
+        process = pool._workers[0].process._process
+        assert process is not None
+        sizes = []
+        for number in range(4):
+            for key in range(500):
+                pool.turn(key, calling(number, call("fill", {"size": 64_000})))
+            replies(pool, 500)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            sizes.append(int(status.partition("VmRSS:")[2].split()[0]))
+        assert sizes[-1] - sizes[0] < 16_000, f"{sizes} KB"
 
 
 @pytest.mark.parametrize(

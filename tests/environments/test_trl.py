@@ -244,6 +244,8 @@ def test_a_dict_of_factories_shows_each_row_its_own_tools(folder: Path) -> None:
         assert contents(turned(pool, 1, 0, call("move", {"action": "up"}))) == ["None"]
         with pytest.raises(IsobitError, match="did you mean 'game'"):
             pool.begin(2, PROMPT, {"environment": "gam"})
+        with pytest.raises(IsobitError, match="row 4: environment '\\[1\\]' is not in"):
+            pool.check_row("row 4", {"environment": [1]})
         with pytest.raises(IsobitError, match="row 3: no column 'environment', which chooses"):
             pool.check_row("row 3", {})
 

@@ -471,6 +471,9 @@ def test_an_option_changes_its_own_field_and_no_other(
     expected = dataclasses.replace(before, name=after.name, **{place[0]: wanted})
     assert after == expected
     assert getattr(after, place[0]) != getattr(before, place[0])
+    # and what a run records of its flow
+    then, now = before.formats(), after.formats()
+    assert {name for name in now if now[name] != then[name]} == {place[0]}
 
 
 def test_no_layers_in_bf16_may_be_asked_for() -> None:

@@ -111,6 +111,18 @@ def test_the_page_holds_what_people_look_for(tmp_path: Path) -> None:
     assert "All 9 completions, of 3 of 3 steps." in page
 
 
+def test_what_is_made_of_metrics_is_drawn(tmp_path: Path) -> None:
+    """The control: without the numbers that it is made of there is nothing to draw."""
+    titles = [panel.title for panel in ALL if {*panel.metrics} <= {*DERIVED}]
+    assert len(titles) == len(DERIVED)
+    found = page_of(run_directory(tmp_path / "run", differing=50))
+    nothing = {"mismatch/token_mult_prob_error": None, "mismatch/compared_tokens": None}
+    without = page_of(run_directory(tmp_path / "without", differing=50, **nothing))
+    for title in titles:
+        assert re.search(f"<figcaption>{title}.*?<svg", found), title
+        assert not re.search(f"<figcaption>{title}.*?<svg", without), title
+
+
 def test_the_page_is_self_contained_and_harmless(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run"))
     parsed = Parsed(page)

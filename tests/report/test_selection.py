@@ -174,6 +174,40 @@ def test_tokens_have_the_text_that_they_add(tmp_path: Path) -> None:
     assert first["logprobs"][:3] == [0, -0.1, -0.2]
 
 
+@pytest.mark.parametrize(
+    ("episode", "said"),
+    [
+        (
+            {"turns": 2, "uses": [["add", None], ["add", "it raised"]]},
+            "2 turns, 2 calls of tools, 1 failed",
+        ),
+        ({"turns": 1, "uses": []}, "1 turn"),
+        ({"turns": 3, "uses": [["add", None]]}, "3 turns, 1 call of tools"),
+        (None, None),
+        ({"turns": "2", "uses": [["add"]]}, None),
+        ({"turns": 2, "uses": [["add"], 7]}, "2 turns"),
+        ([1], None),
+    ],
+)
+def test_what_was_given_in_an_episode_is_told_apart(
+    tmp_path: Path, episode: Any, said: str | None
+) -> None:
+    """The places of tokens that tools gave, and what happened, also of rows that say other
+    things."""
+    byte_tokenizer(tmp_path)
+    given = {"completion_ids": [1, 2, 3], "rollout_logprobs": [-1.0, 0.0, -2.0], "completion": "c"}
+    rows = [
+        row(1, "p", 1.0, **given, completion_mask=[True, False, True], episode=episode),
+        row(1, "p", 1.0, **given, completion_mask=None, sample_index=1),
+    ]
+    samples = sample_completions(read_rollouts(write(tmp_path / "c.jsonl", rows)), tmp_path, 10**6)
+    first, plain = samples["rows"]
+    assert first["given"] == [1]
+    assert first.get("episode") == said
+    assert "given" not in plain
+    assert "episode" not in plain
+
+
 def test_without_a_tokenizer_the_text_is_shown(tmp_path: Path) -> None:
     rows = [
         row(1, "p", 1.0, completion="text", completion_ids=[1, 2], rollout_logprobs=[-1.0, -2.0])

@@ -32,7 +32,7 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import Cutting, Schedule, Update
 from isobit.rl.learner.zero_advantage import drawn
 from isobit.rl.optim.sharded import ShardedOptimizer
-from tests.distributed.test_learning import whole
+from tests.distributed.test_learning import learned, whole
 from tests.distributed.threads import run
 from tests.models import tiny_model
 from tests.rl import helpers
@@ -93,15 +93,7 @@ def learn(
     for step, prompts in enumerate(teaching):
         found.append(learner.learn(samples, credit(samples, prompts), step).metrics)
         model.sync()
-    state = {
-        f"{name}|{key}": value
-        for name, each in optimizer._tensors().items()
-        for key, value in each.items()
-    }
-    moments = {name: value for name, value in state.items() if not name.endswith("|step")}
-    return whole(
-        ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}
-    ), found
+    return whole(ranks, shards, learned(optimizer)), found
 
 
 def same_metrics(left: Sequence[Mapping[str, float]], right: Sequence[Mapping[str, float]]) -> bool:

@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import socket
-import sys
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
+from benchmarks.common import Claim, Result, Row
 from isobit.serve.requests import Limits
 
 from .helpers import Running, base_model, serving
@@ -46,6 +47,8 @@ HONEST = (
     {"model": "tiny", "prompt": "abc", "max_tokens": 6, "seed": 9, "logprobs": 0},
 )
 _OF_A_WORLD = 250  # cases
+TIMEOUT = 60.0
+"""Seconds after which an answer hangs."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,7 @@ class Hostile:
         self.statuses = Counter[int]()
         self.reached = Counter[str]()
         """Routes, by how often a request to one was answered."""
+        self.seconds = list[float]()
         self.worlds, self._left = 0, 0
         self._digest = ""
         self._world: World | None = None
@@ -256,7 +260,9 @@ class Hostile:
         assert self._world is not None
         self._left -= 1
         case = case_of(self._world.routes, self._rng, self._world.counts)
+        began = time.monotonic()
         response = sent(self._server, self._client, case)
+        self.seconds.append(time.monotonic() - began)
         self.statuses[response.status_code] += 1
         if response.status_code >= 400 or case.method != case.valid.method:
             return
@@ -316,7 +322,7 @@ def run(server: Running, cases: int, seed: int) -> Hostile:
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     try:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=TIMEOUT) as client:
             honest = server.post(*HONEST).json()["choices"]
             hostile = Hostile(server, client, seed)
             for case in range(cases):
@@ -335,13 +341,32 @@ def run(server: Running, cases: int, seed: int) -> Hostile:
 LIMITS = Limits(body_bytes=60000)
 
 
+def result(found: Hostile) -> Result:
+    """The figures, which `benchmarks/results/serve_hostile.json` has; other answers than there
+    should be have raised before."""
+    made, seconds = Result("serve_hostile"), sorted(found.seconds)
+    case = f"{len(seconds):,} hostile requests"
+    made.rows = [Row(case, "a request", statistics.median(seconds), seconds[0])]
+    made.parts = {
+        "statuses": {str(status): float(n) for status, n in sorted(found.statuses.items())},
+        "answered": {route: float(n) for route, n in sorted(found.reached.items())},
+    }
+    faults = sum(count for status, count in found.statuses.items() if status >= 500)
+    made.claims = [
+        Claim("answers with a status from 500 on", faults, "<=", 0),
+        Claim("seconds of the slowest answer", seconds[-1], "<=", TIMEOUT),
+        Claim("honest runs among them, with one adapter", found.worlds, ">=", 1),
+    ]
+    return made
+
+
 def main() -> None:
     """Run cases until all are done."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write serve_hostile.json")
     given = parser.parse_args()
-    began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(
@@ -349,12 +374,10 @@ def main() -> None:
         ) as server,
     ):
         found = run(server, given.cases, given.seed)
-    statuses = dict(sorted(found.statuses.items()))
-    print(
-        f"{given.cases:,} cases in {time.monotonic() - began:.0f} s: {statuses}; {found.worlds} "
-        f"honest runs with one adapter; least answered: {found.reached.most_common()[-3:]}",
-        file=sys.stderr,
-    )
+    figures = result(found)
+    figures.print()
+    if given.out is not None:
+        figures.write(given.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A server that trains is killed at any moment, again and again, while the official client trains
 and samples: it ends with the same adapter and the same samples, as bytes, as without kills.
 
-    python -m tests.serve.kills --times 30
+    python -m tests.serve.kills --times 30 [--full]
 """
 
 import argparse
@@ -42,6 +42,7 @@ class Server:
     base: Path
     folder: Path
     every: int = 3
+    full: bool = False
     port: int = 0
     process: "subprocess.Popen[bytes] | None" = None
     kills: list[float] = field(default_factory=list)
@@ -64,8 +65,11 @@ class Server:
 
     def start(self) -> None:
         """Begin, and do not wait."""
-        words = ["--name", "tiny", "--kv-pages", 200, "--train", "--state", self.folder / "state"]
+        words: list[object] = ["--name", "tiny", "--kv-pages", 200, "--train"]
+        words += ["full"] * self.full
         words += [
+            "--state",
+            self.folder / "state",
             "--state-every",
             self.every,
             "--port",
@@ -129,22 +133,23 @@ def killed(server: Server, times: int, rng: random.Random) -> Iterator[None]:
     assert not wrong, wrong
 
 
-def begun(url: str) -> tuple[Any, Any]:
+def begun(url: str, rank: int = 4) -> tuple[Any, Any]:
     """A session, and a run in it. The official client tries a minute long to begin a session, and a
     busy machine may take longer to begin a server."""
     end = time.monotonic() + LONG
     while True:
         try:
             service = tinker.ServiceClient(base_url=url, api_key=KEY)
-            made = service.create_lora_training_client(base_model="tiny", rank=4, seed=7)
+            made = service.create_lora_training_client(base_model="tiny", rank=rank, seed=7)
             return service, made.result()
         except tinker.APIConnectionError:
             assert time.monotonic() < end
 
 
-def work(url: str, seed: int = 0, steps: int = STEPS) -> tuple[str, list[Any]]:
-    """(SHA-256 of the adapter, samples on the way) of a client that trains and samples."""
-    service, client = begun(url)
+def work(url: str, seed: int = 0, steps: int = STEPS, full: bool = False) -> tuple[str, list[Any]]:
+    """(SHA-256 of the weights, samples on the way) of a client that trains, an adapter or all
+    weights, and samples."""
+    service, client = begun(url, 0 if full else 4)
     samples = list[Any]()
     for step in range(steps):
         asked: list[Any] = [
@@ -162,6 +167,8 @@ def work(url: str, seed: int = 0, steps: int = STEPS) -> tuple[str, list[Any]]:
             client.load_state_with_optimizer(
                 f"tinker://{client.model_id}/weights/step-{step}"
             ).result()
+    if full:  # of which there are no older ones
+        sampler = client.save_weights_and_get_sampling_client().result()
     samples.append(sample(sampler, 99))  # of weights that are some steps old
     path = client.save_weights_for_sampler("final").result().path
     found = digest(url, path)
@@ -190,7 +197,8 @@ def digest(url: str, path: str) -> str:
             assert time.monotonic() < end
             time.sleep(0.2)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
-        file = archive.extractfile("adapter_model.safetensors")
+        (name,) = (name for name in archive.getnames() if name.endswith("model.safetensors"))
+        file = archive.extractfile(name)
         assert file is not None
         return hashlib.sha256(file.read()).hexdigest()
 
@@ -206,19 +214,21 @@ class Round:
     same: bool
 
 
-def rounds(base: Path, folder: Path, times: int, seed: int, a_round: int = 6) -> Iterator[Round]:
-    """Rounds of work until there were so many kills. Raises AssertionError for what the servers
-    should not have said."""
-    server, rng = Server(base, folder), random.Random(seed)
+def rounds(
+    base: Path, folder: Path, times: int, seed: int, a_round: int = 6, full: bool = False
+) -> Iterator[Round]:
+    """Rounds of work until there were so many kills; `full`: all weights are trained. Raises
+    AssertionError for what the servers should not have said."""
+    server, rng = Server(base, folder, full=full), random.Random(seed)
     server.start()
     try:
         server.wait(threading.Event())
-        expected, control = work(server.url), work(server.url, 1)
+        expected, control = (work(server.url, seed, full=full) for seed in (0, 1))
         assert control[0] != expected[0]  # the control: other data
         while len(server.kills) < times:
             before, began = len(server.kills), time.monotonic()
             with killed(server, min(a_round, times - before), rng):
-                found = work(server.url)
+                found = work(server.url, full=full)
             took = time.monotonic() - began
             yield Round(len(server.kills) - before, took, len(found[1]), found == expected)
         assert "other bits" not in server.log, server.log[-2000:]
@@ -255,13 +265,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--full", action="store_true", help="all weights are trained")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write serve_kills.json")
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     found = list[Round]()
     with tempfile.TemporaryDirectory() as folder:
         base = base_model(Path(folder) / "base")
-        for each in rounds(base, Path(folder), given.times, given.seed):
+        for each in rounds(base, Path(folder), given.times, given.seed, full=given.full):
             print(each, flush=True)
             found.append(each)
     figures = result(found)

@@ -167,17 +167,17 @@ async def goes_away(load: Load, client: httpx.AsyncClient, rng: random.Random) -
     kind = rng.choice(["half", "asked", "slow", "never reads"])
     if kind == "never reads":  # more than all buffers take: pipelined, and each is answered
         whole = whole.replace(b"/v1/completions", b"/v1/nothing/at/all") * 4000
-    with suppress(ConnectionError):
+    with suppress(ConnectionError, asyncio.TimeoutError):  # the server may end it first
         writer.write(whole[: len(whole) // 2] if kind == "half" else whole)
         await asyncio.wait_for(writer.drain(), 10)
-    if kind == "slow":
-        for _ in range(4):
-            await asyncio.sleep(0.1)
-            await reader.read(64)
-    elif kind == "never reads":
-        await asyncio.sleep(2 * LIMITS.reader_seconds * rng.random())
-    else:
-        await asyncio.sleep(rng.random() * 0.2)
+        if kind == "slow":
+            for _ in range(4):
+                await asyncio.sleep(0.1)
+                await reader.read(64)
+        elif kind == "never reads":
+            await asyncio.sleep(2 * LIMITS.reader_seconds * rng.random())
+        else:
+            await asyncio.sleep(rng.random() * 0.2)
     writer.transport.abort()
     load.counts[f"gone: {kind}"] += 1
 

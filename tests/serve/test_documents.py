@@ -16,6 +16,7 @@ from isobit.serve.tinker.sampling import _NOTHING
 from isobit.serve.tinker.training import _MOST_UNNAMED
 from tests.documents import ROOT, parsed
 
+from . import figures
 from .helpers import TOKENS, Running
 
 PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text()
@@ -140,6 +141,17 @@ def test_the_limits_of_training_are_those_of_the_server() -> None:
     assert f"may have {limits.runs} runs that train at the same time" in TINKER_PROSE
     assert f"may take {limits.adapter_bytes >> 30} GiB" in TINKER_PROSE
     assert f"of its {_MOST_UNNAMED} newest sampling clients" in TINKER_PROSE
+
+
+def test_the_measured_figures_are_those_of_the_results() -> None:
+    """As `python -m tests.serve.figures` prints them."""
+    page = " ".join((ROOT / "docs" / "measured.md").read_text().split())
+    for part in (figures.load, figures.kills, figures.hostile):
+        assert " ".join(part().split()) in page
+    assert figures.claims(figures.read("serve_kills"))["kills"] == 30
+    values = {name: figures.claims(figures.read(f"serve_{name}")) for name in ("load", "kills")}
+    assert values["load"]["answers that are others than alone"] == 0
+    assert values["kills"]["rounds that end otherwise than without kills"] == 0
 
 
 def test_the_loop_of_the_page_is_the_example() -> None:

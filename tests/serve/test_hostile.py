@@ -14,7 +14,7 @@ from starlette.routing import Route
 pytest.importorskip("tinker")
 
 from .helpers import Running, serving
-from .hostile import HONEST, LIMITS, Case, Hostile, check_result, numbered, run, sent
+from .hostile import HONEST, LIMITS, Case, Hostile, check_result, numbered, result, run, sent
 from .hostile_routes import new_world
 
 
@@ -31,6 +31,7 @@ def test_hostile_requests_are_refused_in_one_line(open_server: Running) -> None:
     assert {200, 400, 404} <= found.statuses.keys()
     assert 50 < found.statuses[200] < 200
     assert found.worlds >= 2
+    assert all(claim.holds for claim in result(found).claims)
 
 
 def test_the_requests_that_they_are_made_of_are_answered(open_server: Running) -> None:

@@ -126,14 +126,35 @@ def test_the_likeliest_tokens_of_a_prompt(server: Running) -> None:
     assert lengths == [len(encode("ab")), len(encode("cde"))]
 
 
+def test_the_likeliest_are_computed_in_parts_and_others_have_turns(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of the parts, the bits are the same."""
+    asked = {"prompt": [5, 9, 7] * 30, "prompt_logprobs": 4, "model": "math"}
+    work, whole = server.gateway.work, choice(server, **asked)
+    turns = 0
+
+    def counted(*given: Any, **more: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return work(*given, **more)
+
+    monkeypatch.setattr(server.gateway, "work", counted)
+    assert choice(server, **asked) == whole
+    few = turns
+    monkeypatch.setattr("isobit.serve.scoring._AT_ONCE", 40)
+    assert choice(server, **asked) == whole
+    assert turns - few == few + 8
+
+
 def test_what_is_too_much_or_not_offered_is_refused(server: Running) -> None:
     assert "stream: not with echo" in refused(server, echo=True, stream=True)
     assert "from 0 to 20" in refused(server, prompt_logprobs=21)
     assert "from 0 to 20" in refused(server, prompt_logprobs=-1)
     assert "from 0 to 20" in refused(server, prompt_logprobs=True)
     assert "echo: expected true or false" in refused(server, echo=1)
-    long = {"prompt": [5] * 240, "prompt_logprobs": 20}
-    assert "at most 4,096 of a request, got 20 for 240 tokens" in refused(server, **long)
+    long = {"prompt": [[5] * 240] * 55, "prompt_logprobs": 20}
+    assert "at most 262,144 of a request, got 20 for 13,200 tokens" in refused(server, **long)
     assert "256" in refused(server, prompt=[5] * 300, prompt_logprobs=0)
     messages = [{"role": "user", "content": "a"}]
     for given in ({"prompt_logprobs": 0}, {"echo": True}):

@@ -2,6 +2,7 @@
 that is served, and samples from them have the bits of its forward."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ import torch
 from isobit.model import Model
 from isobit.rl.stepwise import Adam, Datum, StepwiseLearner
 from isobit.serve.requests import Limits
+from isobit.serve.tinker import runs
 
 from .helpers import KEY, OTHER_KEY, Running, serving
 
@@ -191,6 +193,18 @@ def test_there_is_one_run_and_the_next_begins_as_the_first(server: Running) -> N
         found.append(digest(server))
         whose.close("success").result()
     assert found[0] == found[1]
+
+
+def test_a_run_whose_client_is_gone_makes_room(server: Running) -> None:
+    """The control has just been heard of."""
+    gone, mine = service(server), service(server)
+    run = new(gone).model_id
+    gone.holder.close()  # without a word
+    run_of(server, run).session.seen = time.monotonic() - runs.SILENT_SECONDS + 30
+    with pytest.raises(tinker.BadRequestError, match="until its client was silent for 120 seconds"):
+        new(mine)
+    run_of(server, run).session.seen = time.monotonic() - runs.SILENT_SECONDS - 1
+    train(new(mine), 1, 1)
 
 
 def test_openais_routes_answer_by_the_present_weights(server: Running) -> None:

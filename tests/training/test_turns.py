@@ -151,6 +151,20 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, chat_mo
     assert fingerprint(resume(tmp_path / "killed" / "run").run_dir) == whole
 
 
+def test_a_run_goes_on_with_the_environment_that_it_began_with(
+    tmp_path: Path, chat_model: Path
+) -> None:
+    """Another number of workers is the same run; another file is none."""
+    half = run(tmp_path, chat_model, "steps=1")
+    (tmp_path / "counting.py").write_text(ENVIRONMENT.replace("SLOW", "0.0") + "\n# another\n")
+    with pytest.raises(IsobitError, match=r"changed since .* environment.factory \(.*counting.py"):
+        resume(half.run_dir, ["steps=3"])
+    (tmp_path / "counting.py").write_text(ENVIRONMENT.replace("SLOW", "0.0"))
+    resume(half.run_dir, ["steps=3", "environment.workers=3"])
+    whole = run(tmp_path / "whole", chat_model)
+    assert fingerprint(half.run_dir) == fingerprint(whole.run_dir)
+
+
 def test_eval_asks_a_run_with_its_environment(
     tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
 ) -> None:

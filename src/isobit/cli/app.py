@@ -20,6 +20,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+TemplateKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

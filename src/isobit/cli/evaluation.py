@@ -11,6 +11,7 @@ from isobit.cli.app import (
     Adapters,
     Column,
     Stop,
+    TemplateKwargs,
     adapters,
     app,
     columns,
@@ -45,12 +46,6 @@ _Chat = Annotated[
 _ChatTemplate = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
-]
-_Kwargs = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
-    ),
 ]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[
@@ -146,7 +141,7 @@ def evaluate(
     chat: _Chat = False,
     system: _System = None,
     chat_template: _ChatTemplate = None,
-    chat_template_kwargs: _Kwargs = None,
+    chat_template_kwargs: TemplateKwargs = None,
     completions: _Completions = None,
     samples: _Samples = None,
     tag: _Tag = None,

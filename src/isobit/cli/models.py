@@ -14,12 +14,25 @@ from isobit.cli.app import (
     Consistency,
     Precision,
     Stop,
+    TemplateKwargs,
     adapters,
     app,
     columns,
     names,
     template_kwargs,
 )
+
+_Tools = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE:FUNCTION",
+        help="a function that the model may call; may be given several times",
+    ),
+]
+_Parser = Annotated[
+    str | None,
+    typer.Option(help="how the model writes calls of tools; default: found by its chat template"),
+]
 
 
 @app.command()
@@ -46,25 +59,10 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
     ] = None,
-    chat_template_kwargs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="a variable of the chat template, such as enable_thinking=false",
-        ),
-    ] = None,
-    tools: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE:FUNCTION",
-            help="a function that the model may call; may be given several times",
-        ),
-    ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
+    tools: _Tools = None,
     max_turns: Annotated[int, typer.Option(help="turns of the model, with tools")] = 8,
-    parser: Annotated[
-        str | None,
-        typer.Option(help="how the model writes calls; default: found by its chat template"),
-    ] = None,
+    parser: _Parser = None,
     adapter: Adapters = None,
     as_json: Annotated[
         bool,

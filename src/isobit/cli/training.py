@@ -28,7 +28,8 @@ def train(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
             "steps, ranks, on_mismatch, "
-            "rewards.on_error, rewards.environment, run.*, tracking.*, fleet.* and serve.* (except run.dir)",
+            "rewards.on_error, rewards.environment, environment.workers, environment.variables, "
+            "run.*, tracking.*, fleet.* and serve.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[

@@ -6,7 +6,15 @@ from typing import Any
 
 from isobit.errors import IsobitError
 
-_KEYS = ("steps", "ranks", "on_mismatch", "rewards.on_error", "rewards.environment")
+_KEYS = (
+    "steps",
+    "ranks",
+    "on_mismatch",
+    "rewards.on_error",
+    "rewards.environment",
+    "environment.workers",
+    "environment.variables",
+)
 _SECTIONS = ("run", "tracking", "fleet", "serve")
 _FIXED = ("run.dir",)
 

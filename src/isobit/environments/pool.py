@@ -151,12 +151,12 @@ class EnvironmentPool:
                 f"{', '.join(known)}"
             )
         name = columns[_COLUMN]
-        if name not in self._kinds:
+        if not isinstance(name, str) or name not in self._kinds:
             raise IsobitError(
                 f"{where}: environment {brief(name)!r} is not in environment.factory; "
                 f"{did_you_mean(str(name), known)}"
             )
-        return str(name)
+        return name
 
     def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
         """Open an episode. Raises IsobitError for a row that names no environment."""

@@ -6,7 +6,7 @@ log-probabilities of given tokens.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,12 +308,21 @@ class Model:
         """Of a sequence of n tokens the `count` likeliest tokens, at temperature 1, at the place of
         each from `first` (at least 1) on: n - first entries. By the rollout, as of `logprobs` with
         an adapter."""
+        parts = self.top_logprobs_in_parts(sequence, count, len(sequence), first, adapter)
+        return [each for part in parts for each in part]
+
+    @torch.no_grad()
+    def top_logprobs_in_parts(
+        self, sequence: Sequence[int], count: int, rows: int, first: int, adapter: str | None
+    ) -> Iterator[list[list[tuple[int, float]]]]:
+        """`top_logprobs`, `rows` places at a time: each is `count` passes over the vocabulary."""
         (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
-        found = top_of_rows(hidden, self.transformer.head_weight("rollout"), count, ops)
-        ops.raise_faults()
-        return found
+        for part in hidden.split(rows):
+            found = top_of_rows(part, self.transformer.head_weight("rollout"), count, ops)
+            ops.raise_faults()
+            yield found
 
     def save(
         self,

@@ -20,9 +20,8 @@ from typing import Any
 
 from isobit.data.answers import completion_text
 from isobit.errors import IsobitError
-from isobit.options.reading import OptionError
-from isobit.rewards import named
 from isobit.rewards.awaiting import LOOP
+from isobit.rewards.by_name import Unscored, is_named, parse_reference
 from isobit.workers.loading import find_function, last_line
 
 
@@ -101,7 +100,7 @@ def answer(
 def load_function(reference: str) -> LoadedFunction:
     """Import the function, or make the reward by name. Raises IsobitError, with file and line, for
     whatever goes wrong on the way."""
-    if named.is_named(reference):
+    if is_named(reference):
         return _by_name(reference)
     function, file = find_function(reference)
     return _inspect(function, reference, file)
@@ -112,9 +111,7 @@ def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
     any."""
     if not isinstance(result, list):
         return result, {}
-    reasons = {
-        i: entry.reason for i, entry in enumerate(result) if isinstance(entry, named.Unscored)
-    }
+    reasons = {i: entry.reason for i, entry in enumerate(result) if isinstance(entry, Unscored)}
     return [
         None if i in reasons else entry for i, entry in enumerate(result)
     ] if reasons else result, reasons
@@ -208,7 +205,11 @@ def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedF
 
 
 def _by_name(reference: str) -> LoadedFunction:
-    name, options = named.parse_reference(reference)
+    # here, since a worker of users' functions needs none of it, and so starts sooner
+    from isobit.options.reading import OptionError
+    from isobit.rewards import named
+
+    name, options = parse_reference(reference)
     try:
         reward = named.build(name, options)
     except OptionError as error:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from isobit.options.declare import above
 from isobit.options.reading import OptionError
 from isobit.rewards import named
+from isobit.rewards.by_name import is_named, parse_reference, reference
 
 OBJECT = "<python>:"
 """Begins the name of what a run was given as an object of Python: a reward function, or rows."""
@@ -48,7 +49,7 @@ class RewardSpec:
     @property
     def reference(self) -> str:
         """The function, or the name and its options, as a worker loads it."""
-        return named.reference(self.function, self.options) if self.by_name else self.function
+        return reference(self.function, self.options) if self.by_name else self.function
 
     def build(self, deadline_s: float) -> named.NamedReward | None:
         """The reward by name, or None for a function; `deadline_s` counts unless it has its own.
@@ -68,7 +69,7 @@ def parse_reward(text: str) -> RewardSpec:
 
     Raises IsobitError if the options are no JSON.
     """
-    if not named.is_named(text):
+    if not is_named(text):
         return RewardSpec(text)
-    name, options = named.parse_reference(text)
+    name, options = parse_reference(text)
     return RewardSpec(name, options=options)

@@ -6,7 +6,7 @@ test_prompts.py). Left out: how responses tell them (`prompts.py`, `tinker/wire.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,9 @@ from isobit.serve.gateway import Gateway
 from isobit.serve.requests import BadRequest
 from isobit.serve.snapshots import Snapshot
 
-MOST_PROMPT_TOP = 4096
-"""Likeliest tokens of prompts in one request, of all places together: each is a pass over the
-vocabulary, while others wait."""
+MOST_PROMPT_TOP, _AT_ONCE = 1 << 18, 1024
+"""Likeliest tokens of prompts in one request, of all places together; and as many as are computed
+before others have a turn: each is a pass over the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,29 @@ async def score(
 ) -> Scores:
     """Scores of the last `scored` tokens of a prompt, by a snapshot that is held. Raises Refused
     and BadRequest."""
-    return await gateway.work(tenant, partial(_score, gateway, prompt, held, scored, top))
-
-
-def _score(
-    gateway: Gateway, prompt: Sequence[int], held: Snapshot, scored: int, top: int
-) -> Scores:
-    """On the device thread."""
-    gateway.device.snapshots.check(held)
-    model, first = gateway.model, len(prompt) - scored
-    found = [math.nan, *model.logprobs([prompt], adapter=held.served)[0].tolist()]
-    logprobs = [math.nan] * first + found[first:]
+    first = len(prompt) - scored
+    found = await gateway.work(tenant, partial(_logprobs, gateway, prompt, held))
+    logprobs = [math.nan] * first + [math.nan, *found][first:]
     if not top:
         return Scores(logprobs, None)
-    known = max(first, 1)
-    tops = model.top_logprobs(prompt, top, known, held.served) if len(prompt) > 1 else []
-    return Scores(logprobs, [*[[] for _ in range(known)], *tops])
+    known, rows = max(first, 1), max(_AT_ONCE // top, 1)
+    tops: list[Top] = [[] for _ in range(known)]
+    if len(prompt) > 1:
+        parts = gateway.model.top_logprobs_in_parts(prompt, top, rows, known, held.served)
+        while part := await gateway.work(tenant, partial(_next, gateway, held, parts)):
+            tops += part
+    return Scores(logprobs, tops)
+
+
+def _logprobs(gateway: Gateway, prompt: Sequence[int], held: Snapshot) -> list[float]:
+    """On the device thread."""
+    gateway.device.snapshots.check(held)
+    found: list[float] = gateway.model.logprobs([prompt], adapter=held.served)[0].tolist()
+    return found
+
+
+def _next(gateway: Gateway, held: Snapshot, parts: Iterator[list[Top]]) -> list[Top]:
+    """On the device thread: the next part of the likeliest tokens, by the same weights; at the end
+    none."""
+    gateway.device.snapshots.check(held)
+    return next(parts, [])

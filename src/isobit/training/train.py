@@ -72,8 +72,8 @@ def resume(
     never stopped, bit for bit (tests/test_resume.py).
 
     The objects that the run began with must be given again. `overrides` may change steps, ranks,
-    on_mismatch, rewards.on_error, rewards.environment, run.*, tracking.*, fleet.* and serve.* (except
-    run.dir).
+    on_mismatch, rewards.on_error, rewards.environment, environment.workers, environment.variables,
+    run.*, tracking.*, fleet.* and serve.* (except run.dir).
     """
     given = Given(rewards, data, held_out, callbacks, measures)
     require_run(Path(run_dir))

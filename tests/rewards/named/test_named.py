@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.options.reading import OptionError
-from isobit.rewards.named import NAMES, Unscored, build, markdown
+from isobit.rewards.by_name import Unscored
+from isobit.rewards.named import NAMES, build, markdown
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec, parse_reward
 from tests.runs import write_config

@@ -151,6 +151,12 @@ RIGHT = {
             "== ('nothing', 3)"
         ),
     ),
+    "an exception's class, given back": (
+        "class Bad(ValueError):\n    pass\n"
+        "def fails():\n    raise Bad\n"
+        "def is_bad(kind):\n    return kind is Bad",
+        "try:\n    fails()\n    assert False\nexcept ValueError as e:\n    assert is_bad(type(e))",
+    ),
     "builtin exceptions": (
         ("def f(x):\n    return [][x]"),
         ("try:\n    f(1)\nexcept IndexError:\n    pass\nelse:\n    assert 0"),

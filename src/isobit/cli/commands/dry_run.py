@@ -26,7 +26,7 @@ from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.parts import Parts
 from isobit.training.resolved import objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
-from isobit.training.session.assembly import open_parts
+from isobit.training.session.assembly import Tools, open_parts
 from isobit.training.session.cautions import cautions
 
 Say = Callable[[str], None]
@@ -44,8 +44,8 @@ def dry_run(config: Config, say: Say) -> None:
 
     prompts: list[str] = []
 
-    def before_weights(task: Task, base: Path) -> None:
-        prompts.append(_say_without_weights(config, task, base, separated))
+    def before_weights(task: Task, base: Path, tools: Tools) -> None:
+        prompts.append(_say_without_weights(config, task, base, tools, separated))
 
     parts = open_parts(config, quiet=False, before_weights=before_weights)
     parts.processes.close()
@@ -53,20 +53,21 @@ def dry_run(config: Config, say: Say) -> None:
     separated(prompts[0])
 
 
-def _say_without_weights(config: Config, task: Task, base: Path, say: Say) -> str:
+def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, say: Say) -> str:
     """What needs no weights; returns the first prompt, which comes last. Raises IsobitError,
     after that, where the weights do not fit into the memory."""
     adapter = None if config.adapter is None else config.adapter.init
     model = described(base, adapter, text_rules(config))
-    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True)
+    new_tokens = config.sampling.max_new_tokens
+    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
     say(precision.table(model.config.num_layers, trained))
-    longest = len(encode_prompt(fitted.longest, model))
+    longest = len(encode_prompt(fitted.longest, model, tools))
     job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
     say(_memory(job))
-    prompt = first_prompt(fitted.task.train, model)
+    prompt = first_prompt(fitted.task.train, model, tools)
     if (reason := not_loaded(job)) is not None:
         say(prompt)
         raise IsobitError(

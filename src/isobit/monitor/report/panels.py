@@ -51,6 +51,12 @@ LEARNING = (
     Panel("Clipped tokens", ("clip_fraction",), note="fraction whose gradient the clip cuts off"),
     Panel("Learning rate", ("learning_rate",)),
     Panel("KL to the reference", ("loss/kl",), unit="nats per token"),
+    Panel("Turns of an episode", ("env/turns",), note="of the model, mean"),
+    Panel(
+        "Calls of tools",
+        ("tools/call_frequency", "tools/failure_frequency"),
+        note="per episode, and the fraction of them that failed",
+    ),
     Panel("Skipped optimizer steps", ("steps/skipped",)),
     Panel("Staleness of the samples", ("staleness/mean", "staleness/max"), unit="steps"),
     Panel(

@@ -113,17 +113,39 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
     by_function = row.get("rewards") or {}
     if len(by_function) > 1:
         found["rewards"] = by_function
+    if (happened := _happened(row.get("episode"))) is not None:
+        found["episode"] = happened
     shown = ids[:_MOST_TOKENS]
     pieces = tokens.of(row.get("prompt_ids") or [], shown)
     if pieces is None or not rollout:
         return {**found, "text": _shortened(str(row.get("completion") or ""), _LONGEST_TEXT)}
     found |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
+    mask = row.get("completion_mask")
+    if isinstance(mask, list) and len(mask) == len(ids) and not all(mask):
+        found["given"] = [place for place, sampled in enumerate(mask[: len(shown)]) if not sampled]
     if policy:
         differences = [
             float(f"{abs(new - old):.2g}") for new, old in zip(policy[: len(shown)], rollout)
         ]
         found["differences"] = differences if any(differences) else 0
     return found
+
+
+def _happened(episode: Any) -> str | None:
+    """Turns and calls of tools of an episode, in words."""
+    if not isinstance(episode, dict) or type(turns := episode.get("turns")) is not int:
+        return None
+    uses = episode.get("uses")
+    calls = (
+        [use for use in uses if isinstance(use, list) and len(use) == 2]
+        if isinstance(uses, list)
+        else []
+    )
+    failed = sum(error is not None for _, error in calls)
+    said = [f"{turns:,} turn{'s' if turns != 1 else ''}"]
+    if calls:
+        said.append(f"{len(calls):,} call{'s' if len(calls) != 1 else ''} of tools")
+    return ", ".join([*said, *([f"{failed:,} failed"] if failed else [])])
 
 
 def _shortened(text: str, most: int) -> str:

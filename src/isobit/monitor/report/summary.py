@@ -133,9 +133,9 @@ def _headline(run: Series, several: bool) -> str:
             f"bits{where}.</p>"
         )
     _, errors = points(run.rows, "mismatch/token_mult_prob_error")
-    return (
-        f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
-    )
+    # a ratio that overflows is no number in the metrics
+    largest = f"; largest mean probability ratio error {max(errors):.4f}" if errors else ""
+    return f"<p class='headline'>{total}{largest}.</p>"
 
 
 def _number(value: float) -> str:

@@ -4,16 +4,14 @@
 user's functions (`functions.py`).
 """
 
-import json
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from isobit.errors import IsobitError, brief
+from isobit.errors import brief
 from isobit.options.declare import options_of, type_text
 from isobit.options.reading import OptionError, read
-from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.named.base import NamedReward
 from isobit.rewards.named.code import Code
 from isobit.rewards.named.length import LengthPenalty
 from isobit.rewards.named.math_answer import MathAnswer
@@ -28,42 +26,12 @@ NAMES: dict[str, type[NamedReward]] = {
     "code": Code,
 }
 
-_REFERENCE = re.compile(r"([A-Za-z_]\w*)(?::(\{.*\}))?", re.DOTALL)
-
 __all__ = [
     "NAMES",
     "NamedReward",
-    "Unscored",
     "build",
-    "is_named",
     "markdown",
-    "parse_reference",
-    "reference",
 ]
-
-
-def is_named(text: str) -> bool:
-    """Whether a reference is a bare name, possibly with options, rather than file:function or
-    module:function."""
-    return _REFERENCE.fullmatch(text) is not None
-
-
-def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are
-    no JSON object."""
-    match = _REFERENCE.fullmatch(text)
-    assert match is not None
-    try:
-        return match[1], json.loads(match[2] or "{}")
-    except ValueError as error:
-        raise IsobitError(
-            f"reward {brief(text)!r}: the options are not a JSON object: {error}"
-        ) from None
-
-
-def reference(name: str, options: Mapping[str, Any]) -> str:
-    """The inverse of `parse_reference`."""
-    return f"{name}:{json.dumps(dict(options))}" if options else name
 
 
 def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None) -> NamedReward:

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from isobit.data.answers import completion_text
-
-
-@dataclass(frozen=True)
-class Unscored:
-    """What `score` returns where the completion can be given no reward through nobody's mistake:
-    None, and why."""
-
-    reason: str
+from isobit.rewards.by_name import Unscored
 
 
 @dataclass(frozen=True)

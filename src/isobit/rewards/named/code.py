@@ -29,7 +29,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.by_name import Unscored
+from isobit.rewards.named.base import NamedReward
 from isobit.rewards.named.fences import program
 from isobit.rewards.named.free_names import names_of
 from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged, side

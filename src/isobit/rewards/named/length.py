@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from isobit.options.declare import at_least
 from isobit.options.reading import OptionError
-from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.by_name import Unscored
+from isobit.rewards.named.base import NamedReward
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Annotated, Any, ClassVar
 
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
-from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.by_name import Unscored
+from isobit.rewards.named.base import NamedReward
 from isobit.rewards.named.math_compare import (
     cleaned,
     last_answer,

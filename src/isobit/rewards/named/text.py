@@ -10,7 +10,8 @@ from isobit.data.answers import NoAnswer, gold_text
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.by_name import Unscored
+from isobit.rewards.named.base import NamedReward
 
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -37,6 +37,9 @@ from isobit.serve.wire import read_fields
 ALPHA = 32.0
 """Of every adapter, whatever its rank, as Tinker's are: a learning rate then fits all ranks."""
 PARTS = ("train_attn", "train_mlp", "train_unembed")
+SILENT_SECONDS = 120.0
+"""After so long without a word of its client, which sends one every ten seconds, a run of all weights
+ends where another one is asked for."""
 _COPIES = 4  # of a run's factors: masters, gradients and two moments
 UNLOADED = BadRequest("the training run was unloaded", status=410)
 
@@ -107,6 +110,8 @@ class Runs:
         if name in self._runs:
             raise BadRequest(f"the training run {name} is there already", status=410)
         described = stored(name)
+        if described.rank is None:
+            await self._end_silent()
         run = self.opened(session, described)
         kept = asyncio.ensure_future(in_thread(self._keep_first, described, *as_it_came(request)))
         run.kept = kept
@@ -288,6 +293,13 @@ class Runs:
             self._futures.begin(run.tenant, future, work())
         return JSONResponse({"request_id": future, "model_id": run.name})
 
+    async def _end_silent(self) -> None:
+        """Make room for a run of all weights: the client of the present one may have gone away
+        without a word."""
+        for run in list(self._runs.values()):
+            if time.monotonic() - run.session.seen > SILENT_SECONDS:
+                await self._sessions.end(run.session)
+
     async def _unload(self, run: Run) -> None:
         if self._runs.get(run.name) is run:
             await self._drop(run)
@@ -310,7 +322,7 @@ class Runs:
             if self._runs:
                 raise BadRequest(
                     "a run trains all weights of the model, and there is room for one; unload it "
-                    "first, or serve the model with --train, where many train adapters"
+                    f"first, or wait until its client was silent for {SILENT_SECONDS:g} seconds"
                 )
             return 0
         if sum(run.tenant == tenant for run in self._runs.values()) >= limits.runs:

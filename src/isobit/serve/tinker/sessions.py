@@ -69,7 +69,7 @@ class Sessions:
 
     async def finish(self, request: Request) -> Response:
         """A client ends."""
-        await self._end(self.find(request, request.path_params["name"]))
+        await self.end(self.find(request, request.path_params["name"]))
         return JSONResponse({"status": "ok"})
 
     def find(self, request: Request, name: str | None) -> Session:
@@ -94,9 +94,12 @@ class Sessions:
     async def _drop_idle(self) -> None:
         for session in list(self._sessions.values()):
             if time.monotonic() - session.seen > IDLE_SECONDS:
-                await self._end(session)
+                await self.end(session)
 
-    async def _end(self, session: Session) -> None:
+    async def end(self, session: Session) -> None:
+        """What a session has is dropped; nothing happens to one that has ended."""
+        if session.ended:
+            return
         del self._sessions[session.name]
         session.ended = True
         for close in session.closers:

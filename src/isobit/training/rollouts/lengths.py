@@ -117,11 +117,13 @@ def encode_prompt(
         raise IsobitError(f"{example.place}: {error}") from None
 
 
-def first_prompt(data: Dataset, model: Model | Described) -> str:
-    """The prompt that a run starts with, as the model reads it: rendered, with its special
-    tokens."""
+def first_prompt(
+    data: Dataset, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The prompt that a run starts with, as the model reads it: rendered, with its special tokens
+    and these tools; without what an environment's reset adds."""
     example = data.at(0)
-    ids = encode_prompt(example, model)
+    ids = encode_prompt(example, model, tools)
     text = (
         f"first prompt ({example.place}, {len(ids)} tokens):\n"
         f"{model.tokenizer.decode(ids, special=True)}"

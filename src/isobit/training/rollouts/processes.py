@@ -1,10 +1,11 @@
 """The worker processes of a run, in which the user's code runs: reward functions, and the
 environments that answer between turns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from isobit.config import Config
 from isobit.environments.pool import EnvironmentPool
@@ -45,6 +46,11 @@ class Processes:
         self.rewards.output.path = run / REWARDS_LOG
         if self.environments is not None:
             self.environments.output.path = run / ENVIRONMENTS_LOG
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of the tools that prompts show."""
+        return () if self.environments is None else self.environments.tools
 
     @property
     def earned(self) -> tuple[tuple[str, float], ...]:

@@ -1,7 +1,7 @@
 """The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when
 the run begins, and compared when it goes on.
 
-Data, reward functions, losses, advantages and templates are hashed whole; of a model's directory
+Data, reward functions, tools, environments, losses, advantages and templates are hashed whole; of a model's directory
 what says how it is computed (config and tokenizer), and of its weights the size, the header and
 samples, which any training changes: a single flipped bit between them is not seen. What a reward
 file imports, and the directories of Python's packages, are not followed. Left out: a file that is
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from isobit.config import Config, SftConfig, load_sft_config
 from isobit.data.foreign import check_readable
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, listed
 from isobit.rewards.spec import OBJECT
 from isobit.rl.algorithm.functions import ADVANTAGES
@@ -120,6 +121,7 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
         for s in config.rewards.functions
         if not s.by_name
     ]
+    functions += _of_environment(config.environment)
     own = (
         ("algorithm.loss", algorithm.loss, LOSSES),
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
@@ -128,6 +130,16 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
     for key, reference in functions:
         if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
             yield key, file, False
+
+
+def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
+    """(key, reference) of tools and factories."""
+    for tool in given.tools:
+        yield f"environment.tools: {tool.rpartition(':')[2]}", tool
+    if isinstance(given.factory, str):
+        yield "environment.factory", given.factory
+    for name, factory in given.factory.items() if isinstance(given.factory, dict) else ():
+        yield f"environment.factory: {name}", factory
 
 
 def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool]]:

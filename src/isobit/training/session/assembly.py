@@ -52,6 +52,9 @@ from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
 from isobit.training.sft.base import cached_model
 
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of tools, as a chat template takes them."""
+
 
 def open_parts(
     config: Config,
@@ -61,13 +64,14 @@ def open_parts(
     objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
-    before_weights: Callable[[Task, Path], None] | None = None,
+    before_weights: Callable[[Task, Path, Tools], None] | None = None,
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
     that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from;
-    `before_weights` is called with the task and the model's directory before a weight is read,
-    instead of a warning where the run cannot fit. Raises IsobitError for whatever does not fit.
+    `before_weights` is called with the task, the model's directory and the tools that prompts
+    show, before a weight is read, instead of a warning where the run cannot fit. Raises
+    IsobitError for whatever does not fit.
     Several `ranks` share the policy's masters; a reference and reward models are whole on each,
     once they are read."""
     objects.require(config)
@@ -83,7 +87,7 @@ def open_parts(
         processes.check(config, task, quiet=quiet)
         base = base_of(config, began, quiet)
         if before_weights is not None:
-            before_weights(task, base)
+            before_weights(task, base, processes.tools)
         elif (
             checkpoint is None and not quiet and ranks.first and not is_adapter(base)
         ):  # which is refused
@@ -126,8 +130,7 @@ def _open_models(
     ranks: Ranks,
 ) -> _Models:
     model = _trained(config, base, began, checkpoint, ranks)
-    environments = processes.environments
-    tools = () if environments is None else environments.tools
+    environments, tools = processes.environments, processes.tools
     new_tokens = config.sampling.max_new_tokens
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=quiet)
     dialogue = None

@@ -132,10 +132,11 @@
         line.textContent = row.text;
         return line;
       }
+      const given = new Set(row.given);
       row.pieces.forEach((piece, i) => {
         const shown = data.pieces[piece] === "" ? "·" : data.pieces[piece];
-        const span = element("span", `token l${shadeOf(row, i)}${special.has(piece) ? " special" : ""}`, shown);
-        span.dataset.token = i;
+        const span = element("span", given.has(i) ? "given" : `token l${shadeOf(row, i)}${special.has(piece) ? " special" : ""}`, shown);
+        if (!given.has(i)) span.dataset.token = i;
         line.append(span);
       });
       const cut = row.length - row.pieces.length;
@@ -156,6 +157,7 @@
       if (!asked) made.className = "again";
       const parts = [`step ${row.step}`, row.reward === null ? "not scored" : `reward ${short(row.reward)}`];
       if (row.rewards) parts.push(Object.entries(row.rewards).map(([name, value]) => `${name} ${short(value)}`).join(", "));
+      if (row.episode) parts.push(row.episode);
       parts.push(`${row.length.toLocaleString("en")} tokens${row.truncated ? ", truncated" : ""}`);
       if (row.differences !== undefined) parts.push(`largest |Δ log p| ${largest(row) === 0 ? "0 exactly" : largest(row)}`);
       if (asked) made.append(element("pre", "prompt", data.prompts[row.prompt]));

@@ -1,0 +1,46 @@
+"""How a reward by name is written, `math` or `math:{"option": value}`, and what it may return.
+
+Left out: the rewards (`named/`), which the worker of a user's own function does not import.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.errors import IsobitError, brief
+
+_REFERENCE = re.compile(r"([A-Za-z_]\w*)(?::(\{.*\}))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """What `score` returns where the completion can be given no reward through nobody's mistake:
+    None, and why."""
+
+    reason: str
+
+
+def is_named(text: str) -> bool:
+    """Whether a reference is a bare name, possibly with options, rather than file:function or
+    module:function."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are
+    no JSON object."""
+    match = _REFERENCE.fullmatch(text)
+    assert match is not None
+    try:
+        return match[1], json.loads(match[2] or "{}")
+    except ValueError as error:
+        raise IsobitError(
+            f"reward {brief(text)!r}: the options are not a JSON object: {error}"
+        ) from None
+
+
+def reference(name: str, options: Mapping[str, Any]) -> str:
+    """The inverse of `parse_reference`."""
+    return f"{name}:{json.dumps(dict(options))}" if options else name
