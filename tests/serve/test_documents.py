@@ -148,11 +148,12 @@ def test_the_limits_of_training_are_those_of_the_server() -> None:
 def test_the_measured_figures_are_those_of_the_results() -> None:
     """As `python -m tests.serve.figures` prints them."""
     page = " ".join((ROOT / "docs" / "measured.md").read_text().split())
-    for part in (figures.kills, figures.hostile):
+    for part in (figures.load, figures.kills, figures.hostile):
         assert " ".join(part().split()) in page
     assert figures.claims(figures.read("serve_kills"))["kills"] == 30
-    kills = figures.claims(figures.read("serve_kills"))
-    assert kills["rounds that end otherwise than without kills"] == 0
+    values = {name: figures.claims(figures.read(f"serve_{name}")) for name in ("load", "kills")}
+    assert values["load"]["answers that are others than alone"] == 0
+    assert values["kills"]["rounds that end otherwise than without kills"] == 0
 
 
 def test_the_page_of_the_cookbook_is_made_of_its_results() -> None:
