@@ -20,9 +20,10 @@ from isobit.rl.learner.schedule import Cutting
 from isobit.run import checkpoints
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
+from isobit.training.running.result import TrainResult
 from isobit.training.saving.saver import Saver
 from isobit.training.session.open_run import Session
-from isobit.training.train import TrainResult, resume, train
+from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
@@ -115,7 +116,7 @@ def a_moment(parts: Parts) -> None:
 
 
 def the_copy_of_a_second_engine(parts: Parts) -> None:
-    weight = parts.model.transformer._working["rollout"].layers[0].attention.qkv.working
+    weight = parts.model.transformer._working["rollout"].layers[0].attention.o.working
     assert isinstance(weight, QTensor)
     weight.data.view(torch.uint8).view(-1)[::3] ^= SIGN
 
