@@ -1,6 +1,10 @@
 """Tiny models of `transformers` with random weights, as directories: the oracle, and what isobit
 loads."""
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +276,27 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
 
 
 def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
-    """(the oracle, the directory that it and a tokenizer were saved in)."""
+    """(the oracle, the directory that it and a tokenizer were saved in). The oracle of a family
+    without changes is one model for all tests, which is not changed; its gradients are gone."""
+    if not changes:
+        model, saved = _saved(family)
+        model.zero_grad()
+        shutil.copytree(saved, path, dirs_exist_ok=True)
+        return model, path
     model = oracle(family, **changes)
     model.save_pretrained(path)
     Tokenizer.characters(ALPHABET).save(path)
     return model, path
+
+
+@cache
+def _saved(family: str) -> tuple[Any, str]:
+    folder = tempfile.mkdtemp(prefix="isobit-test-oracle-")
+    atexit.register(shutil.rmtree, folder)
+    model = oracle(family)
+    model.save_pretrained(folder)
+    Tokenizer.characters(ALPHABET).save(folder)
+    return model, folder
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

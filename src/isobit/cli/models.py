@@ -86,17 +86,8 @@ def generate(
     from isobit.run.directory import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
-    sampling = Sampling(
-        n,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        tuple(stop or ()),
-        repetition_penalty=repetition_penalty,
-    )
+    numbers = n, max_new_tokens, temperature, top_k, top_p, min_p, seed
+    sampling = Sampling(*numbers, tuple(stop or ()), repetition_penalty=repetition_penalty)
     print_completions(
         model_directory(model),
         prompts,

@@ -137,26 +137,24 @@ def _questions(options: LookupOptions, corpus: Corpus, people: Sequence[str]) ->
 def _turns(options: LookupOptions, corpus: Corpus, people: Sequence[str]) -> list[Example]:
     """Every turn of an episode on every question."""
     draws, found = draws_of(options.seed, 1), list[Example]()
-    for question in _questions(options, corpus, people):
-        text = question.prompt[0]["content"]  # type: ignore[index]
-        kind, person = str(text).removesuffix("?").split(" of ")
+    for person in people:
         town = corpus.homes[person]
-        name = corpus.facts[town, kind]
-        first, second = CALL.format(f"{person} town"), CALL.format(f"{town} {kind}")
-        careless = next(draws) % 1000 < 1000 * options.careless
-        chat = [_user(str(text))]
-        for said, result in (
-            (first, f"{person}: town {town}"),
-            (town if careless else second, f"{town}: {kind} {name}"),
-            (name, ""),
-        ):
-            found.append(Example(len(found), list(chat), {"said": said}))
-            if said == town:
-                break
-            chat += [
-                {"role": "assistant", "content": said},
-                {"role": "tool", "name": "search", "content": result},
-            ]
+        for kind in KINDS:
+            chat, name = [_user(f"{kind} of {person}?")], corpus.facts[town, kind]
+            careless = next(draws) % 1000 < 1000 * options.careless
+            said = town if careless else CALL.format(f"{town} {kind}")
+            for answer, result in (
+                (CALL.format(f"{person} town"), f"{person}: town {town}"),
+                (said, f"{town}: {kind} {name}"),
+                (name, ""),
+            ):
+                found.append(Example(len(found), list(chat), {"said": answer}))
+                if answer == town:
+                    break
+                chat += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "tool", "name": "search", "content": result},
+                ]
     return found
 
 
