@@ -10,11 +10,12 @@ from torch import Tensor
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import get_ops
+from isobit.kernels import Scoring, get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
 from isobit.model.families.rope import Rope
+from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 
@@ -30,6 +31,17 @@ def require(backend: str) -> None:
             get_ops("native")
         except IsobitError as error:
             pytest.skip(f"no native backend here: {error}")
+
+
+def latent_values(latent: Latent, heads: int, rope: Rope) -> dict[str, Any]:
+    """Of a config with multi-head latent attention: these, and its experts."""
+    return {
+        "latent": latent,
+        "num_kv_heads": heads,
+        "head_dim": latent.head_dim,
+        "rope": rope.of_part(latent.rotated, latent.head_dim),
+        "experts": Experts(6, 2, 24, shared=24, dense_layers=(0,), scoring=Scoring(2, 1, 1.7)),
+    }
 
 
 def tensor(value: object) -> Tensor:
@@ -80,6 +92,9 @@ def tiny_model(
     rope = Rope.of(10000.0, 1.0 if table.partial_rotary == 1.0 else 0.5)
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
+    if table.latent is not None:
+        own = latent_values(Latent(16, 8, 4, 6, 20), 4, Rope())
+        sizes = own | {key: value for key, value in sizes.items() if key != "head_dim"}
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,

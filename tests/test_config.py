@@ -262,6 +262,14 @@ def test_a_short_form_means_what_it_says(config_file: Path, short: str, long: st
     )
 
 
+def test_a_step_has_at_most_as_many_updates_as_completions() -> None:
+    values = {"model": {"path": "m"}, "prompts_per_step": 2, "sampling": {"group_size": 3}}
+    config = parse_config(Config, {**values, "algorithm": {"updates_per_batch": 6}}, "a test")
+    assert config.algorithm.updates_per_batch == 6
+    with pytest.raises(IsobitError, match=r"updates_per_batch exceeds the completions of a step"):
+        parse_config(Config, {**values, "algorithm": {"updates_per_batch": 7}}, "a test")
+
+
 def test_a_mapping_is_a_config_as_its_file_is(tmp_path: Path) -> None:
     """In Python: nested or dotted keys, paths and precisions as objects; the caller's mapping stays
     as it is."""

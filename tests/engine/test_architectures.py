@@ -12,9 +12,10 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families.rope import Rope
+from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from tests.models import ALPHABET, level, require
+from tests.models import ALPHABET, latent_values, level, require
 
 from .helpers import CONFIG, differing
 from .test_invariance import PROMPT_IDS, PROMPTS
@@ -61,6 +62,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rms_eps": 1e-2},
     ),
+    "deepseek_v3": (latent_values(Latent(20, 12, 8, 14, 28), 4, Rope(300.0)), {"rms_eps": 1e-2}),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""

@@ -276,6 +276,6 @@ def test_memory_does_not_grow_with_turns_that_are_done(model: Model) -> None:
             )
         )
         _, episodes = run(model, environments, kv_pages=30, max_sequences=4)
-        record = episodes._engine.scheduler.record
+        record = episodes._engine.scheduler.record  # type: ignore[attr-defined]
         sizes.append((record.num_slots, record.tokens.nbytes))
     assert sizes[0] == sizes[1]

@@ -7,10 +7,13 @@ from typing import Any
 
 from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
+from isobit.kernels import Scoring
 from isobit.model import Experts, ModelConfig
 from isobit.model.families import FAMILIES, Family
 from isobit.model.families.rope import Rope
+from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
 from isobit.precision import Precision, precision_from
 from isobit.precision.flow import LINEAR_LAYERS
 
@@ -103,6 +106,15 @@ def _model(rng: Random) -> ModelConfig:
     windows = _windows(rng, family, layers)
     heads = kv_heads * rng.choice((1, 2, 3, 4, 8))
     head_dim = rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128))
+    rope = _rope(rng)
+    if family.partial_rotary != 1.0:
+        rope = Rope.of(500.0, 1.0 if head_dim % 4 else 0.5)
+    elif rope.kind not in family.rope_kinds:
+        rope = family.fresh_rope(rope.theta, 64)
+    latent = None if family.latent is None else _latent(rng)
+    if latent is not None:
+        kv_heads, head_dim = heads, latent.head_dim
+        rope = rope.of_part(latent.rotated, head_dim)
     return ModelConfig(
         family=name,
         vocab_size=rng.choice(VOCABULARIES),
@@ -113,9 +125,7 @@ def _model(rng: Random) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_eps=rng.choice((1e-5, 1e-6)),
-        rope=_rope(rng)
-        if family.partial_rotary == 1.0
-        else Rope.of(500.0, 1.0 if head_dim % 4 else 0.5),
+        rope=rope,
         qkv_bias=bias or family.qkv_bias,
         o_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
@@ -130,6 +140,10 @@ def _model(rng: Random) -> ModelConfig:
         else tuple(n for n in range(layers) if rng.random() < 0.3),
         sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
         linear=_linear(rng, layers) if family.linear_attention else None,
+        latent=latent,
+        multipliers=Multipliers(*(rng.choice((0.3, 1.0, 2.5)) for _ in range(4)))
+        if family.multipliers
+        else None,
         query_scalar=None if family.query_scalar is None else rng.choice((4, 24, 64, 256)),
     )
 
@@ -140,6 +154,13 @@ def _linear(rng: Random, layers: int) -> LinearAttention:
     heads = rng.choice((1, 2, 3))
     sizes = rng.choice((4, 12, 16, 20, 32, 36, 128)), rng.choice((4, 12, 16, 20, 32, 36, 128))
     return LinearAttention(where, heads, heads * rng.choice((1, 2)), *sizes, rng.choice((2, 3, 4)))
+
+
+def _latent(rng: Random) -> Latent:
+    """Heads of any size, values narrower than keys or as wide."""
+    plain, rotated = rng.choice((2, 6, 12, 32, 48)), rng.choice((2, 4, 8, 16, 32))
+    value = rng.choice((2, plain, plain + rotated))
+    return Latent(_size(rng), plain, rotated, value, rng.choice((None, _size(rng))))
 
 
 def _windows(rng: Random, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -160,8 +181,18 @@ def _experts(rng: Random, family: Family, layers: int, inner: int) -> Experts | 
     chosen = rng.randint(1, min(count, 4))
     if family.mixtures is None or not family.mixtures.own_keys:
         return None if family.mixtures is None else Experts(count, chosen, inner)
+    size, shared = _size(rng) // 2, rng.choice((24, 64, 130)) if family.mixtures.shared else 0
+    if not family.mixtures.dense:
+        return Experts(count, chosen, size, shared=shared)
     dense = tuple(layer for layer in range(1, layers) if rng.random() < 0.2)
-    return Experts(count, chosen, _size(rng) // 2, rng.random() < 0.5, dense)
+    normalize = rng.random() < 0.5
+    if family.mixtures.scoring is None:
+        return Experts(count, chosen, size, normalize, dense)
+    groups, per_group = rng.choice(((1, 5), (2, 4), (4, 2)))
+    best = rng.randint(1, groups)
+    chosen = min(chosen, best * per_group)
+    scoring = Scoring(groups, best, rng.choice((1.0, 2.5)))
+    return Experts(groups * per_group, chosen, size, normalize, dense, size, scoring)
 
 
 def _rope(rng: Random) -> Rope:

@@ -114,6 +114,29 @@ BASES["qwen3_5_moe_text"] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "q_lora_rank": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": 0,
+}
+for _family, _dense in (
+    ("deepseek_v3", {"first_k_dense_replace": 1}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}),
+):
+    BASES[_family] = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+    BASES[_family] |= _LATENT | _dense
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the
 others, and not compared again."""
@@ -142,6 +165,8 @@ SHAPES = (
     ),
     *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     "shared_expert_intermediate_size",
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"),
+    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
     *(
         "linear_num_key_heads",
         "linear_num_value_heads",
@@ -216,6 +241,8 @@ def variants() -> list[Variant]:
             "qwen3_5_text": _qwen35,
             "qwen3_5_moe_text": _qwen35,
             "phi3": _phi3,
+            "deepseek_v3": _latent,
+            "glm4_moe_lite": _latent,
             "granite": _granite,
             "ministral3": _ministral3,
         }.get(family, _windows)
@@ -242,18 +269,19 @@ def _sizes(family: str) -> Iterator[Row]:
         if key in BASES[family]:
             yield f"no {key}", {key: _LEFT_OUT}, f"'{key}' is missing"
     yield "hidden_size 48.0", {"hidden_size": 48.0}, "hidden_size has the wrong type"
-    yield "1 head of keys", {"num_key_value_heads": 1}, ""
+    latent = "kv_lora_rank" in BASES[family]
+    yield "1 head of keys", {"num_key_value_heads": 1}, "as many keys" if latent else ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
     one_each = ("llama", "olmo2", "olmo3", "phi3", "granite")
-    nullable = family in (*one_each, "qwen2", "qwen3", "smollm3")
+    nullable = family in (*one_each, "deepseek_v3", "qwen2", "qwen3", "smollm3")
     yield (
         "null heads of keys",
         {"num_key_value_heads": None},
         "" if nullable else "num_key_value_heads",
     )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
-    left_out = 8 if family == "ministral3" else left_out
+    left_out = {"ministral3": 8, "deepseek_v3": 128, "glm4_moe_lite": 20}.get(family, left_out)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in one_each else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
@@ -267,9 +295,14 @@ def _sizes(family: str) -> Iterator[Row]:
     yield (
         "head_dim 20",
         {"head_dim": 20},
-        "an even part of a head" if family.startswith("qwen3_5") else "",
+        "an even part of a head"
+        if family.startswith("qwen3_5")
+        else "is not qk_rope_head_dim"
+        if latent
+        else "",
     )
-    yield "head_dim 7", {"head_dim": 7}, "even head_dim"
+    says = "is not qk_rope_head_dim" if latent else "even head_dim"
+    yield "head_dim 7", {"head_dim": 7}, says
     if family in (
         "llama",
         "qwen2",
@@ -295,7 +328,8 @@ def _sizes(family: str) -> Iterator[Row]:
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
     never = ("qwen2", "mixtral", "mistral", "ministral3", "phi3")
-    yield "attention_bias", {"attention_bias": True}, ""
+    latent = "kv_lora_rank" in BASES[family]
+    yield "attention_bias", {"attention_bias": True}, "attention_bias True" if latent else ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield (
         "attention_bias as text",
@@ -407,7 +441,7 @@ def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
     flagged = family.startswith(("qwen", "smollm"))
     everywhere = family in ("qwen3_moe", "mixtral", "mistral", "ministral3", "phi3")
-    never = family in ("llama", "olmo2", "glm4", "granite")
+    never = family in ("llama", "olmo2", "glm4", "granite", "deepseek_v3", "glm4_moe_lite")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""
@@ -591,6 +625,44 @@ def _phi3(family: str) -> Iterator[Row]:
     yield "rope_scaling su", {"rope_scaling": su}, "longrope turns a whole sequence"
     yield "dropout", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, _ORIGINAL: 16}, ""
     yield "half of each head", {"partial_rotary_factor": 0.5}, "partial rotary"
+
+
+def _latent(family: str) -> Iterator[Row]:
+    """Sizes of latent attention, which layers are dense, and how experts are chosen."""
+    yield from _windows(family)
+    yield "no latent of queries", {"q_lora_rank": None}, ""
+    yield "values as wide as keys", {"v_head_dim": 16}, ""
+    yield "wider values", {"v_head_dim": 20}, "v_head_dim 20 above"
+    yield "an odd part", {"qk_rope_head_dim": 7, "qk_nope_head_dim": 9}, "even qk_rope_head_dim"
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        yield f"{key} as text", {key: "8"}, f"{key} has the wrong type"
+    yield "halves", {"rope_interleave": False}, "unsupported rope_interleave False"
+    yield "pairs", {"rope_interleave": True, "head_dim": 8}, ""
+    yarn = {"rope_type": "yarn", **_SCALINGS["yarn"]}
+    for name, more in _YARNS.items():
+        yield f"yarn, {name}", {"rope_scaling": {**yarn, **more}}, ""
+    for kind in ("linear", "llama3"):
+        inside = {"rope_type": kind, **_SCALINGS[kind]}
+        yield f"rope_scaling {kind}", {"rope_scaling": inside}, f"unsupported rope scaling '{kind}'"
+    yield "one group", {"n_group": 1, "topk_group": 1}, ""
+    yield "all groups", {"n_group": 4, "topk_group": 4}, ""
+    yield "groups of one", {"n_group": 8}, "of two or more each"
+    yield "3 groups", {"n_group": 3}, "8 experts do not stand in 3 groups"
+    yield "too few in the groups", {"n_group": 4, "num_experts_per_tok": 3}, "expected no more"
+    yield "gates not normalized", {"norm_topk_prob": False}, ""
+    yield "no norm_topk_prob", {"norm_topk_prob": _LEFT_OUT}, ""
+    yield "scale 2", {"routed_scaling_factor": 2.0}, ""
+    yield "scale 0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number above"
+    yield "2 shared experts", {"n_shared_experts": 2}, ""
+    yield "the other name", {"n_routed_experts": _LEFT_OUT, "num_local_experts": 6}, ""
+    yield "scores of a softmax", {"scoring_func": "softmax"}, "unsupported scoring_func 'softmax'"
+    if family == "deepseek_v3":
+        yield "no dense layer", {"first_k_dense_replace": 0}, ""
+        yield "all dense", {"first_k_dense_replace": 2}, ""
+        return
+    yield "no dense layer", {"mlp_layer_types": ["sparse"] * 2}, ""
+    yield "mlp_layer_types left out", {"mlp_layer_types": _LEFT_OUT}, ""
+    yield "another kind", {"mlp_layer_types": ["dense", "odd"]}, "mlp_layer_types must name"
 
 
 def _granite(family: str) -> Iterator[Row]:

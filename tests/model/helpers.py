@@ -1,6 +1,10 @@
 """Tiny models of `transformers` with random weights, as directories: the oracle, and what isobit
 loads."""
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,10 @@ from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
 from isobit.model.families.rope import Rope
+from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from tests.models import ALPHABET, level, require
+from tests.models import ALPHABET, latent_values, level, require
 
 VOCABULARY = 61
 
@@ -82,6 +87,21 @@ _QWEN35_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "q_lora_rank": 28,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    **_PAD,
 }
 _QWEN35_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 _GRANITE = {
@@ -202,6 +222,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_QWEN35, **_QWEN35_MOE, "num_hidden_layers": 4}),
+    "deepseek-v3": ("DeepseekV3", {**_LATENT, "n_group": 2, "topk_group": 1}),
+    "deepseek-v3-whole": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "v_head_dim": 12,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**_LATENT, "v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
@@ -232,14 +270,33 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
         ) and "linear_attn" not in name
         middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
-    """(the oracle, the directory that it and a tokenizer were saved in)."""
+    """(the oracle, the directory that it and a tokenizer were saved in). The oracle of a family
+    without changes is one model for all tests, which is not changed; its gradients are gone."""
+    if not changes:
+        model, saved = _saved(family)
+        model.zero_grad()
+        shutil.copytree(saved, path, dirs_exist_ok=True)
+        return model, path
     model = oracle(family, **changes)
     model.save_pretrained(path)
     Tokenizer.characters(ALPHABET).save(path)
     return model, path
+
+
+@cache
+def _saved(family: str) -> tuple[Any, str]:
+    folder = tempfile.mkdtemp(prefix="isobit-test-oracle-")
+    atexit.register(shutil.rmtree, folder)
+    model = oracle(family)
+    model.save_pretrained(folder)
+    Tokenizer.characters(ALPHABET).save(folder)
+    return model, folder
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -285,6 +342,8 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
     if "default" not in FAMILY_TABLES[family].rope_kinds:
         values |= {"rope": FAMILY_TABLES[family].fresh_rope(500.0, 128)}
+    if FAMILY_TABLES[family].latent is not None:
+        values |= latent_values(Latent(32, 24, 12, 28, 40), 4, Rope(500.0))
     if FAMILY_TABLES[family].multipliers:
         values |= {"multipliers": Multipliers(3.0, 0.1, 0.4, 2.0)}
     return ModelConfig(**(values | changes))

@@ -81,6 +81,8 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
     found["layer_types"] = [drawn.choice(names) for _ in range(layers)] if by_name else _LEFT_OUT
     if family in ("qwen2", "qwen3"):
         found["max_window_layers"] = drawn.choice((0, 1, layers))
+    if "mlp_layer_types" in BASES[family]:
+        found["mlp_layer_types"] = [drawn.choice(("dense", "sparse")) for _ in range(layers)]
     if table.unrotated is not None:
         found["no_rope_layers"] = [drawn.randint(0, 1) for _ in range(layers)]
     if family == "qwen3_moe":
@@ -111,6 +113,16 @@ _OWN: Mapping[str, Pick] = {
     "moe_intermediate_size": _one_of(16, 24),
     "shared_expert_intermediate_size": _one_of(16, 20),
     "norm_topk_prob": _one_of(True, False, _LEFT_OUT),
+    "kv_lora_rank": _one_of(12, 20),
+    "qk_nope_head_dim": _one_of(8, 12),
+    "qk_rope_head_dim": _one_of(4, 8),
+    "v_head_dim": _one_of(8, 12),
+    "q_lora_rank": _one_of(16, None),
+    "n_routed_experts": _one_of(4, 8),
+    "n_shared_experts": _one_of(1, 2),
+    "n_group": _one_of(1, 2),
+    "routed_scaling_factor": _one_of(1.0, 2.5),
+    "first_k_dense_replace": _one_of(0, 1),
     "embedding_multiplier": _one_of(1.5, 3, _LEFT_OUT),
     "attention_multiplier": _one_of(0.1, 0.3, _LEFT_OUT),
     "residual_multiplier": _one_of(0.4, 1.3),
@@ -128,6 +140,9 @@ def random_values(family: str, seed: int) -> dict[str, Any]:
     drawn, base = random.Random(f"{family} {seed}"), BASES[family]
     layers = drawn.choice((1, 2, 4))
     picked = {key: pick(drawn) for key, pick in _SIZES.items()}
+    if "kv_lora_rank" in base:
+        del picked["head_dim"]
+        picked["num_key_value_heads"] = picked["num_attention_heads"]
     if "intermediate_size" not in base:
         del picked["intermediate_size"]
     picked |= {key: pick(drawn) for key, pick in _OWN.items() if key in base}

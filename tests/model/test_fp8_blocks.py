@@ -1,5 +1,6 @@
 """FP8 block checkpoints: the rollout's own bytes, read back by `transformers` and by isobit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from isobit import Model
 from isobit.errors import IsobitError
 from isobit.model import Experts
+from isobit.model.families.rope import Rope
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import read_json, read_weights, write_json
+from isobit.model.hub.latent import Latent
 from isobit.precision import QTensor
-from tests.models import level
+from tests.models import latent_values, level
 
 from .helpers import logits, oracle_logits, random_model, tokens
 
@@ -27,7 +30,7 @@ WHOLE = {
     "head_dim": 64,
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
-FAMILIES += ["phi3", "granite", "ministral3", "qwen3_5_moe_text"]
+FAMILIES += ["phi3", "granite", "ministral3", "qwen3_5_moe_text", "deepseek_v3"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
@@ -37,7 +40,11 @@ def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
         "mixtral": Experts(4, 2, 384),
         "qwen3_5_moe_text": Experts(4, 2, 128, shared=128),
     }.get(family)
-    return random_model(precision, family=family, **{**WHOLE, "experts": experts, **changes})
+    sizes: dict[str, Any] = {**WHOLE, "experts": experts}
+    if family == "deepseek_v3":
+        sizes |= latent_values(Latent(128, 96, 32, 128, 128), 4, Rope(500.0))
+        sizes["experts"] = replace(sizes["experts"], intermediate_size=128, shared=128)
+    return random_model(precision, family=family, **{**sizes, **changes})
 
 
 def export(model: Model, folder: Path) -> Path:
@@ -95,7 +102,7 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
         name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")
     }
     assert not quantized & skipped
-    first = dict(names.parts(model.config))["layers.0.qkv"][0][0].removesuffix(".weight")
+    first = dict(names.parts(model.config))["layers.0.o"][0][0].removesuffix(".weight")
     assert (first in skipped) == ("bf16_first" in precision)
     linear = {
         n.removesuffix(".weight")

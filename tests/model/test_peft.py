@@ -46,7 +46,9 @@ def _farthest(model: Model, theirs: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
+    "family",
+    ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
+    + ["deepseek-v3"],
 )
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     """The same log-probabilities under float32, of rsLoRA too. The control is the model without its
@@ -59,6 +61,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
         "qwen3-moe": attention,
         "qwen3.5": (*TARGETS, *linear),
         "qwen3.5-moe": (*TARGETS, *linear),  # of the MLP beside the experts
+        "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     }.get(family, TARGETS)
     rslora = family in ("qwen3", "granite")

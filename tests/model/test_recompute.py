@@ -19,6 +19,8 @@ CASES = [
     ("bf16", "qwen3"),
     ("fp8", "llama"),
     ("fp8", "qwen3_moe"),
+    ("fp8", "qwen3_5_moe_text"),
+    ("fp8", "deepseek_v3"),
     ("fp8[kv_cache=e4m3-calibrated]", "qwen2"),
 ]
 
@@ -73,7 +75,7 @@ def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(
     assert "layers.1.o" in wanted
     assert same(found, wanted)
     with torch.no_grad():  # the control: another weight
-        model.named_parameters()["layers.1.qkv"][0, 0] += 1
+        model.named_parameters()["layers.1.o"][0, 0] += 1
     model.sync()
     assert not same(run(scaled(model), True), wanted)
 

@@ -30,6 +30,7 @@ _PUBLISHED = {
     "mistral3": ("Mistral3", "mistral"),
     "mistral3-grown": ("Mistral3", "ministral3"),
     "llava": ("Llava", "llama"),
+    "llava_next": ("LlavaNext", "mistral"),
     "llava_onevision": ("LlavaOnevision", "qwen2-tied"),
     "internvl": ("InternVL", "qwen3"),
 }
@@ -53,7 +54,8 @@ def published(path: Path, name: str) -> Any:
 
 
 def _vision(prefix: str) -> dict[str, Any]:
-    kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral", "Llava": "clip"}
+    kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral"}
+    kind |= {"Llava": "clip", "LlavaNext": "clip"}
     name = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(
         kind.get(prefix, ""), kind.get(prefix, "internvl_vision")
     )

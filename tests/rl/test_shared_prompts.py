@@ -25,6 +25,7 @@ FAMILIES = [
     "olmo3",
     "gemma3_text",
     "gpt_oss",
+    "deepseek_v3",
 ]  # windows, mixtures, sinks
 FLOWS = ["fp8", "fp8-unified", "bf16", "fp8-e2e", "mxfp8"]
 

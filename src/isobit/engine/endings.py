@@ -112,10 +112,10 @@ class Endings:
             if request.sampling.top_logprobs
             else None,
         )
-        return completion if request.extends is None else _joined(request.extends, completion)
+        return completion if request.extends is None else joined(request.extends, completion)
 
 
-def _joined(before: Completion, turn: Completion) -> Completion:
+def joined(before: Completion, turn: Completion) -> Completion:
     """All turns as one completion of the first prompt; `turn` has what came before it as its
     prompt."""
     given = turn.prompt_token_ids[len(before.prompt_token_ids) + len(before.token_ids) :]

@@ -20,8 +20,8 @@ from typing import Any
 
 from isobit.data.dataset import Example, Message
 from isobit.engine.dialogue import Dialogue
-from isobit.engine.engine import Engine, Progress
-from isobit.engine.groups import OpenGroups
+from isobit.engine.engine import OnGroup, Progress
+from isobit.engine.groups import AskedEngine, OpenGroups
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats, summed
 from isobit.engine.types import Completion, Request, Sampling
@@ -77,7 +77,7 @@ class Episodes:
     """An engine whose completions are episodes, with the engine's methods. With no `dialogue` they
     are the engine's own."""
 
-    def __init__(self, engine: Engine, dialogue: Dialogue | None = None) -> None:
+    def __init__(self, engine: AskedEngine, dialogue: Dialogue | None = None) -> None:
         self._engine, self._dialogue = engine, dialogue
         self._groups: dict[Request, list[_Open]] = {}
         self._open: dict[int, _Open] = {}
@@ -142,6 +142,7 @@ class Episodes:
         ids: Sequence[int],
         progress: Progress | None = None,
         adapters: Sequence[str | None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """As `Engine.generate`, of examples: a group of episodes for each, in order."""
         groups: list[list[Completion]] = [[] for _ in examples]
@@ -153,6 +154,8 @@ class Episodes:
             while gathering:
                 for place, group in gathering.step():
                     groups[place] = group
+                    if on_group is not None:
+                        on_group(place, group)
                 if progress is not None:
                     progress(self.stats.sampled_tokens, gathering.completed)
         return groups
@@ -296,7 +299,7 @@ def _alike(left: _Open, right: _Open) -> bool:
     return left.began.prompt == right.began.prompt and left.began.tools == right.began.tools
 
 
-def done_by(engine: Engine) -> Stats:
+def done_by(engine: AskedEngine) -> Stats:
     """What an engine did since it had nothing to do, clamped keys and values included."""
     clamped, written = engine.clamped
     return replace(engine.stats, kv_clamped=clamped, kv_written=written)

@@ -4,7 +4,10 @@ a rank that claims prompts, and an engine of a fleet have in common."""
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from isobit.engine.types import Completion, Request
+from isobit.engine.prompts import Prompt
+from isobit.engine.sequences import Stats
+from isobit.engine.types import Completion, Request, Sampling
+from isobit.model import Model
 
 
 class OpenEngine(Protocol):
@@ -15,6 +18,30 @@ class OpenEngine(Protocol):
 
     def cancel(self, request: Request) -> None:
         """Drop what is open of a request."""
+
+
+class AskedEngine(OpenEngine, Protocol):
+    """What is asked of an engine whose answers may go on: one of this process, or a fleet."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def num_open(self) -> int: ...
+    @property
+    def stats(self) -> Stats: ...
+    @property
+    def clamped(self) -> tuple[int, int]: ...
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        prompt_id: int = 0,
+        sample_index: int = 0,
+        adapter: str | None = None,
+    ) -> Request: ...
+    def continue_from(
+        self, completion: Completion, tokens: Sequence[int], sampling: Sampling
+    ) -> Request: ...
 
 
 class OpenGroups:

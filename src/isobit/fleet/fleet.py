@@ -11,8 +11,8 @@ groups go back to the others. Left out: when batches are sampled
 
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -35,13 +35,17 @@ _LOOK_S = 1.0  # the most that a look at them takes
 @dataclass(eq=False)
 class Batch:
     """Groups on their way, by index: what is asked and what is `done`. An engine holds at most
-    `room` at a time."""
+    `room` completions at a time, or one group."""
 
     number: int
     requests: list[dict[str, Any]]
     room: int
     done: dict[int, list[Completion]] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
+
+    def completions(self, indices: Iterable[int]) -> int:
+        """Of these groups."""
+        return sum(self.requests[index]["sampling"]["n"] for index in indices)
 
 
 class Fleet:
@@ -74,7 +78,7 @@ class Fleet:
         self._weights: wire.Weights | None = None
         self._reason = "none was started"
         self._stopped = False
-        self._last = Batch(-1, [], 1)
+        self._last, self._silence = Batch(-1, [], 1), _Silence()
         for _ in range(settings.engines):
             self.add()
 
@@ -128,7 +132,6 @@ class Fleet:
         engine is left, or none has answered for `fleet.deadline_s`. `note` is told of engines that
         come and go."""
         assert self._weights is not None, "weights are sent before"
-        self.note = note or self.note
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
         named = zip(token_ids, check_ids(prompt_ids, len(token_ids)))
@@ -136,22 +139,37 @@ class Fleet:
             wire.request(index, ids, prompt_id, sampling)
             for index, (ids, prompt_id) in enumerate(named)
         ]
-        batch = self._last = Batch(
-            self._last.number + 1, requests, self._room(len(requests), sampling.n)
-        )
+        batch = self.begin(len(requests), sampling.n, note)
+        batch.requests += requests
         batch.stats.prompt_tokens = sum(map(len, token_ids))
-        silence = _Silence()
         while len(batch.done) < len(requests):
-            with self._lock:
-                engines = list(self._engines)
-            self._ask(engines, batch)
-            for index in self._replies(engines, batch):
+            for index in self.advance(batch):
                 if on_group is not None:
                     on_group(index, batch.done[index])
-            self._require_engines(silence.after(sum(one.replies for one in engines)))
-        for one in engines:
-            one.open = []  # what is still sampled for the second time goes with the next batch
         return [batch.done[index] for index in range(len(requests))]
+
+    def begin(
+        self, groups: int, completions: int, note: Callable[[str], None] | None = None
+    ) -> Batch:
+        """A batch of about so many groups of so many completions, whose requests are added to it;
+        it is the last one that counts."""
+        assert self._weights is not None, "weights are sent before"
+        self.note, self._silence = note or self.note, _Silence()
+        with self._lock:
+            for one in self._engines:
+                one.open = []  # what is still sampled for the second time goes with this batch
+        room = self._room(groups, completions) * completions
+        batch = self._last = Batch(self._last.number + 1, [], room)
+        return batch
+
+    def advance(self, batch: Batch) -> list[int]:
+        """The groups that are finished next; none, if that takes a while. Raises as `generate`."""
+        with self._lock:
+            engines = list(self._engines)
+        self._ask(engines, batch)
+        found = self._replies(engines, batch)
+        self._require_engines(self._silence.after(sum(one.replies for one in engines)))
+        return found
 
     @property
     def stats(self) -> Stats:
@@ -182,18 +200,21 @@ class Fleet:
         """Give everyone who has nothing to do the next thing to do."""
         assert self._weights is not None
         held = Counter(index for one in engines for index in one.open)
-        free = deque(
+        free = [
             index
             for index in range(len(batch.requests))
             if index not in batch.done and not held[index]
-        )
+        ]
         for one in engines:
             one.go_on(self._weights)
             if not one.ready(self._weights):
                 continue
             drop = [index for index in one.open if index in batch.done]  # another engine was faster
             kept = [index for index in one.open if index not in batch.done]
-            new = [free.popleft() for _ in range(min(len(free), batch.room - len(kept)))]
+            new, held_here = list[int](), batch.completions(kept)
+            while free and (not held_here or held_here + batch.completions(free[:1]) <= batch.room):
+                new.append(free.pop(0))
+                held_here += batch.completions(new[-1:])
             if not kept and not new:  # nothing is left: help with a group that one other engine has
                 new = [
                     index for index, count in held.items() if count == 1 and index not in batch.done

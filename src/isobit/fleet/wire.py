@@ -136,13 +136,15 @@ def scales_from_plain(values: list[list[float]] | None, version: int) -> KVScale
 
 
 def request(
-    index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling
+    index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling, sample_index: int = 0
 ) -> dict[str, Any]:
-    """A group that is to be sampled: `index` names it within its batch."""
+    """A group that is to be sampled, whose samples begin at `sample_index`: `index` names it within
+    its batch."""
     return {
         "index": index,
         "prompt": list(prompt),
         "prompt_id": prompt_id,
+        "sample_index": sample_index,
         "sampling": _fields(Sampling, sampling),
     }
 

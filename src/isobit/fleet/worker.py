@@ -76,7 +76,10 @@ class Worker:
             self._open.drop(set(given["drop"]))
             for new in given["groups"]:
                 request = self._engine.submit(
-                    new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"]
+                    new["prompt"],
+                    wire.sampling_of(new["sampling"]),
+                    new["prompt_id"],
+                    new["sample_index"],
                 )
                 self._open.add(new["index"], request)
             before = self._counts()

@@ -5,6 +5,7 @@ function."""
 from isobit.kernels.backends.composed import Composed
 from isobit.kernels.copies import Copies
 from isobit.kernels.experts.definition import grouped_input_gradient
+from isobit.kernels.experts.scoring import Scoring, by_score, by_score_backward
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.low_rank.definition import Factors
 from isobit.kernels.matrices import (
@@ -39,11 +40,14 @@ __all__ = [
     "Ops",
     "Packed",
     "Prepared",
+    "Scoring",
     "Stacked",
     "StateStore",
     "Store",
     "StoredWeight",
     "Watching",
+    "by_score",
+    "by_score_backward",
     "computed_by",
     "get_ops",
     "grouped_input_gradient",

@@ -17,6 +17,7 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import (
     Attention,
     Delta,
+    LatentAttention,
     Layer,
     Mixture,
     Mlp,
@@ -184,7 +185,7 @@ class _LayerMaker:
         return Layer(
             flow=self.flow,
             input_norm=norms.get("input_norm"),
-            attention=self.delta() if config.is_linear(self.index) else self.attention(),
+            attention=self.attention(),
             attention_out_norm=norms.get("attention_out_norm"),
             post_norm=norms.get("post_norm"),
             mlp=self.mixture()
@@ -193,12 +194,27 @@ class _LayerMaker:
             mlp_out_norm=norms.get("mlp_out_norm"),
         )
 
-    def attention(self) -> Attention:
+    def attention(self) -> Attention | Delta | LatentAttention:
+        if self.config.is_linear(self.index):
+            return self.delta()
+        if self.config.latent is not None:
+            return self.latent(whole=self.config.latent.q_rank is None)
         norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
         return Attention(
             self.made("qkv"),
             norms,
             self.single("sinks") if self.config.sinks else None,
+            self.made("o"),
+        )
+
+    def latent(self, whole: bool) -> LatentAttention:
+        """`whole`: queries have no latent."""
+        return LatentAttention(
+            self.made("qkv_a"),
+            None if whole else self.norm("q_a_norm"),
+            None if whole else self.made("q_b"),
+            self.norm("kv_a_norm"),
+            self.made("kv_b"),
             self.made("o"),
         )
 
@@ -225,7 +241,10 @@ class _LayerMaker:
         if config.shared_gate:
             gate = _single(self.named("shared_gate"), self.sources)
         count, normalize = config.experts.per_token, config.experts.normalize
-        return Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
+        found = Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
+        if (scoring := config.experts.scoring) is None:
+            return found
+        return replace(found, scoring=scoring, balance=self.single("balance"))
 
     def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
         """A matrix of all experts in one storage, and each expert's."""

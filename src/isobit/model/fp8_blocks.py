@@ -76,9 +76,10 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
             tensors |= _blocks(weight, [(name, shape[0]) for name, shape in parts])
             continue
         pieces = model.named_parameters()[master].detach().split([shape[0] for _, shape in parts])
-        # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not
+        # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not,
+        # and a bias that balances experts decides between scores that are close
         added = master.endswith("norm") and model.config.offset_of(master)
-        dtype = torch.float32 if added else torch.bfloat16
+        dtype = torch.float32 if added or master.endswith("balance") else torch.bfloat16
         tensors |= {
             name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)
         }

@@ -21,5 +21,7 @@ FAMILIES = {
     "glm4": "glm",
     "phi3": "phi",
     "granite": "granite",
+    "deepseek_v3": "deepseek",
+    "glm4_moe_lite": "deepseek",
     "gpt_oss": "gpt_oss",
 }

@@ -4,6 +4,7 @@ need."""
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
     *("in_proj_qkv", "in_proj_z", "out_proj"),  # of linear attention
     *MLP_PROJECTIONS,
 )

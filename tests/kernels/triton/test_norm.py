@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import get_ops
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.norms.triton import norm
 from isobit.kernels.quantize.triton import quantize
 from isobit.precision import E4M3, QTensor, QuantSpec
@@ -112,6 +113,17 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(
             assert same(found[2].cpu(), rstd)
             assert raised.item() == 0
     assert not equal(found[0], host(quantize((y * 1.01).to(DEVICE), spec, flag()))), "the control"
+
+
+def test_the_backend_adds_the_residual_before_it_quantizes() -> None:
+    ops, spec = TritonOps("bitwise", "a test", DEVICE), QuantSpec(E4M3)
+    x, weight, residual = operands(4, 20, torch.bfloat16)
+    on_device = [each.to(DEVICE) for each in (x, weight, residual)]
+    found = ops.rms_norm_quantized(*on_device[:2], EPS, on_device[2], spec, "x")
+    wanted = norm.rms_norm_quantized(*on_device[:2], EPS, on_device[2], spec, flag())
+    assert equal(found[0], host(wanted[0]))
+    assert same(found[1].cpu(), run(x, weight, residual)[1])
+    assert not same(found[1].cpu(), x), "the control"
 
 
 def test_scales_of_many_rows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

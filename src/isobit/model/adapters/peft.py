@@ -160,13 +160,14 @@ def _config(adapter: Adapter) -> dict[str, Any]:
 
 def _target_modules(adapter: Adapter) -> list[str]:
     """The ends of the modules' names; whole names where an end is found in some layers only, as
-    dense ones among experts are."""
+    dense ones among experts are, or is that of experts too."""
     layers: dict[str, set[str]] = {}
     for one in adapter.projections:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
     most = max(map(len, layers.values()))
     found = (one.name.rpartition(".")[2] for one in adapter.projections)
-    if all(len(each) == most for each in layers.values()):
+    beside_experts = any(".shared." in one.name for one in adapter.projections)
+    if all(len(each) == most for each in layers.values()) and not beside_experts:
         return list(dict.fromkeys(found))
     return [one.module for one in adapter.projections]
 

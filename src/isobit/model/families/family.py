@@ -53,8 +53,11 @@ class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`:
     sizes, gates and dense layers have keys of their own; else all layers have experts of
     `intermediate_size`, whose gates sum to 1. `size` is that of an expert then. `dense`: layers may
-    have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `shared`: the
-    size of an MLP beside the experts, for every token, 0 if there is none; `shared_gate`: it has a
+    have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `dense_key`
+    says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace` or
+    `mlp_layer_types`. `normalize` stands for norm_topk_prob. `scoring`: experts have a score each,
+    and these stand for n_group, topk_group and routed_scaling_factor. `shared`: the size of an MLP
+    beside the experts, for every token, 0 if there is none; with `scoring` n_shared_experts; `shared_gate`: it has a
     gate. `biases`: routers and experts have them. `together`: how files that are written hold a
     layer's experts in one tensor, if they do (`hub/packed_experts.py`)."""
 
@@ -63,6 +66,9 @@ class Mixtures:
     own_keys: bool
     size: int = 768
     dense: bool = True
+    dense_key: str = "mlp_only_layers"
+    normalize: bool = False
+    scoring: tuple[int, int, float] | None = None
     shared: int = 0
     shared_gate: bool = False
     biases: bool = False
@@ -92,6 +98,8 @@ class Family:
     config.json does not say; `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
     3), ..., not its halves. `kv_heads` None is one for each query head; `head_dim` None is
     hidden_size / heads. `nullable` are keys of which null means the same as None here.
+    `latent`: attention is multi-head latent (`hub/latent.py`), with these sizes. `predicts_more`:
+    files may have layers after the last, which predict further tokens and are not read.
     `multipliers`: config.json has numbers that scores, sums and logits are multiplied by
     (`hub/multipliers.py`). `rope_kinds`: the scalings of rotary embeddings that transformers takes
     in the family; `rope_more`: their parameters that no other family has, all needed. `wrappers`:
@@ -123,6 +131,8 @@ class Family:
     linear_attention: bool = False
     gated_attention: bool = False
     multipliers: bool = False
+    latent: Mapping[str, int] | None = None
+    predicts_more: bool = False
     wrappers: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (

@@ -8,7 +8,7 @@ out: dynamic NTK and longrope.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,26 @@ class Rope:
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated, its first ones."""
         return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
+
+    def of_part(self, rotated: int, head_dim: int) -> "Rope":
+        """The same where a head of `head_dim` has so many rotated dimensions, and a config.json
+        speaks of these alone (multi-head latent attention)."""
+        part = (_PARTIAL, (rotated + 0.5) / head_dim)  # rounded down to `rotated`
+        return replace(self, parameters=tuple(sorted((*self.whole.parameters, part))))
+
+    @property
+    def whole(self) -> "Rope":
+        """The same without a part: the inverse of `of_part`."""
+        rest = tuple(each for each in self.parameters if each[0] != _PARTIAL)
+        return replace(self, parameters=rest)
+
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek's YaRN multiplies scores by besides: the square of 0.1 · mscale_all_dim ·
+        ln(factor) + 1."""
+        parameters = dict(self.parameters)
+        mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor", 1.0)
+        return _mscale(factor, mscale) ** 2 if mscale and self.kind == "yarn" else 1.0
 
     def growth(self, num_positions: int) -> Tensor | None:
         """What queries are multiplied by at each position, float32 [positions, 1, 1]: 1 + β ·
@@ -305,7 +325,10 @@ def _yarn(
 
 
 def _yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    def scale(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1)
 
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1)
+
+def _mscale(factor: float, m: float) -> float:
+    return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0

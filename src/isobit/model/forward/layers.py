@@ -17,11 +17,19 @@ from isobit.model.families.rope import Tables
 from isobit.model.forward import autograd
 from isobit.model.forward.delta import Recurrent, linear_attention
 from isobit.model.forward.kv_scales import KVScales, scales_of
+from isobit.model.forward.latent import expanded_heads
 from isobit.model.forward.moe import RouteTape, mixture
 from isobit.model.forward.recompute import Recompute, recomputed
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
-from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Working
+from isobit.model.weights.layout import (
+    Attention,
+    Delta,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Working,
+)
 from isobit.model.weights.permute_heads import arranged, arranged_norm
 from isobit.model.weights.stored import Vector, Weight
 from isobit.precision import QuantSpec
@@ -106,6 +114,11 @@ def _layer(
     eps, ops = ctx.config.rms_eps, ctx.ops_of(index)
     if isinstance(layer.attention, Delta):
         x, residual = _linear_attention(x, residual, index, layer, layer.attention, ctx, ops)
+    elif isinstance(layer.attention, LatentAttention):
+        rows, residual = _norm_then_project(
+            x, residual, layer.input_norm, layer.attention.qkv_a, eps, ops
+        )
+        x = _attend_latent(rows, index, layer, layer.attention, ctx, ops)
     else:
         qkv, residual = _norm_then_project(
             x, residual, layer.input_norm, layer.attention.qkv, eps, ops
@@ -171,10 +184,41 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
     qkv, gate = arranged(qkv, config, rotated)
     if norms is not None:
         norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
+    heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
+    out = _attended(heads, norms, own.sinks, index, layer, ctx, ops)
+    if gate is not None:
+        return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
+    return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+
+
+def _attend_latent(
+    rows: Tensor, index: int, layer: Layer, own: LatentAttention, ctx: Pass, ops: Ops
+) -> Tensor:
+    """Latent attention and its output projection: rows of `qkv_a` [T, first + kv_rank + rotated] to
+    [T, hidden]."""
+    sizes = ctx.config.latent
+    assert sizes is not None
+    heads = expanded_heads(rows, own, sizes, ctx.config.num_heads, ops)
+    out = _attended(heads, None, None, index, layer, ctx, ops)
+    whole = sizes.value == sizes.head_dim
+    return autograd.linear(out[..., : sizes.value].flatten(1), own.o, ops, kept=whole)
+
+
+def _attended(
+    heads: Tensor,
+    norms: tuple[Vector, Vector] | None,
+    sinks: Vector | None,
+    index: int,
+    layer: Layer,
+    ctx: Pass,
+    ops: Ops,
+) -> Tensor:
+    """Attention [T, H, D] of queries, keys and values [T, H + 2 KV, D]."""
+    config, rope = ctx.config, ctx.config.rope_of(index)
     masters = None if norms is None else (norms[0].master, norms[1].master)
     working = None if norms is None else (norms[0].working, norms[1].working)
     query, query_scale = _rounding_of_queries(index, layer, ctx)
-    table, heads = ctx.tables[rope], qkv.view(len(qkv), qkv.shape[1] // dim, dim)
+    table = ctx.tables[rope]
     if table.growth is not None:
         heads = _grown(heads, table.growth[ctx.layout.positions], config.num_heads)
     attended = autograd.Attended(
@@ -186,13 +230,10 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
         window=config.window(index),
         query=query,
         query_scale=query_scale,
-        sinks=own.sinks,
+        sinks=sinks,
         probabilities=layer.flow.probabilities,
     )
-    out = autograd.attend(heads, masters, attended, ops)
-    if gate is not None:
-        return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
-    return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+    return autograd.attend(heads, masters, attended, ops)
 
 
 def _grown(heads: Tensor, factors: Tensor, count: int) -> Tensor:

@@ -3,7 +3,8 @@ slot order.
 
 For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to
 the lower index; their gates are p, divided by their sum where the architecture says so
-(`Ops.route`: no sum depends on the number of rows). The token's rows go through the experts as
+(`Ops.route`: no sum depends on the number of rows); or experts have scores of their own
+(`kernels/experts/scoring.py`). The token's rows go through the experts as
 through any MLP, and gate times result is added in float32 in the order of the slots, the largest
 gate first, and rounded once; what an MLP for every token gives is added to that. So a token's bits
 depend on the token and the weights, whoever else an expert serves (`tests/model/test_moe.py`). How
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Ops, unwatched
+from isobit.kernels import Ops, by_score, by_score_backward, unwatched
 from isobit.model.forward import autograd
 from isobit.model.forward.experts import through_experts
 from isobit.model.weights.layout import Mixture, Mlp
@@ -79,7 +80,11 @@ def mixture(
     backward computes the experts' forward again."""
     given = None if tape is None else tape.next_given(x.device)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
-    probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
+    if layer.scoring is None or layer.balance is None:
+        probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
+    else:
+        scores, chosen, gates = _by_score(logits, layer.balance.working, given, layer)
+        probabilities = scores / scores.sum(1, keepdim=True)
     if tape is not None:
         tape.follow(probabilities, chosen)
     routed = through_experts(x, gates, chosen if given is None else given, layer, ops, again)
@@ -128,6 +133,38 @@ def route(
     if torch.is_grad_enabled():
         return _Route.apply(logits, given, count, normalize, ops)
     return ops.route(logits, count, normalize, given)
+
+
+def _by_score(
+    logits: Tensor, balance: Tensor, given: Tensor | None, layer: Mixture
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.by_score`, with a gradient through scores and gates."""
+    if torch.is_grad_enabled():
+        return _Scored.apply(logits, balance, given, layer)
+    assert layer.scoring is not None
+    return by_score(logits, balance, layer.per_token, layer.normalize, layer.scoring, given)
+
+
+class _Scored(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, balance: Tensor, given: Tensor | None, layer: Mixture
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert layer.scoring is not None
+        scores, chosen, gates = by_score(
+            logits, balance, layer.per_token, layer.normalize, layer.scoring, given
+        )
+        ctx.normalize, ctx.scoring = layer.normalize, layer.scoring
+        ctx.save_for_backward(scores, chosen if given is None else given)
+        ctx.mark_non_differentiable(chosen)
+        return scores, chosen, gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscores: Tensor, _: Tensor, dgates: Tensor) -> tuple[Tensor | None, ...]:
+        scores, experts = ctx.saved_tensors
+        found = by_score_backward(dscores, dgates, scores, experts, ctx.normalize, ctx.scoring)
+        return found, None, None, None
 
 
 class _Route(Function):

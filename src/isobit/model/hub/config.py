@@ -27,6 +27,7 @@ from isobit.model.families import (
 )
 from isobit.model.families.rope import Rope
 from isobit.model.hub.experts import Experts
+from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.model.hub.wrapped import architectures, text_of
@@ -39,7 +40,8 @@ class ModelConfig:
     all; () if it does in every layer. `unrotated`: the layers without rotary embedding.
     `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
     divided by its root; head_dim where None. `linear`: which layers have linear attention, None if
-    none has. `multipliers`: None in a family without them."""
+    none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
+    attention, None where it is another."""
 
     family: str
     vocab_size: int
@@ -67,6 +69,7 @@ class ModelConfig:
     query_scalar: int | None = None
     linear: LinearAttention | None = None
     multipliers: Multipliers | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for key in (
@@ -105,6 +108,12 @@ class ModelConfig:
         )
         assert (self.linear is not None) == family.linear_attention
         assert (self.multipliers is not None) == family.multipliers
+        assert (self.latent is not None) == (family.latent is not None)
+        if self.latent is not None and self.num_kv_heads != self.num_heads:
+            raise IsobitError(
+                f"config.json: latent attention has as many keys as queries, not "
+                f"{self.num_kv_heads} and {self.num_heads}"
+            )
         assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
@@ -179,7 +188,8 @@ class ModelConfig:
         """What scores are multiplied by."""
         if self.multipliers is not None:
             return self.multipliers.attention
-        return float((self.query_scalar or self.head_dim) ** -0.5)
+        root = float((self.query_scalar or self.head_dim) ** -0.5)
+        return root if self.latent is None else root * self.rope.score_factor
 
     @property
     def embedding_scale(self) -> float | None:
@@ -244,7 +254,11 @@ class ModelConfig:
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
         rope, sliding = _ropes(values, where, family, max_positions)
-        head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
+        latent = None if family.latent is None else Latent.from_hf(values, where, family.latent)
+        if latent is None:
+            head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
+        else:
+            head_dim, rope = latent.head_dim, rope.of_part(latent.rotated, latent.head_dim)
         kv_heads = optional_whole(
             values, "num_key_value_heads", where, family.nullable, family.kv_heads
         )
@@ -252,14 +266,10 @@ class ModelConfig:
             raise IsobitError(
                 f"{where}: rope scaling yarn needs head_dim in a {name}"
             )  # as in transformers
-        experts = None
-        if family.mixtures is not None:
-            experts = Experts.from_hf(values, where, family.mixtures, layers)
+        mixtures = family.mixtures
+        experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
-        try:
-            ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
-        except ValueError as error:
-            raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
+        ids = _ids(values, where)
         return ModelConfig(
             family=name,
             vocab_size=whole(values, "vocab_size", where),
@@ -295,6 +305,7 @@ class ModelConfig:
             else None,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
             multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
+            latent=latent,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -323,7 +334,8 @@ class ModelConfig:
             "dtype": "float32",
         }
         if family.ropes is None:
-            values |= self.rope.to_hf(
+            rope = self.rope if self.latent is None else self.rope.whole
+            values |= rope.to_hf(
                 scaled=family.rope_section is not None, partial=family.partial_rotary
             )
         else:
@@ -343,9 +355,12 @@ class ModelConfig:
         if self.linear is not None:
             values |= self.linear.to_hf(self.num_layers)
         if family.mixtures is not None and self.experts is not None:
-            values |= self.experts.to_hf(family.mixtures)
+            values |= self.experts.to_hf(family.mixtures, self.num_layers)
         if self.multipliers is not None:
             values |= self.multipliers.to_hf()
+        if self.latent is not None:
+            del values["head_dim"]
+            values |= self.latent.to_hf()
         return values
 
 
@@ -393,6 +408,13 @@ def token_ids(value: Any) -> tuple[int, ...]:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ValueError(f"{token!r:.80} is not a token id")
     return tuple(ids)
+
+
+def _ids(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+    try:
+        return {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
+    except ValueError as error:
+        raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
 
 
 def _first(ids: tuple[int, ...]) -> int | None:

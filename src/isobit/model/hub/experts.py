@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.families import Mixtures, flag, whole
+from isobit.kernels import Scoring
+from isobit.model.families import Mixtures, flag, number, whole
 
 _SHARED = "shared_expert_intermediate_size"
+_KINDS = ("sparse", "dense")
 
 
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
     token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`. `shared`: the
-    size of an MLP that serves every token beside them, 0 if there is none."""
+    size of an MLP that serves every token beside them, 0 if there is none. `scoring`: how experts
+    are chosen by scores of their own, None where a softmax over all gives their gates."""
 
     count: int
     per_token: int
@@ -25,6 +28,7 @@ class Experts:
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
     shared: int = 0
+    scoring: Scoring | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -32,6 +36,8 @@ class Experts:
                 f"config.json: {self.per_token} experts per token, of {self.count}: expected 1 to "
                 "all"
             )
+        if self.scoring is not None:
+            self.scoring.check(self.count, self.per_token)
 
     @staticmethod
     def from_hf(
@@ -39,26 +45,34 @@ class Experts:
     ) -> "Experts":
         """The number of experts is num_local_experts or num_experts: either name, in either
         family."""
-        names = [key for key in ("num_local_experts", "num_experts") if key in values]
+        known = ("num_local_experts", "n_routed_experts" if mixtures.scoring else "num_experts")
+        names = [key for key in known if key in values]
         counts = {whole(values, key, where) for key in names} or {mixtures.count}
         if len(counts) > 1:
             raise IsobitError(
-                f"{where}: num_local_experts and num_experts name one number, but differ; keep one "
-                "of them"
+                f"{where}: {' and '.join(names)} name one number, but differ; keep one of them"
             )
         count = counts.pop()
         per_token = whole(values, "num_experts_per_tok", where, mixtures.per_token)
         if not mixtures.own_keys:
             return Experts(count, per_token, whole(values, "intermediate_size", where))
         size = whole(values, "moe_intermediate_size", where, mixtures.size)
-        shared = whole(values, _SHARED, where, mixtures.shared) if mixtures.shared else 0
+        shared = _shared(values, where, mixtures, size)
         if not mixtures.dense:
             return Experts(count, per_token, size, shared=shared)
-        normalize = flag(values, "norm_topk_prob", where)
-        dense = _dense_layers(values, where, layers)
-        return Experts(count, per_token, size, normalize, dense, shared)
+        normalize = flag(values, "norm_topk_prob", where, mixtures.normalize)
+        dense = _dense_layers(values, where, mixtures.dense_key, layers)
+        scoring = None
+        if mixtures.scoring is not None:
+            groups, best, scale = mixtures.scoring
+            scoring = Scoring(
+                whole(values, "n_group", where, groups),
+                whole(values, "topk_group", where, best),
+                number(values, "routed_scaling_factor", where, scale),
+            )
+        return Experts(count, per_token, size, normalize, dense, shared, scoring)
 
-    def to_hf(self, mixtures: Mixtures) -> dict[str, Any]:
+    def to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
         """The keys of config.json."""
         values: dict[str, Any] = {
             "num_local_experts": self.count,
@@ -66,25 +80,56 @@ class Experts:
         }
         if not mixtures.own_keys:
             return values
-        values |= {"num_experts": self.count, "moe_intermediate_size": self.intermediate_size}
-        if self.shared:
+        values["n_routed_experts" if self.scoring else "num_experts"] = self.count
+        values["moe_intermediate_size"] = self.intermediate_size
+        if self.scoring is not None:
+            values |= {
+                "n_shared_experts": self.shared // self.intermediate_size,
+                "n_group": self.scoring.groups,
+                "topk_group": self.scoring.best,
+                "routed_scaling_factor": self.scoring.scale,
+            }
+        elif self.shared:
             values[_SHARED] = self.shared
         if not mixtures.dense:
             return values
-        return values | {
-            "norm_topk_prob": self.normalize,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(self.dense_layers),
-        }
+        return values | {"norm_topk_prob": self.normalize} | self._dense_to_hf(mixtures, layers)
+
+    def _dense_to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
+        if mixtures.dense_key == "first_k_dense_replace":
+            return {mixtures.dense_key: len(self.dense_layers)}
+        if mixtures.dense_key == "mlp_layer_types":
+            kinds = [_KINDS[layer in self.dense_layers] for layer in range(layers)]
+            return {mixtures.dense_key: kinds}
+        return {"decoder_sparse_step": 1, mixtures.dense_key: list(self.dense_layers)}
 
 
-def _dense_layers(values: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
+def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int) -> int:
+    """The size of the MLP beside the experts, whose own is `size`."""
+    if not mixtures.shared:
+        return 0
+    if mixtures.scoring is not None:
+        return size * whole(values, "n_shared_experts", where, mixtures.shared)
+    return whole(values, _SHARED, where, mixtures.shared)
+
+
+def _dense_layers(values: Mapping[str, Any], where: str, key: str, layers: int) -> tuple[int, ...]:
+    """The layers that have one MLP."""
+    if key == "first_k_dense_replace":
+        return tuple(range(min(whole(values, key, where, 3, least=0), layers)))
+    if key == "mlp_layer_types":
+        kinds = values.get(key) or [_KINDS[layer == 0] for layer in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*_KINDS}:
+            raise IsobitError(
+                f"{where}: {key} must name {layers} layers, each {' or '.join(_KINDS)}, got "
+                f"{kinds!r:.80}"
+            )
+        return tuple(layer for layer in range(layers) if kinds[layer] == _KINDS[1])
     step = whole(values, "decoder_sparse_step", where, 1)
-    dense = values.get("mlp_only_layers") or []
+    dense = values.get(key) or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise IsobitError(
-            f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got "
-            f"{dense!r:.80}"
+            f"{where}: {key} has the wrong type: expected a list of layers, got {dense!r:.80}"
         )
     listed = set(dense)
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)

@@ -30,7 +30,7 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-_BARE = ("sinks", "decay", "step_bias")  # tensors whose names end with the module's
+_BARE = ("sinks", "decay", "step_bias", "balance")  # tensors whose names end with the module's
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -200,7 +200,7 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     expected = {name: shape for _, names in parts(config) for name, shape in names}
     expected = expected if packing is None else in_files(expected, packing)
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    given = {name for name in shapes if not name.endswith(_IGNORED_SUFFIXES)} - tied
+    given = {name for name in shapes if not _ignored(name, config)} - tied
     for problem, names in (
         ("is missing", expected.keys() - given),
         ("is not part of this architecture", given - expected.keys()),
@@ -216,6 +216,15 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
             raise IsobitError(
                 f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}"
             )
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is nothing that is read: tables of rotary embedding, and layers after the
+    last, where a family has them to predict further tokens."""
+    if not FAMILIES[config.family].predicts_more:
+        return name.endswith(_IGNORED_SUFFIXES)
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    return layer.isdecimal() and len(layer) < 6 and int(layer) >= config.num_layers
 
 
 def check_tied(
@@ -247,6 +256,8 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
         linear, own = config.is_linear(int(index)), f"linear.{base}"
         key = f"{inside[0]}.{base}" if inside else own if linear and own in modules else base
+        if config.latent is not None and config.latent.q_rank is None:
+            key = f"whole.{key}" if f"whole.{key}" in modules else key
         named = modules[key]
         heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, linear)
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
@@ -260,6 +271,10 @@ def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[i
     """Rows of each of the tensors that a master is made of."""
     if base == "gate_up" or base == "gates":
         return rows // 2, rows // 2
+    if base == "qkv_a":
+        assert config.latent is not None
+        first = config.latent.first_rows(config.num_heads)
+        return first, rows - first
     assert base == "qkv"
     if linear and config.linear is not None:
         return config.linear.channels, config.linear.values

@@ -1,7 +1,6 @@
 """Names and shapes of a model's masters, of its architecture alone."""
 
 from isobit.model.hub.config import ModelConfig
-from isobit.model.hub.linear_attention import LinearAttention
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -14,12 +13,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `shared.down` of an MLP beside them and `shared_gate` [1, C], and `mlp_out_norm`; `final_norm`;
     `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A bias has
     the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
-    from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
+    from `qkv` to `o`, one with latent attention `Latent.shapes`, and where attention has gates,
+    those are rows of `qkv`. `balance` [E] is the bias by which experts are chosen that have scores.
     """
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         linear = config.linear if config.is_linear(index) else None
-        inside = _attention_shapes(config) if linear is None else _linear_shapes(config, linear)
+        inside = _attention_shapes(config)
+        if linear is not None:
+            inside = _own_shapes(config, linear.shapes(config.hidden_size))
+        elif config.latent is not None:
+            own = config.latent.shapes(config.hidden_size, config.num_heads)
+            inside = _own_shapes(config, own)
         inside |= _mlp_shapes(config, config.is_mixture(index))
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm"] = (config.hidden_size,)
@@ -45,10 +50,10 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return _with_norms_of(config, shapes)
 
 
-def _linear_shapes(config: ModelConfig, linear: LinearAttention) -> dict[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    own = {"input_norm": (hidden,), **linear.shapes(hidden), "attention_out_norm": (hidden,)}
-    return _with_norms_of(config, own)
+def _own_shapes(config: ModelConfig, own: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of attention of another kind, between its norms."""
+    hidden = (config.hidden_size,)
+    return _with_norms_of(config, {"input_norm": hidden, **own, "attention_out_norm": hidden})
 
 
 def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]]:
@@ -59,6 +64,8 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
         for number in range(config.experts.count):
             own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
             own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+        if config.experts.scoring is not None:
+            shapes["balance"] = (config.experts.count,)
         shapes |= _shared_shapes(config, config.experts.shared)
         for name, shape in own.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
@@ -83,7 +90,7 @@ def _with_norms_of(
     config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Without the norms that the architecture does not have."""
-    kept = {"q_norm", "k_norm", "state_norm", *config.norms}
+    kept = {"q_norm", "k_norm", "state_norm", "q_a_norm", "kv_a_norm", *config.norms}
     return {
         name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
     }

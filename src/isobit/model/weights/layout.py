@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
-from isobit.kernels import Activation, Operand, Ops, Packed, Stacked, StoredWeight, tensors_of
+from isobit.kernels import (
+    Activation,
+    Operand,
+    Ops,
+    Packed,
+    Scoring,
+    Stacked,
+    StoredWeight,
+    tensors_of,
+)
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, PackedFP4, QTensor
@@ -45,7 +54,7 @@ class Mlp:
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
     if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
-    there is one.
+    there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -59,6 +68,8 @@ class Mixture:
     normalize: bool
     shared: Mlp | None = None
     shared_gate: Weight | None = None
+    scoring: Scoring | None = None
+    balance: Vector | None = None
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
         """The same with other experts: over the present storages if their working weights are
@@ -127,6 +138,19 @@ class Delta:
 
 
 @dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """Multi-head latent attention (`hub/latent.py`): `qkv_a` gives the latents of queries, or
+    queries themselves where `q_b` is None, those of keys and values, and what all keys share."""
+
+    qkv_a: Weight
+    q_a_norm: Vector | None
+    q_b: Weight | None
+    kv_a_norm: Vector
+    kv_b: Weight
+    o: Weight
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention
     (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
@@ -134,7 +158,7 @@ class Layer:
 
     flow: Flow
     input_norm: Vector | None
-    attention: Attention | Delta
+    attention: Attention | Delta | LatentAttention
     attention_out_norm: Vector | None
     post_norm: Vector | None
     mlp: Mlp | Mixture
@@ -315,10 +339,10 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        others = ("router", "shared", "shared_gate")
+        others = ("router", "shared", "shared_gate", "balance")
         changed = {name: map_parts(getattr(value, name), change) for name in others}
         return replace(value.change(experts), **changed)
-    if isinstance(value, (Working, Outside, Layer, Attention, Delta, Mlp)):
+    if isinstance(value, (Working, Outside, Layer, Attention, Delta, LatentAttention, Mlp)):
         return replace(
             value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)}
         )
@@ -341,7 +365,7 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)
-    elif isinstance(value, (Outside, Layer, Attention, Delta, Mlp, Mixture)):
+    elif isinstance(value, (Outside, Layer, Attention, Delta, LatentAttention, Mlp, Mixture)):
         yield from _parts(tuple(vars(value).values()))
 
 

@@ -28,19 +28,19 @@ def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Te
         query, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
         heads = torch.cat((query, others), dim=1)
     turned, values = heads.tensor_split((config.num_heads + config.num_kv_heads,), dim=1)
-    heads = torch.cat((_in_halves(turned, rotated, config.interleaved), values), dim=1)
+    heads = torch.cat((in_halves(turned, rotated, config.interleaved), values), dim=1)
     return heads.flatten(1), None if gate is None else gate.flatten(1)
 
 
 def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
     """The norm of such queries or keys."""
     master, working = (
-        _in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working)
+        in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working)
     )
     return norm if working is norm.working else replace(norm, master=master, working=working)
 
 
-def _in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
+def in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
     """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves, those
     that are turned with each other at the same place of both."""
     if rotated == (dim := x.shape[-1]) and not interleaved:

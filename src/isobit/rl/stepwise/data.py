@@ -24,7 +24,7 @@ from isobit.rl.stepwise.losses import LOSSES, Loss
 
 TARGETS = "target_tokens"
 _LEAST_SHARED = 0.1
-"""Of a micro-batch's rows: fewer that are shared do not pay for finding keys by their places."""
+"""Of a micro-batch's rows: where fewer would be shared, there is little to gain."""
 _NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.inputs, *loss.of_tokens))}
 
 

@@ -22,9 +22,12 @@ from typing import Any
 from isobit.config import Config
 from isobit.data.dataset import Example
 from isobit.distributed import Ranks
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine, OnGroup
+from isobit.engine.episodes import Episodes
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, Sampling
+from isobit.fleet.asked import FleetEngine
 from isobit.fleet.fleet import Fleet
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json, groups_to_json
@@ -40,18 +43,19 @@ def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks)
     reached, or has no room for them."""
     if not config.fleet.engines or not ranks.first:
         return None
-    sequences, most = config.prompts_per_step * sampling.n, config.sampling.max_new_tokens
+    sequences, most = config.prompts_per_step * sampling.n, config.most_tokens
     return Fleet(config.fleet, engine, sequences, most, config.engine, config.run.check_memory)
 
 
 @dataclass(frozen=True, eq=False)
 class FleetGroups:
-    """A `sources.Sampler` that asks a fleet's engines; `note` shows when one of them comes or
-    goes."""
+    """A `sources.Sampler` that asks a fleet's engines, with a `dialogue` for episodes of several
+    turns; `note` shows when one of them comes or goes."""
 
     fleet: Fleet
     sampling: Sampling
     note: Callable[[str], None]
+    dialogue: Dialogue | None = None
 
     @property
     def n(self) -> int:
@@ -60,6 +64,11 @@ class FleetGroups:
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
+        if self.dialogue is not None:
+            engine = FleetEngine(self.fleet, len(examples), self.n, self.note)
+            episodes = Episodes(engine, self.dialogue)
+            groups = episodes.generate(examples, self.sampling, ids, on_group=on_group)
+            return dict(enumerate(groups)), episodes.stats
         prompts = [example.prompt for example in examples]
         groups = self.fleet.generate(prompts, self.sampling, ids, on_group, self.note)
         return dict(enumerate(groups)), self.fleet.stats

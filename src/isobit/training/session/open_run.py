@@ -124,7 +124,7 @@ class Session:
                 parts.scorer.models or self.objective.kl_in_reward
             )  # which waits for the learner
             source = self._live(
-                FleetGroups(parts.fleet, parts.sampling, self.display.note),
+                FleetGroups(parts.fleet, parts.sampling, self.display.note, parts.dialogue),
                 ALONE,
                 Meter(lambda phase: None, torch.device("cpu")),
                 learned if computes else None,
