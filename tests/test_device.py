@@ -19,11 +19,11 @@ from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample
 from isobit.rl.learner.learner import Learner
-from isobit.rl.learner.supervised import supervised_update
 from isobit.rl.optim import eight_bit
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
+from tests.rl.supervised import supervised_update
 
 from .models import tiny_model
 from .pretend_device import DEVICE, Elsewhere, Mixed, PretendDevice

@@ -177,6 +177,7 @@ def make_runs(folder: Path, base_model: Path) -> None:
         ),
         quiet=True,
     )
+    resume(folder / "sft", ["steps=2"])
     config = write_config(folder, base_model, steps=1, rewards={"models": [{"path": judge}]})
     changes = ["model={sft: " + str(folder / "sft.yaml") + "}"]
     compare(load_compare_config(config, ["bf16"], 1, str(folder / "compare"), changes))

@@ -19,8 +19,8 @@ REVEALED = {
     "RunFailed": "isobit.errors.RunFailed",
     "Sampling": "isobit.engine.types.Sampling",
     "load_config": "isobit.config.schema.Config",
-    "resume": "isobit.training.train.TrainResult",
-    "train": "isobit.training.train.TrainResult",
+    "resume": "isobit.training.running.result.TrainResult",
+    "train": "isobit.training.running.result.TrainResult",
 }
 """What the type of each public name must speak of: the class itself, or what the function
 returns."""

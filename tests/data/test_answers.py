@@ -182,7 +182,7 @@ KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
     "rewards/built.py": {"{place}"},  # of a row, whose name is text
-    "training/session/opening.py": {"{key}"},  # of a config
+    "training/running/restoring.py": {"{key}"},  # of a config
 }
 """The places that may, and what is turned into text there."""
 

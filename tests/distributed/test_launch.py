@@ -18,7 +18,7 @@ from isobit.errors import IsobitError, RankLost
 from isobit.model import model
 from isobit.run.format import FORMAT, FORMAT_NOW
 from isobit.run.source import source_digest
-from isobit.training.session import opening
+from isobit.training.running import restoring
 from tests.distributed import threads
 from tests.distributed.sessions import session, written
 from tests.runs import write_config
@@ -140,7 +140,7 @@ def test_ranks_whose_source_differs_are_refused(
     changed.write_bytes(changed.read_bytes() + b"\n")
     source_digest.cache_clear()
     digests = iter([source_digest(), source_digest(copy)])
-    monkeypatch.setattr(opening, "source_digest", lambda: next(digests))
+    monkeypatch.setattr(restoring, "source_digest", lambda: next(digests))
     with pytest.raises(
         IsobitError,
         match=r"^the ranks differ: isobit's source is \w{16} on rank 0 .* \w{16} on rank 1",

@@ -16,7 +16,8 @@ from isobit.distributed import Ranks
 from isobit.errors import RunFailed
 from isobit.fleet.fleet import Fleet
 from isobit.rl.learner.learner import Learner
-from isobit.training.train import TrainResult, resume, train
+from isobit.training.running.result import TrainResult
+from isobit.training.train import resume, train
 from tests.distributed import sessions, threads
 from tests.distributed.sessions import session, trained, written
 from tests.fleet.flipping import FlippingWorker

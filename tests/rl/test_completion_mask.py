@@ -17,11 +17,11 @@ from isobit.rl.learner.agreement import Disagreement, require_agreement
 from isobit.rl.learner.batch import rollout_logprobs
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
-from isobit.rl.learner.supervised import supervised_update
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner
+from tests.rl.supervised import supervised_update
 
 GIVEN = "=7+"
 

@@ -18,7 +18,6 @@ from isobit.rl.algorithm.objective import AGGREGATIONS
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.packing import pack
-from isobit.rl.learner.supervised import supervised_update
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import metrics
 from tests.models import tiny_model
@@ -31,6 +30,7 @@ from tests.rl.helpers import (
     same_bits,
     snapshot,
 )
+from tests.rl.supervised import supervised_update
 
 
 def written_out_loss(

@@ -9,10 +9,10 @@ import torch
 
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
-from isobit.rl.learner.supervised import supervised_update
 from isobit.run import metrics
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
+from tests.rl.supervised import supervised_update
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "float32"])

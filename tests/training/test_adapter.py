@@ -21,12 +21,14 @@ from isobit.model.adapters.targets import NewAdapter, targeted
 from isobit.monitor.report.summary import about
 from isobit.precision import PackedFP4, packed_fp4
 from isobit.rl.learner.learner import Learner
+from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS
+from isobit.training.running.result import TrainResult
 from isobit.training.session.opening import open_session
 from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import TrainResult, resume, train
+from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
@@ -393,7 +395,8 @@ def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None
             "batch_size": 16,
             "out": str(tmp_path / f"sft {rate}"),
         }
-        model = Model.load(supervised_run(load_sft_config(values), quiet=True), "fp8")
+        found = supervised_run(load_sft_config(values), quiet=True)
+        model = Model.load(all_checkpoints(found.run_dir / "checkpoints")[-1], "fp8")
         assert model.transformer.adapter is not None
         ids = [
             [*model.tokenizer.encode(f"{a}+{b}={a + b}"), *model.tokenizer.eos_ids]

@@ -20,9 +20,10 @@ from isobit.rl.learner.schedule import Cutting
 from isobit.run import checkpoints
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
+from isobit.training.running.result import TrainResult
 from isobit.training.saving.saver import Saver
 from isobit.training.session.open_run import Session
-from isobit.training.train import TrainResult, resume, train
+from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.training.session.inputs import inputs_of
+from isobit.training.running.inputs import inputs_of
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 

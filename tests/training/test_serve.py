@@ -24,7 +24,8 @@ from isobit.model import Model
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.rollouts.serving import Allowance, Serving
-from isobit.training.train import TrainResult, resume, train
+from isobit.training.running.result import TrainResult
+from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 from tests.serve.helpers import base_model
 

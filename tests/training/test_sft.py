@@ -4,7 +4,6 @@ half done."""
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from isobit import cli
 from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
 from isobit.config.load import in_its_order
+from isobit.config.reading import override
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -32,12 +31,26 @@ from isobit.monitor.report.intervals import proportion
 from isobit.options.declare import choices, options_of
 from isobit.precision import Precision, precision_from
 from isobit.rewards.pool import RewardPool
-from isobit.run.directory import Interruption
+from isobit.run.checkpoints import all_checkpoints
 from isobit.tasks import TaskSettings, load_task
-from isobit.training.sft import supervised as sft
-from isobit.training.sft.supervised import cached_model, supervised_run
+from isobit.training.sft import base
+from isobit.training.sft.base import cached_model
+from isobit.training.sft.batches import SupervisedBatches
+from isobit.training.sft.held_out import HeldOutAnswers
+from isobit.training.sft.initial import architecture_of
+from isobit.training.sft.supervised import resume_supervised, supervised_run
 
 WriteConfig = Callable[..., Path]
+
+
+def made(config: SftConfig, quiet: bool = True) -> Path:
+    """The model that a supervised run ends with."""
+    return made_in(supervised_run(config, quiet=quiet).run_dir)
+
+
+def made_in(run: Path) -> Path:
+    """The newest model of a run."""
+    return all_checkpoints(run / "checkpoints")[-1]
 
 
 @pytest.fixture
@@ -59,7 +72,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
             "batch_size": 16,
             "max_new_tokens": 4,
             "optimizer": {"learning_rate": 5e-3},
-            "out": str(tmp_path / "model"),
+            "out": str(tmp_path / "run"),
             **changes,
         }
         path = tmp_path / "sft.yaml"
@@ -82,22 +95,20 @@ def test_every_family_can_be_made(config: WriteConfig) -> None:
             continue
         init = load_sft_config(config(), changes + experts).model.init
         assert init is not None
-        made = sft._architecture(init, Tokenizer.characters("0123456789"))
-        read = ModelConfig.from_hf(made.to_hf())
-        assert replace(read, query_scalar=made.query_scalar) == made
-        assert read.attention_scale == made.attention_scale
-        assert made.unrotated == ((3,) if family == "smollm3" else ())
+        found = architecture_of(init, Tokenizer.characters("0123456789"))
+        read = ModelConfig.from_hf(found.to_hf())
+        assert replace(read, query_scalar=found.query_scalar) == found
+        assert read.attention_scale == found.attention_scale
+        assert found.unrotated == ((3,) if family == "smollm3" else ())
 
 
 @pytest.mark.slow
 def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     """From scratch, under `fp8`; before, it knows none."""
-    out = supervised_run(load_sft_config(config(steps=350)), quiet=True)
+    out = made(load_sft_config(config(steps=350)))
     task = load_task(TaskSettings("arithmetic", held_out_size=16, options={"digits": 1}))
     examples = list(task.train.examples)
-    untrained = supervised_run(
-        load_sft_config(config(), ["steps=1", f"out={out.parent / 'untrained'}"]), quiet=True
-    )
+    untrained = made(load_sft_config(config(), ["steps=1", f"out={out / 'untrained'}"]))
     accuracy = {}
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
@@ -113,22 +124,25 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
 ) -> None:
     """At the first of its evaluations that finds it, with the weights of as many steps. The
     control: never found."""
-    answers = iter([3, 8, 12])
+    answers = iter([9, 3, 8, 12])  # the first one before the first step, which does not count
     monkeypatch.setattr(
-        sft.Evaluation, "accuracy", lambda evaluation: proportion(next(answers), 16)
+        HeldOutAnswers, "estimate", lambda evaluation: proportion(next(answers), 16)
     )
     asked = {"samples": 16, "every": 2, "stop_at": 0.5}
-    out = supervised_run(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
+    out = made(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
     said = capsys.readouterr().err
     assert "step 4: held-out greedy accuracy 0.5000" in said
     assert "step 6:" not in said
-    short = supervised_run(
-        load_sft_config(config(steps=4), [f"out={out.parent / 'short'}"]), quiet=True
-    )
+    resume_supervised(out.parents[1], quiet=True)  # it has what was asked for, and stays
+    assert made_in(out.parents[1]) == out
+    monkeypatch.undo()
+    short = made(load_sft_config(config(steps=4), [f"out={out / 'short'}"]))
     assert (out / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
-    answers = iter([3, 4, 5])
-    changes = [f"out={out.parent / 'long'}"]
-    long = supervised_run(load_sft_config(config(steps=7, evaluation=asked), changes), quiet=True)
+    answers = iter([0, 3, 4, 5, 6])
+    monkeypatch.setattr(
+        HeldOutAnswers, "estimate", lambda evaluation: proportion(next(answers), 16)
+    )
+    long = made(load_sft_config(config(steps=7, evaluation=asked), [f"out={out / 'long'}"]))
     assert next(answers, None) is None
     assert (out / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()
 
@@ -145,15 +159,16 @@ def test_where_nothing_can_be_evaluated_no_accuracy_is_waited_for(
         "".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40))
     )
     given = config(task={"path": str(rows)}, evaluation={"every": 2})
-    with pytest.raises(
-        IsobitError, match=r"evaluation\.every: task .* has nothing held out, or no reward"
-    ):
-        supervised_run(load_sft_config(given, ["model.init.vocabulary=0123456789+="]), quiet=True)
+    alphabet = "model.init.vocabulary=0123456789+="
+    with pytest.raises(IsobitError, match=r"evaluation\.stop_at: task 'file' has no reward"):
+        made(load_sft_config(given, [alphabet, "evaluation.stop_at=0.5"]))
+    with pytest.raises(IsobitError, match=r"evaluation\.every: the held-out split is empty"):
+        made(load_sft_config(given, [alphabet, "task.held_out_size=0"]))
 
 
 def test_the_result_loads_in_transformers(config: WriteConfig) -> None:
     transformers = pytest.importorskip("transformers")
-    out = supervised_run(load_sft_config(config()), quiet=True)
+    out = made(load_sft_config(config()))
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.num_hidden_layers == 2
 
@@ -164,11 +179,35 @@ def test_the_same_config_is_made_once(
     path = config()
     first = cached_model(str(path))
     assert "making the base model" in capsys.readouterr().err
-    made = (first / "model.safetensors").stat().st_mtime_ns
+    before = (first / "model.safetensors").stat().st_mtime_ns
     assert cached_model(str(path)) == first
     assert capsys.readouterr().err == ""
-    assert (first / "model.safetensors").stat().st_mtime_ns == made
-    assert not (path.parent / "model").exists()
+    assert (first / "model.safetensors").stat().st_mtime_ns == before
+    assert not (path.parent / "run").exists()
+    assert {each.name for each in first.parent.iterdir()} == {first.name, f".{first.name}.lock"}
+
+
+def test_a_base_has_the_bits_of_the_run_and_goes_on_where_it_was(
+    config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal ends the making; what is there after it is made anew from the second step on, not
+    from the first."""
+    path = config(steps=5)
+    wanted = (made(load_sft_config(path)) / "model.safetensors").read_bytes()
+    next_batch, steps = SupervisedBatches.next, list[int]()
+
+    def interrupted(source: SupervisedBatches) -> Any:
+        steps.append(source.state.step)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return next_batch(source)
+
+    monkeypatch.setattr(SupervisedBatches, "next", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached_model(str(path), quiet=True)
+    found = cached_model(str(path), quiet=True)
+    assert steps == [0, 1, 2, 3, 4]
+    assert (found / "model.safetensors").read_bytes() == wanted
 
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"steps": 2}, {"precision": "bf16"}])
@@ -220,28 +259,14 @@ def test_other_data_and_other_weights_are_another_model(
 
 def test_an_existing_model_is_not_overwritten(config: WriteConfig) -> None:
     settings = load_sft_config(config())
-    out = supervised_run(settings, quiet=True)
+    out = made(settings)
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(
-        IsobitError, match=r"exists and is a model; sft .* choose another \(--out, or out="
-    ) as caught:
-        supervised_run(settings, quiet=True)
+    with pytest.raises(IsobitError, match=r"exists and is a run; .* isobit train --resume"):
+        made(settings)
+    with pytest.raises(IsobitError, match=r"exists and is a model; choose another") as caught:
+        made(load_sft_config(settings, [f"out={out}"]))
     assert "--resume" not in str(caught.value)
     assert (out / "model.safetensors").read_bytes() == before
-
-
-def test_a_failure_leaves_nothing(
-    config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Model, folder: Path, dtype: torch.dtype) -> None:
-        Path(folder).mkdir()
-        (Path(folder) / "config.json").write_text("{}")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Model, "save", full)
-    with pytest.raises(RunFailed, match=r"cannot save model .*: No space left on device"):
-        supervised_run(load_sft_config(config()), quiet=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sft.yaml"]
 
 
 def test_steps_that_are_not_finite_end_the_run(
@@ -250,8 +275,10 @@ def test_steps_that_are_not_finite_end_the_run(
     monkeypatch.setattr(
         "isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf")
     )
-    with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
-        supervised_run(load_sft_config(config(steps=5)), quiet=True)
+    with pytest.raises(
+        RunFailed, match="step 3: 3 optimizer steps in a row had a loss or gradient"
+    ):
+        made(load_sft_config(config(steps=5)))
 
 
 def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path) -> None:
@@ -269,8 +296,8 @@ def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path)
         IsobitError,
         match=r"rows\.jsonl:1: a prompt of 4 tokens .* exceeds the model's context of 32",
     ):
-        supervised_run(load_sft_config(path), quiet=True)
-    assert not (tmp_path / "model").exists()
+        made(load_sft_config(path))
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_held_out_for_the_evaluation_must_fit_too(
@@ -293,9 +320,9 @@ def test_what_is_held_out_for_the_evaluation_must_fit_too(
     )
     with pytest.raises(
         IsobitError,
-        match=r"test\.jsonl:1: the prompt has 32 tokens, which fill the model's context of 32",
+        match=r"test\.jsonl:1: a prompt of 32 tokens with a completion of 2 exceeds the model's context",
     ):
-        supervised_run(load_sft_config(path), quiet=True)
+        made(load_sft_config(path))
 
 
 def test_what_does_not_fit_is_dropped_where_asked(
@@ -318,7 +345,7 @@ def test_what_does_not_fit_is_dropped_where_asked(
         "too_long": "drop",
         "max_prompt_tokens": 5,
     }
-    supervised_run(load_sft_config(config(task=task, model={"init": init})))
+    made(load_sft_config(config(task=task, model={"init": init})), quiet=False)
     said = capsys.readouterr().err
     assert "2 of 3 training examples dropped for their length; the first: " in said
     assert "rows.csv:2: a prompt of 4 tokens with a completion of 41" in said
@@ -362,20 +389,19 @@ def test_conversations_are_learned_under_a_given_template(
 def test_two_runs_that_begin_at_once_make_their_base_once(
     config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = []
+    makings = list[Path]()
 
-    def make(given: SftConfig, *, quiet: bool) -> Path:
-        made.append(given.out)
+    def make(given: SftConfig, place: Path, quiet: bool) -> None:
+        makings.append(place)
         time.sleep(0.2)
-        Path(given.out).mkdir()
-        (Path(given.out) / "config.json").touch()
-        return Path(given.out)
+        place.mkdir()
+        (place / "config.json").touch()
 
-    monkeypatch.setattr(sft, "supervised_run", make)
+    monkeypatch.setattr(base, "_make", make)
     path = str(config())
     with ThreadPoolExecutor() as pool:
         found = set(pool.map(lambda _: cached_model(path, quiet=True), range(4)))
-    assert len(made) == len(found) == 1
+    assert len(makings) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
     with pytest.raises(
         IsobitError, match=r"cannot write the cache .*/sft: [A-Z][a-z ]+; set ISOBIT_CACHE"
@@ -383,24 +409,15 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
         cached_model(path)
 
 
-def test_bf16_masters_learn_and_are_saved_as_they_are(
-    config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig) -> None:
     """Their loss falls as that of FP32 masters does, and is not the same in any step."""
     losses: dict[str, list[float]] = {}
-    update = sft.supervised_update
-
-    def recorded(*given: Any) -> dict[str, float]:
-        metrics = update(*given)
-        losses[name].append(metrics["loss/cross_entropy"])
-        return metrics
-
-    monkeypatch.setattr(sft, "supervised_update", recorded)
     for name in ("fp32", "bf16"):
-        losses[name] = []
         path = config(steps=10, batch_size=32)
         changes = [f"optimizer.masters={name}", f"out={path.parent / name}"]
-        out = supervised_run(load_sft_config(path, changes), quiet=True)
+        found = supervised_run(load_sft_config(path, changes), quiet=True)
+        losses[name] = [row["loss/cross_entropy"] for row in found.metrics]
+        out = made_in(found.run_dir)
         saved = load_file(out / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {
             torch.bfloat16 if name == "bf16" else torch.float32
@@ -411,59 +428,6 @@ def test_bf16_masters_learn_and_are_saved_as_they_are(
 
 
 ROWS = "".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40))
-
-
-@pytest.mark.parametrize(("number", "quiet"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_interrupted_it_saves_what_it_has(
-    config: WriteConfig,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    quiet: bool,
-) -> None:
-    """With the weights of as many steps, which is said also where it is to be quiet, and the exit
-    code of a run."""
-    update, steps = sft.supervised_update, iter(range(100))
-
-    def interrupted(*given: Any) -> dict[str, float]:
-        if next(steps) == 3:
-            os.kill(os.getpid(), number)
-        return update(*given)
-
-    given = ["out=stopped", "evaluation.every=2", "evaluation.samples=4"]
-    monkeypatch.chdir(config(steps=9).parent)
-    monkeypatch.setattr(sft, "supervised_update", interrupted)
-    monkeypatch.setattr(
-        sys, "argv", ["isobit", "sft", "sft.yaml", *given, *(["--quiet"] if quiet else [])]
-    )
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 128 + number
-    said = capsys.readouterr().err
-    assert (
-        "interrupted after step 4 of 9: what is in stopped is unfinished, and sft cannot go on\n"
-        in said
-    )
-    assert "base model in" not in said
-    assert "step 4:" not in said  # it does not evaluate
-    monkeypatch.setattr(sft, "supervised_update", update)
-    four = supervised_run(load_sft_config("sft.yaml", ["out=four", "steps=4"]), quiet=True)
-    stopped = Path("stopped")
-    assert {path.name for path in stopped.iterdir()} == {path.name for path in four.iterdir()}
-    assert (stopped / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
-
-
-def test_interrupted_before_a_step_it_writes_nothing(
-    config: WriteConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    interruption = Interruption()
-    interruption.signal = signal.SIGINT
-    supervised_run(load_sft_config(config()), quiet=True, interruption=interruption)
-    assert (
-        "interrupted before the first step was done: nothing is written to"
-        in capsys.readouterr().err
-    )
-    assert not (tmp_path / "model").exists()
 
 
 def test_rows_without_an_answer_are_refused(
@@ -480,8 +444,8 @@ def test_rows_without_an_answer_are_refused(
             IsobitError,
             match=r"rows\.jsonl:41: column 'completion': expected text or the messages of",
         ):
-            supervised_run(given, quiet=True)
-    assert not (tmp_path / "model").exists()
+            made(given)
+    assert not (tmp_path / "run").exists()
     taught = set()
     for value in (
         "2",
@@ -489,6 +453,6 @@ def test_rows_without_an_answer_are_refused(
         [{"role": "assistant", "content": "3"}],
     ):
         rows.write_text(json.dumps({"prompt": "1+1=", "completion": value}) + "\n")
-        taught.add(supervised_run(replace(given, out=str(tmp_path / f"{value}")), quiet=True))
+        taught.add(made(load_sft_config(given, [override("out", tmp_path / f"{value}")])))
     weights = [(folder / "model.safetensors").read_bytes() for folder in sorted(taught)]
     assert len(set(weights)) == 2

@@ -52,7 +52,7 @@ def track(
     isobit track runs/quickstart
     isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
     """
-    from isobit.config import load_run_config
+    from isobit.config import load_any_run_config
     from isobit.monitor.trackers.process import send_run
     from isobit.options.declare import plain
     from isobit.run.directory import require_run
@@ -63,7 +63,7 @@ def track(
         raise IsobitError(
             f"override {wrong[0]!r}: only tracking.* may change, because the run is already there"
         )
-    config = load_run_config(run, changes)
+    config = load_any_run_config(run, changes)
     if not config.tracking.trackers:
         raise IsobitError(
             "no tracker to send it to: give tracking.trackers, such as "

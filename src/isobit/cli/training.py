@@ -88,7 +88,7 @@ def _train(
     quiet: bool,
     redo: bool = False,
 ) -> int:
-    from isobit.config import load_config
+    from isobit.config import is_supervised, load_config
     from isobit.config.reading import override
     from isobit.run.directory import CONFIG, require_run
 
@@ -109,6 +109,8 @@ def _train(
     recorded = resume or from_rollouts
     if recorded is not None:
         require_run(recorded)
+    if resume is not None and is_supervised(resume):
+        return _resume_supervised(resume, overrides, quiet)
     path = config if recorded is None else recorded / CONFIG
     assert path is not None
     loaded = load_config(
@@ -123,15 +125,8 @@ def _train(
 
         check(loaded, lambda block: print(printable(block), flush=True))
         return 0
-    from isobit.distributed.launch import launched
-    from isobit.distributed.supervisor import start
-
-    if loaded.ranks > 1 and not launched():
-        return start(
-            loaded.ranks,
-            sys.argv[1:],
-            f"go on with: isobit train --resume {resume or loaded.run.dir}",
-        )
+    if (code := _launched(loaded.ranks, resume or Path(loaded.run.dir))) is not None:
+        return code
     from isobit.training import (
         train as trainer,
     )  # only here: a launcher and a mistake in a config need none of it
@@ -147,41 +142,79 @@ def _train(
 @app.command()
 def sft(
     config: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="YAML file, see configs/quickstart-sft.yaml",
+            help="YAML file, see configs/quickstart-sft.yaml; leave out with --resume",
             autocompletion=completion.config_files,
         ),
-    ],
+    ] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="resume an interrupted run, or extend a finished one; overrides may change "
+            "steps, ranks, run.* and tracking.* (except run.dir)",
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="where the model is written; default: out")
+        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Supervised training on prompt/completion data: the same model, the same precision, before RL.
+    """Supervised training on right answers: a run with the model, the precision and the optimizer of
+    RL.
 
     \b
     isobit sft configs/quickstart-sft.yaml
     isobit sft configs/quickstart-sft.yaml steps=100 --out runs/base
-
-    Interrupted (Ctrl-C), it finishes its step and writes the model as it is then.
+    isobit sft --resume runs/base                resume after an interruption, bit for bit
+    isobit sft --resume runs/base steps=200      extend a finished run
     """
+    changes = list(overrides or [])
+    if resume is not None:
+        if out is not None:
+            raise IsobitError("--resume continues a run in its own directory; leave out --out")
+        if config is not None:  # there is no config to give: the first argument is an override too
+            if "=" not in config:
+                raise IsobitError(f"the run has its own config: leave {config!r} out")
+            changes = [config, *changes]
+        raise typer.Exit(_resume_supervised(resume, changes, quiet))
+    if config is None:
+        raise IsobitError("give a config, such as configs/quickstart-sft.yaml, or --resume RUN")
     from isobit.config import load_sft_config
     from isobit.config.reading import override
-    from isobit.run.directory import Interruption
 
-    changes = list(overrides or [])
-    if out is not None:
-        changes.append(override("out", out))
-    loaded = load_sft_config(config, changes)
+    loaded = load_sft_config(config, [*changes, *([] if out is None else [override("out", out)])])
+    if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
+        raise typer.Exit(code)
     from isobit.training.sft.supervised import (
         supervised_run,
     )  # only here: a mistake in a config needs none of it
 
-    with Interruption() as interruption:
-        supervised_run(loaded, quiet=quiet, interruption=interruption)
-    raise typer.Exit(interruption.exit_code)
+    raise typer.Exit(supervised_run(loaded, quiet=quiet).exit_code)
+
+
+def _resume_supervised(run: Path, overrides: list[str], quiet: bool) -> int:
+    from isobit.config import check_resumed, load_any_run_config
+
+    check_resumed(overrides)
+    if (code := _launched(load_any_run_config(run, overrides).ranks, run)) is not None:
+        return code
+    from isobit.training.sft.supervised import resume_supervised
+
+    return resume_supervised(run, overrides, quiet=quiet).exit_code
+
+
+def _launched(ranks: int, run: Path) -> int | None:
+    """The exit code of so many ranks, which are started here; None for one, or where this is one of
+    them."""
+    from isobit.distributed.launch import launched
+    from isobit.distributed.supervisor import start
+
+    if ranks == 1 or launched():
+        return None
+    return start(ranks, sys.argv[1:], f"go on with: isobit train --resume {run}")
 
 
 @app.command()

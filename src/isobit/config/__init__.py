@@ -3,6 +3,8 @@ current directory."""
 
 from isobit.config.load import (
     dump_config,
+    is_supervised,
+    load_any_run_config,
     load_compare_config,
     load_config,
     load_run_config,
@@ -22,7 +24,9 @@ __all__ = [
     "SftConfig",
     "check_resumed",
     "dump_config",
+    "is_supervised",
     "lasting",
+    "load_any_run_config",
     "load_compare_config",
     "load_config",
     "load_run_config",

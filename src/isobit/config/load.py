@@ -42,11 +42,30 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
 
 def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a run directory, with the order of sums that it began with. Raises IsobitError
-    as `load_config`, and for what is no run of this version."""
+    as `load_config`, and for what is no run of this version, or a supervised one."""
+    config = load_any_run_config(directory, overrides)
+    if isinstance(config, SftConfig):
+        raise IsobitError(
+            f"{directory} is a run of `isobit sft`: it has no rollouts and no rewards; give one of "
+            "`isobit train`"
+        )
+    return config
+
+
+def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
+    """As `load_run_config`, of a supervised run too."""
     require_run(directory)
     values, where = read_source(directory / CONFIG, ())
     values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
+    if is_supervised(directory):
+        return parse_config(SftConfig, values, where)
     return parse_config(Config, values, where)
+
+
+def is_supervised(directory: Path) -> bool:
+    """Whether a run directory is one of `isobit sft`, whose config has a key that no other has."""
+    values, _ = read_source(directory / CONFIG, ())
+    return "batch_size" in values
 
 
 def load_sft_config(
@@ -54,9 +73,22 @@ def load_sft_config(
 ) -> SftConfig:
     """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it
     made."""
-    given, where = read_source(source, ())
-    values, _ = read_source(in_its_order(given, began), overrides)
+    found, where = read_source(source, ())
+    given = _with_run_dir(found)
+    changes = [f"run.dir={o[4:]}" if o.startswith("out=") else o for o in overrides]
+    values, _ = read_source(in_its_order(given, began), changes)
     return _parse_own(SftConfig, values, where, given, source)
+
+
+def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`out`, the short name of `run.dir`, in its place."""
+    if "out" not in values:
+        return dict(values)
+    run = values.get("run") or {}
+    if not isinstance(run, Mapping) or "dir" in run:
+        raise IsobitError("out and run.dir are one key: leave one of them out")
+    rest = {key: value for key, value in values.items() if key != "out"}
+    return {**rest, "run": {**run, "dir": values["out"]}}
 
 
 def in_its_order(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

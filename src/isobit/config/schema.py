@@ -27,6 +27,7 @@ from isobit.config.sections import (
     SamplingConfig,
     ServeConfig,
     SftEvaluationConfig,
+    SftRunConfig,
 )
 from isobit.data.dataset import check_variables
 from isobit.environments.settings import EnvironmentConfig
@@ -107,7 +108,10 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
         switched off."""
-        return self.adapter is not None and self.reference.precision in (None, self.precision)
+        own = self.reference.path is None
+        return (
+            own and self.adapter is not None and self.reference.precision in (None, self.precision)
+        )
 
     @property
     def keeps_weights(self) -> bool:
@@ -152,7 +156,9 @@ class Config:
                 "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
                 "top_p: 1, min_p: 0, repetition_penalty: 1"
             )
-        if sampling.group_size < 2:
+        if algorithm.distills:
+            self._check_distillation()
+        elif sampling.group_size < 2:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
@@ -189,6 +195,26 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_distillation(self) -> None:
+        """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
+        algorithm = self.algorithm
+        if self.reference.path is None:
+            raise IsobitError(
+                "algorithm.advantage: distillation learns from a teacher: give its directory as "
+                "reference.path"
+            )
+        if not algorithm.kl_in_reward or algorithm.estimator != "k1":
+            raise IsobitError(
+                "algorithm.advantage: distillation takes what the KL to the teacher costs each "
+                "token: set algorithm.kl_coefficient: 1, kl_in_reward: true, and leave kl_estimator "
+                "out"
+            )
+        if algorithm.dynamic_sampling or algorithm.decoupled_rewards or algorithm.overlong_buffer:
+            raise IsobitError(
+                "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
+                "decoupled_rewards and overlong_buffer out"
             )
 
     def _check_environment(self) -> None:
@@ -352,8 +378,8 @@ class SftModelConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or
-    `messages`."""
+    """One supervised run: on prompts and completions, conversations, texts, or pairs of which one
+    answer is preferred. `out: DIR` is `run.dir`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -364,14 +390,44 @@ class SftConfig:
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
+    loss: Annotated[
+        str,
+        OneOf(("cross_entropy", "dpo", "ipo")),
+        "of right answers; or of pairs, columns prompt, chosen and rejected, against the model that "
+        "the run began with",
+    ] = "cross_entropy"
+    beta: Annotated[
+        float, above(0), "of dpo and ipo: how near the model stays to the one it began with"
+    ] = 0.1
+    turns: Annotated[
+        Literal["last", "all"],
+        "which of the assistant's turns in a conversation are learned, each up to the end that the "
+        "chat template gives it",
+    ] = "last"
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
     max_new_tokens: Annotated[int, at_least(1), "length limit of completions in the evaluation"] = (
         64
     )
-    out: Annotated[str, "where the model is written; must not exist yet, or be empty"] = "runs/sft"
+    run: SftRunConfig = SftRunConfig()
+    tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
+    ranks: Annotated[
+        int, at_least(1), "processes that train together on this machine, as of `isobit train`"
+    ] = 1
     seed: Annotated[int, at_least(0), below(2**63)] = 0
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss is of two answers, of which one is preferred."""
+        return self.loss != "cross_entropy"
+
     def __post_init__(self) -> None:
+        if self.of_pairs and self.model.path is None:
+            raise IsobitError(
+                f"loss: {self.loss} compares with the model that the run began with, and random "
+                "weights (model.init) prefer nothing; give model.path"
+            )
+        if self.of_pairs and self.turns == "all":
+            raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"

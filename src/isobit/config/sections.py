@@ -193,9 +193,13 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen model of the KL penalty: the initial weights, with their own precision; with an
-    adapter the model without it."""
+    """The frozen model of the KL penalty, or the teacher of a distillation: a model of its own, or
+    the initial weights, with their own precision; with an adapter the model without it."""
 
+    path: Annotated[
+        str | None,
+        "a Hugging Face directory with the policy's tokenizer; default: the initial weights",
+    ] = None
     precision: Annotated[
         PrecisionValue | None, "precision of the reference; default: the policy's"
     ] = None
@@ -224,10 +228,16 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class SftEvaluationConfig:
-    """Held-out evaluation after supervised training, and during it: greedy accuracy."""
+    """Held-out evaluation after supervised training, and during it: the loss of the held-out
+    answers, and where the task has a reward, greedy accuracy."""
 
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
-    every: Annotated[int, at_least(0), "steps between evaluations; 0: only after the last step"] = 0
+    every: Annotated[
+        int,
+        at_least(0),
+        "steps between evaluations, of which the first is before the first step; 0: only after the "
+        "last step",
+    ] = 0
     stop_at: Annotated[
         float | None,
         above(0),
@@ -289,8 +299,8 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Where a run is kept."""
+class RunFiles:
+    """Where a run is kept, and what it leaves there."""
 
     dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/train"
     checkpoint_every: Annotated[
@@ -305,12 +315,6 @@ class RunConfig:
         "steps between records of how weights, activations and output gradients of each layer are "
         "quantized; the first is of step 1; 0: none",
     ] = 10
-    completions: Annotated[
-        Literal["all", "sample", "none"],
-        "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning "
-        "can be repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of "
-        "the others",
-    ] = "all"
     check_memory: Annotated[
         bool,
         "checksums of the masters, the optimizer's moments and the working weights. If a bit "
@@ -339,3 +343,22 @@ class RunConfig:
             raise OptionError(
                 ("dir",), f"expected a path without control characters, got {self.dir!r:.80}"
             )
+
+
+@dataclass(frozen=True)
+class RunConfig(RunFiles):
+    """Where a run is kept."""
+
+    completions: Annotated[
+        Literal["all", "sample", "none"],
+        "what completions.jsonl.gz keeps of a step. all: every completion, so that the learning "
+        "can be repeated (--from-rollouts). sample: eight of them, and the prompts and rewards of "
+        "the others",
+    ] = "all"
+
+
+@dataclass(frozen=True)
+class SftRunConfig(RunFiles):
+    """Where a supervised run is kept. `out: DIR` is `run.dir`."""
+
+    dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/sft"

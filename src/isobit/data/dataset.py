@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, content_text
+from isobit.data.given_rows import given_row
 from isobit.data.readers import Source, read_rows
 from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief, did_you_mean, listed
@@ -130,13 +131,15 @@ def split(
 class Shaping:
     """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and
     system as in `TaskSettings`; `text_template` stands in for `template` where that is None and the
-    prompt is text."""
+    prompt is text. `supervised`: the columns of supervised sets are known too
+    (`given_rows.py`)."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
     text_template: str | None = None
     chat: bool = False
     system: str | None = None
+    supervised: bool = False
 
 
 def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]:
@@ -157,6 +160,8 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
     first: tuple[str, dict[str, Any], str] | None = None
     kinds: set[tuple[bool, bool]] = set()
     for where, row in read_rows(source):
+        if shaping.supervised:
+            row = given_row(where, row, shaping.columns)
         if first is None:
             first = (where, row, _check_columns(where, row, shaping.columns))
         elif row.keys() != first[1].keys():

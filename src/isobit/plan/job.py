@@ -127,7 +127,9 @@ def job_with(
     models that it names. Raises IsobitError for one that is not supported."""
     reference = None
     if config.algorithm.kl_coefficient > 0:
-        reference = (model, precision_from(config.reference.precision or config.precision))
+        path = config.reference.path
+        precision = precision_from(config.reference.precision or config.precision)
+        reference = (model if path is None else architecture(path), precision)
     if rewards is None:  # a reward model has no output head
         rewards = tuple(
             (architecture(m.path, tied=True), precision_from(m.precision))

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 METRICS: dict[str, str] = {
-    "step": "batches of rollouts that were learned from, this one included",
+    "step": "batches that were learned from, this one included",
     "reward/mean": "mean reward of the scored completions",
     "reward/std": "standard deviation of these rewards (over n - 1)",
     "reward/function/*": "mean of one reward function, unweighted",
@@ -29,6 +29,19 @@ METRICS: dict[str, str] = {
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",
     "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
+    "loss/cross_entropy": "of a supervised run: mean cross-entropy of the step's trained tokens, in "
+    "nats",
+    "loss/held_out": "of a supervised run: mean cross-entropy of the held-out answers' trained "
+    "tokens, in nats; of pairs their mean loss",
+    "loss/dpo": "mean loss of the step's pairs, under loss: dpo",
+    "loss/ipo": "mean loss of the step's pairs, under loss: ipo",
+    "preference/chosen_reward": "mean over pairs of beta · (log policy - log reference) of the "
+    "preferred answer (TRL's rewards/chosen)",
+    "preference/rejected_reward": "the same of the other answer (rewards/rejected)",
+    "preference/margin": "mean of their difference (rewards/margins); exactly 0 in the first step",
+    "preference/accuracy": "pairs whose preferred answer has the larger reward "
+    "(rewards/accuracies)",
+    "preference/held_out_accuracy": "the same of the held-out pairs",
     "loss/*": "a metric of your own loss function: its mean over the trained tokens",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's "
     "optimizer steps",

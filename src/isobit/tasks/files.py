@@ -65,7 +65,12 @@ def read_splits(
                 "another"
             )
     shaping = Shaping(
-        columns, settings.prompt_template, text_template, settings.chat, settings.system
+        columns,
+        settings.prompt_template,
+        text_template,
+        settings.chat,
+        settings.system,
+        settings.supervised,
     )
     source = Source(
         Path(settings.path), settings.format, settings.split, rows=settings.rows.get(settings.path)

@@ -78,6 +78,8 @@ class TaskSettings:
     different seeds share one held-out split."""
     rows: NotAnOption[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     """Rows given as objects, by the path that stands for them."""
+    supervised: NotAnOption[bool] = False
+    """The rows hold right answers, in any of the columns that `data/given_rows.py` knows."""
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:

@@ -10,6 +10,13 @@ from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
 from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described
+from isobit.run.directory import model_directory
+
+
+def model_named(path: str) -> Path:
+    """The model's directory at a path of a config; of a run, its newest checkpoint. Raises
+    IsobitError for a run that has none."""
+    return model_directory(Path(path))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
@@ -42,9 +49,8 @@ def load_trained(
             )
         return model
     new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
-    model = Model.load(
-        base, *flow, adapter=checkpoint or given.init or new, masters=masters, rules=rules
-    )
+    init = None if given.init is None else model_named(given.init)
+    model = Model.load(base, *flow, adapter=checkpoint or init or new, masters=masters, rules=rules)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
     settings = (given.rank, given.alpha, given.rslora, wanted)

@@ -12,6 +12,7 @@ from isobit.errors import RunFailed
 from isobit.rl import Sample
 from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import small_step
+from isobit.rl.algorithm.given import GIVEN
 from isobit.rl.learner.agreement import Disagreement
 from isobit.rl.learner.batch import SampleKey, mismatch_of
 from isobit.rl.learner.learner import Learned, Learner
@@ -90,7 +91,9 @@ class Learning:
             ):
                 learned = self._learner.learn(samples, advantages, self._state.step)
         self._calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
-        took |= _counted(samples, advantages, took["time/learn"])
+        took |= _counted(samples, took["time/learn"])
+        if self._learner.objective.advantage != GIVEN:
+            took["advantage/nonzero_fraction"] = _nonzero(advantages)
         beside = self._settle()
         with self._differing_bits_end_the_run(step):
             compared = self._ahead.after_learning(took) or compared
@@ -135,12 +138,11 @@ def _with_those_ahead(learned: Learned, ahead: AheadCompared) -> dict[str, float
     return metrics
 
 
-def _counted(
-    samples: Sequence[Sample], advantages: Sequence[Advantage], seconds: float
-) -> dict[str, float]:
+def _nonzero(advantages: Sequence[Advantage]) -> float:
     nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
+    return nonzero / len(advantages) if advantages else math.nan
+
+
+def _counted(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-    return {
-        "advantage/nonzero_fraction": nonzero / len(advantages) if advantages else math.nan,
-        "throughput/learn_tokens_per_s": tokens / max(seconds, 1e-9),
-    }
+    return {"throughput/learn_tokens_per_s": tokens / max(seconds, 1e-9)}

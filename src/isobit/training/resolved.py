@@ -3,10 +3,10 @@ model decide, and the memory of the machine for `optimizer.micro_batch_tokens: a
 
 It is computed once, when a run is opened, and whoever needs a part of it is given it.
 `resolved.json` keeps it in the run directory, and a run that goes on must come to the same
-(`keep`). Left out: what computes (`session/machine.py`), and what the config says itself.
+(`keep`). Left out: what computes (`running/machine.py`), and what the config says itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,10 +59,11 @@ class Resolved:
         }
 
 
-def keep(resolved: Resolved, run: RunDirectory) -> None:
-    """Write it into the run that begins. Raises IsobitError where one that goes on began with
-    something else; whether bits are promised may change with the machine."""
-    values, before = resolved.plain(), object_in(run.directory / RESOLVED)
+def keep(values: Mapping[str, Any], run: RunDirectory) -> None:
+    """Write what was resolved, in plain values, into the run that begins. Raises IsobitError where
+    one that goes on began with something else; whether bits are promised may change with the
+    machine."""
+    before = object_in(run.directory / RESOLVED)
     if not before:
         run.write_object(RESOLVED, values)
         return

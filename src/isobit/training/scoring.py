@@ -37,15 +37,18 @@ class RewardScorer:
         models: Sequence[WeightedModel],
         stop_on_error: bool,
         earned: Sequence[tuple[str, float]] = (),
+        *,
+        required: bool = True,
     ) -> None:
-        """`earned`: (name, weight) of what environments give."""
+        """`earned`: (name, weight) of what environments give. Without any reward all are 0, which is
+        refused if one is `required`."""
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
         names += [name for name, _ in earned]
         if twice := [name for name in names if names.count(name) > 1]:
             raise IsobitError(
                 f"two rewards are called {twice[0]!r}; rename one by rewards.models.name"
             )
-        if not names:
+        if not names and required:
             raise IsobitError(
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"

@@ -5,37 +5,17 @@ Left out: the algorithm (`loop.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config, load_config
+from isobit.config import Config, is_supervised, load_any_run_config, load_config
 from isobit.distributed import Ranks
 from isobit.distributed.launch import joined, restarted
-from isobit.run.directory import CONFIG, METRICS, read_jsonl, require_run
-from isobit.training.loop import training_loop
+from isobit.run.directory import CONFIG, require_run
 from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
-from isobit.training.session.open_run import Session
+from isobit.training.running.result import TrainResult, trained
 from isobit.training.session.opening import open_replay, open_resumed, open_session
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Where the run is, its metrics, one mapping per step, whose `step` is a whole number, and the
-    exit code: 0, or 130/143 if it was interrupted."""
-
-    run_dir: Path
-    metrics: Sequence[dict[str, float]]
-    exit_code: int
-
-    def __repr__(self) -> str:
-        """One line, however many steps there were."""
-        last = self.metrics[-1] if self.metrics else {}
-        reward = f", reward/mean {last['reward/mean']:.4g}" if "reward/mean" in last else ""
-        return (
-            f"TrainResult({str(self.run_dir)!r}, step {last.get('step', 0)}{reward}, "
-            f"exit_code={self.exit_code})"
-        )
+from isobit.training.sft.supervised import resume_supervised
 
 
 def train(
@@ -72,9 +52,9 @@ def train(
         if _began(Path(loaded.run.dir), ranks):
             given = Given(rewards, data, held_out, callbacks, measures)
             with open_resumed(Path(loaded.run.dir), (), given, quiet=quiet, ranks=ranks) as session:
-                return _run(session)
+                return trained(session)
         with open_session(loaded, objects, quiet=quiet, ranks=ranks) as session:
-            return _run(session)
+            return trained(session)
 
 
 def resume(
@@ -96,11 +76,14 @@ def resume(
     run.*, tracking.*, fleet.* and serve.* (except run.dir).
     """
     given = Given(rewards, data, held_out, callbacks, measures)
+    require_run(Path(run_dir))
+    if is_supervised(Path(run_dir)):
+        return resume_supervised(Path(run_dir), overrides, quiet=quiet)
     with (
         joined(_timeout_of(Path(run_dir), overrides)) as ranks,
         open_resumed(Path(run_dir), overrides, given, quiet=quiet, ranks=ranks) as session,
     ):
-        return _run(session)
+        return trained(session)
 
 
 def replay(
@@ -111,9 +94,9 @@ def replay(
     with joined(_timeout_of(recorded, overrides)) as ranks:
         if _began(out, ranks):
             with open_resumed(out, (), Given(), quiet=quiet, ranks=ranks) as session:
-                return _run(session)
+                return trained(session)
         with open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks) as session:
-            return _run(session)
+            return trained(session)
 
 
 def _began(directory: Path, ranks: Ranks) -> bool:
@@ -122,12 +105,4 @@ def _began(directory: Path, ranks: Ranks) -> bool:
 
 
 def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
-    require_run(run_dir)
-    return load_config(run_dir / CONFIG, overrides).run.rank_timeout_s
-
-
-def _run(session: Session) -> TrainResult:
-    training_loop(session)
-    session.finish()
-    metrics = list(read_jsonl(session.run.directory / METRICS))
-    return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
+    return load_any_run_config(run_dir, overrides).run.rank_timeout_s

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.cli.commands.serving import open_serving
-from isobit.config import Config, load_run_config, parse_config
+from isobit.config import Config, load_any_run_config, parse_config
 from isobit.data.answers import answer_in
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError, brief, listed
@@ -35,9 +35,9 @@ from isobit.training.rollouts.lengths import (
     say_special_tokens,
 )
 from isobit.training.rollouts.processes import Processes, open_processes
+from isobit.training.running.machine import date_of
 from isobit.training.scoring import RewardScorer
 from isobit.training.session.assembly import (
-    date_of,
     evaluation_plan,
     held_out_scorer,
     reward_models,
@@ -93,7 +93,7 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     A task that is named replaces the run's whole, a file its files, a number of samples its k.
     Raises IsobitError for values that cannot be.
     """
-    values: dict[str, Any] = plain(load_run_config(run)) if run is not None else dict(_EMPTY)
+    values: dict[str, Any] = _values_of(run) if run is not None else dict(_EMPTY)
     for section, found in given.items():
         replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
         values[section] = found if replaced else {**values.get(section, {}), **found}
@@ -105,6 +105,21 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     if "num_samples" in asked and "pass_at" not in asked:
         evaluation["pass_at"] = []
     return parse_config(Config, {**values, "evaluation": evaluation}, "isobit eval")
+
+
+def _values_of(run: Path) -> dict[str, Any]:
+    """What a run says of an evaluation; of a supervised one all but how it samples."""
+    config = load_any_run_config(run)
+    values: dict[str, Any] = plain(config)
+    if isinstance(config, Config):
+        return values
+    shared = ("task", "precision", "consistency", "backend", "seed")
+    return {
+        **{key: values[key] for key in shared},
+        "model": _EMPTY["model"],
+        "sampling": {"max_new_tokens": config.max_new_tokens},
+        "evaluation": {"samples": config.evaluation.samples},
+    }
 
 
 def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isobit.config import load_config
+from isobit.config import load_any_run_config
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.peft import is_adapter
@@ -92,7 +92,7 @@ def _open(
 def _own_precision(source: Path, form: str, merge: bool) -> str | dict[str, Any]:
     if form != "fp8" and not merge:
         return "float32"  # no working weights are written: the cheapest to make
-    return load_config(source / CONFIG).precision if (source / CONFIG).is_file() else "fp8"
+    return load_any_run_config(source).precision if (source / CONFIG).is_file() else "fp8"
 
 
 def _write(model: Model, folder: Path, form: str, shard_bytes: int) -> list[str]:

@@ -34,8 +34,9 @@ from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
+from isobit.training.running.machine import date_of
 from isobit.training.saving.certificate import of_weights
-from isobit.training.session.assembly import base_of, date_of, rollout_sampling, sized_engine
+from isobit.training.session.assembly import base_of, rollout_sampling, sized_engine
 from isobit.training.session.conversing import recorded_dialogue
 
 

@@ -14,6 +14,24 @@ OUTCOME = (
         ("accuracy/held_out", "accuracy/pass_at_*", "accuracy/majority_at_*"),
         fraction=True,
     ),
+    Panel(
+        "Cross-entropy",
+        ("loss/cross_entropy", "loss/held_out"),
+        unit="nats per token",
+        note="of the answers of a step, and of the held-out ones",
+    ),
+    Panel(
+        "Preferences",
+        ("preference/accuracy", "preference/held_out_accuracy"),
+        fraction=True,
+        note="pairs whose preferred answer gained more",
+    ),
+    Panel(
+        "Margin",
+        ("preference/margin", "preference/chosen_reward", "preference/rejected_reward"),
+        unit="nats",
+        note="of the rewards that the policy implies",
+    ),
     Panel("Completion length", ("length/mean",), unit="tokens"),
     Panel(
         "Truncated completions", ("length/truncated_fraction",), note="ended at the length limit"

@@ -20,6 +20,7 @@ def about(config: str) -> str:
     names = (
         "model.path",
         "model.sft",
+        "model.init.family",
         "task.name",
         "algorithm.preset",
         "precision",
@@ -69,6 +70,8 @@ _WIDE = 24
 _LINES: tuple[tuple[str, Line], ...] = (
     ("steps", _single("step", max)),
     ("reward, first step → last tenth", _span("reward/mean")),
+    ("cross-entropy, first step → last tenth", _span("loss/cross_entropy")),
+    ("held-out loss, first → last", _span("loss/held_out")),
     ("held-out accuracy, first → last", _span("accuracy/held_out")),
     ("tokens that differ", _differing),
     ("largest difference, nats", _single("mismatch/max_abs_logprob_diff", max)),

@@ -107,6 +107,7 @@ def summary(history: History) -> str:
     for name, text in (
         ("reward/mean", "reward {:.3f}"),
         ("loss/cross_entropy", "loss {:.4f}"),
+        ("preference/margin", "margin {:.4f}"),
         ("accuracy/held_out", "accuracy {:.3f}"),
         ("mismatch/differing_tokens", _differing(history)),
         ("throughput/rollout_tokens_per_s", "{:,.0f} tokens/s"),
@@ -180,6 +181,7 @@ _LINES = (
     ("reward", "reward/mean", "{:.3f}", ("± {:.3f}", "reward/std")),
     ("accuracy", "accuracy/held_out", "{:.3f}", None),
     ("loss", "loss/cross_entropy", "{:.4f}", None),
+    ("margin", "preference/margin", "{:.4f}", ("{:.0%} preferred", "preference/accuracy")),
     (
         "tokens/s",
         "throughput/rollout_tokens_per_s",

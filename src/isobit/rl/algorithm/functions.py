@@ -32,9 +32,14 @@ from isobit.rl.algorithm.advantages import (
     opo,
     rloo,
 )
+from isobit.rl.algorithm.given import GIVEN_ADVANTAGES, GIVEN_LOSSES
 from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
-from isobit.rl.algorithm.token_advantages import reinforce_pp, reinforce_pp_baseline
+from isobit.rl.algorithm.token_advantages import (
+    distillation,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -46,7 +51,9 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": maxrl,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "distillation": distillation,
 }
+_LOSSES, _ADVANTAGES = {**LOSSES, **GIVEN_LOSSES}, {**ADVANTAGES, **GIVEN_ADVANTAGES}
 _LOSS, _ADVANTAGE = "algorithm.loss", "algorithm.advantage"
 _PROBED_LENGTHS = (5, 1, 4, 3)
 _SPLIT_TOLERANCE = 1e-3
@@ -57,8 +64,8 @@ are rounded."""
 def loss_function(name: str) -> LossFunction:
     """The loss by this name or in this file. Raises IsobitError where it cannot be found or
     called."""
-    if name in LOSSES:
-        return LOSSES[name]
+    if name in _LOSSES:
+        return _LOSSES[name]
     call, what = _found(name, _LOSS, "loss(inputs: LossInputs) -> LossOutputs")
 
     def loss(inputs: LossInputs) -> LossOutputs:
@@ -72,8 +79,8 @@ def loss_function(name: str) -> LossFunction:
 def advantage_function(name: str) -> AdvantageFunction:
     """The advantage by this name or in this file. Raises IsobitError where it cannot be found or
     called."""
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
+    if name in _ADVANTAGES:
+        return _ADVANTAGES[name]
     call, what = _found(
         name,
         _ADVANTAGE,
@@ -108,8 +115,8 @@ def digests(objective: Objective) -> dict[str, list[str]]:
     keeps them, which lists the later ones of a resumed run too."""
     found = {}
     for key, name, named in (
-        (_LOSS, objective.loss, LOSSES),
-        (_ADVANTAGE, objective.advantage, ADVANTAGES),
+        (_LOSS, objective.loss, _LOSSES),
+        (_ADVANTAGE, objective.advantage, _ADVANTAGES),
     ):
         if name not in named:
             _, file = find_function(name, key)

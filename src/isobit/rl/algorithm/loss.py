@@ -181,11 +181,6 @@ def vespo(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-weight * inputs.advantages * inputs.policy_logprobs)
 
 
-def cross_entropy(inputs: LossInputs) -> LossOutputs:
-    """-log policy, of given tokens: supervised training's, which knows no advantage."""
-    return LossOutputs(-inputs.policy_logprobs)
-
-
 LOSSES: dict[str, LossFunction] = {
     "clip": clip,
     "cispo": cispo,

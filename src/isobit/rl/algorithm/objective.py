@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
 
 ADVANTAGE_KINDS = (
     *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
-    *("reinforce_pp", "reinforce_pp_baseline"),
+    *("reinforce_pp", "reinforce_pp_baseline", "distillation"),
 )
 LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo")
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
@@ -91,7 +91,8 @@ class Objective:
         Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. grpo_batch: over the deviation of all "
         "rewards of a step; opo: less the mean by length; maxrl: over the mean of the group, of "
-        "rewards of 0 and more",
+        "rewards of 0 and more; distillation: of each token how much likelier it is to the teacher, "
+        "reference.path",
     ] = "grpo"
     discount: Annotated[
         float,
@@ -242,6 +243,11 @@ class Objective:
         return self.entropy_coefficient > 0 or self.entropy_target is not None
 
     @property
+    def distills(self) -> bool:
+        """Whether what is learned is a teacher's, and rewards have no part in it."""
+        return self.advantage == "distillation"
+
+    @property
     def estimator(self) -> str:
         """`kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
@@ -256,7 +262,7 @@ class ResolvedObjective(Objective):
     `stale_samples`: some samples are of older weights, by replay or because rollouts run ahead.
     `reward_weights`: (name, weight) of each reward function. `max_new_tokens`, `temperature` and
     `filtering` are the sampling's, the last one its top-k, top-p, min-p and repetition penalty, if
-    any.
+    any. `beta`: of a loss of pairs (`given.py`).
     """
 
     rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
@@ -266,6 +272,7 @@ class ResolvedObjective(Objective):
     max_new_tokens: NotAnOption[int] = 128
     temperature: NotAnOption[float] = 1.0
     filtering: NotAnOption[tuple[int, float, float, float] | None] = None
+    beta: NotAnOption[float] = 0.1
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":

@@ -1,5 +1,5 @@
-"""Advantages of tokens, normalized over all tokens of a batch: REINFORCE++ with and without a
-baseline.
+"""Advantages of tokens: REINFORCE++ with and without a baseline, normalized over all tokens of a
+batch; and on-policy distillation.
 
 The reward of a completion is paid at its last token; the penalty of each token (a KL to the
 reference) is charged there. Formulas: Hu et al. 2025, arXiv 2501.03262, as verl's
@@ -48,6 +48,21 @@ def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
             ]
         )
     return _whitened(values)
+
+
+def distillation(inputs: AdvantageInputs) -> Advantages:
+    """What the KL to the reference takes from each token, and nothing else: -c·(log policy - log
+    teacher) under `kl_estimator` k1, where the reference is a teacher. Its mean over tokens that the
+    policy samples is -c·KL(policy ‖ teacher), the reverse KL of each token, with no discount
+    (Thinking Machines Lab 2025, "On-Policy Distillation"; the reverse KL of MiniLLM, Gu et al. 2023,
+    arXiv 2306.08543, and GKD, Agarwal et al. 2023, arXiv 2306.13649). No reward has a part in it."""
+    return [
+        [
+            None if reward is None else tuple(-penalty for penalty in taken)
+            for reward, taken in zip(row, penalties, strict=True)
+        ]
+        for row, penalties in zip(inputs.rewards, inputs.penalties, strict=True)
+    ]
 
 
 def _rewards_to_go(reward: float, penalties: Sequence[float], discount: float) -> list[float]:

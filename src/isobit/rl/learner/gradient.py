@@ -214,7 +214,7 @@ class Differentiation:
             bonus = (inputs.entropy * inputs.token_weights).sum()
             total = total - one.entropy_coefficient * bonus
         kl = None
-        if inputs.reference_logprobs is not None:
+        if inputs.reference_logprobs is not None and objective.kl_coefficient > 0:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         with adding_in_place(() if self._sum.hooked else self._leaves.values()):

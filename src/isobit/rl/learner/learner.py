@@ -34,6 +34,7 @@ from isobit.model.forward.recompute import Recompute
 from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
+from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
@@ -101,7 +102,8 @@ class Learner:
         check_gradients_every: int = 0,
         measured_zero_advantage: int = 0,
     ) -> None:
-        assert (reference is not None) == (objective.kl_coefficient > 0)
+        of_pairs = objective.loss in PAIR_LOSSES
+        assert (reference is not None) == (objective.kl_coefficient > 0 or of_pairs)
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
@@ -128,6 +130,7 @@ class Learner:
             objective.updates_per_batch,
             objective.epochs,
             seed,
+            together=2 if of_pairs else 1,
         )
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
@@ -167,13 +170,22 @@ class Learner:
         """Samples of the present working weights that are learned from later, by other weights.
         Raises Disagreement as `learn`, and under on_mismatch: correct too where no correction will
         weigh them."""
-        found, _ = logprobs_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
         rows = rollout_logprobs(samples)
-        compared = [(sample, row, found[i]) for i, (sample, row) in enumerate(zip(samples, rows))]
+        compared = list(zip(samples, rows, self.logprobs(samples), strict=True))
         weighed = self.on_mismatch == "correct" and self.objective.rule.active
         if self.expects_equal_bits and self.on_mismatch != "warn" and not weighed:
             require_agreement(compared, samples)
         return compared
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of the present working weights, [trained tokens] of each sample, without a gradient."""
+        parts = self._cutting.whole(samples)
+        found, _ = logprobs_of(self._forward(), samples, parts, self._ranks)
+        return [found[i] for i in range(len(samples))]
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of the frozen reference, likewise."""
+        return self._reference(samples, self._cutting.whole(samples))
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to
@@ -183,7 +195,7 @@ class Learner:
         where those are another flow's: a reference that is the policy costs exactly nothing
         (tests/rl/test_reference_kl.py).
         """
-        reference = self._reference(samples, self._cutting.whole(samples))
+        reference = self.reference_logprobs(samples)
         old = rollout_logprobs(samples)
         if self.objective.recompute_old:
             parts = self._cutting.old(samples, self._unknown(samples), [False] * len(samples), 0)
@@ -275,7 +287,7 @@ class Learner:
 
     @property
     def _penalized(self) -> bool:
-        """Whether the loss has a KL penalty."""
+        """Whether the loss compares with the reference: a KL penalty, or a loss of pairs."""
         return self.reference is not None and not self.objective.kl_in_reward
 
     def _with_logprobs(

@@ -58,7 +58,8 @@ class Cutting:
     """Cuts batches into micro-batches of at most `most_tokens`, those of a prompt counted once
     where completions `share_prompts`. `apart`: samples of zero advantage follow the others, in
     micro-batches of their own kind; the mismatch is measured on `measured` of those that are left
-    out, which `seed` and the step choose."""
+    out, which `seed` and the step choose. So many consecutive samples stay `together`: both answers
+    of a pair."""
 
     most_tokens: int
     share_prompts: bool = False
@@ -67,10 +68,12 @@ class Cutting:
     updates_per_batch: int = 1
     epochs: int = 1
     seed: int = 0
+    together: int = 1
 
     def whole(self, samples: Sequence[Trainable]) -> MicroBatches:
         """All samples, in their order."""
-        return [list(span) for span in micro_batches(samples, self.most_tokens, self.share_prompts)]
+        spans = micro_batches(samples, self.most_tokens, self.share_prompts, self.together)
+        return [list(span) for span in spans]
 
     def schedule(
         self,
@@ -127,7 +130,7 @@ class Cutting:
             [run[i] for i in span]
             for run in runs
             for span in micro_batches(
-                [samples[i] for i in run], self.most_tokens, self.share_prompts
+                [samples[i] for i in run], self.most_tokens, self.share_prompts, self.together
             )
         ]
 
@@ -139,23 +142,31 @@ def _is_trained(sample: Trainable) -> bool:
 
 
 def micro_batches(
-    samples: Sequence[Trainable], budget: int, share_prompts: bool = False
+    samples: Sequence[Trainable], budget: int, share_prompts: bool = False, together: int = 1
 ) -> Iterator[range]:
     """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt
-    counted once; a longer sample stands alone."""
+    counted once; a longer sample stands alone. They begin at multiples of `together`."""
     start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
-    for index, sample in enumerate(samples):
-        length = len(sample.prompt_ids) + len(sample.completion_ids)
-        own = len(sample.completion_ids) if sample.prompt_ids in prompts else length
+    for index in range(0, len(samples), together):
+        unit = samples[index : index + together]
+        length = sum(len(each.prompt_ids) + len(each.completion_ids) for each in unit)
+        own = _own_rows(unit, prompts) if share_prompts else length
         if index > start and (rows + own > budget or keys + length > MOST_KEYS * budget):
             yield range(start, index)
-            start, rows, keys, own = index, 0, 0, length
+            start, rows, keys = index, 0, 0
             prompts.clear()
+            own = _own_rows(unit, prompts) if share_prompts else length
         rows, keys = rows + own, keys + length
         if share_prompts:
-            prompts.add(sample.prompt_ids)
+            prompts.update(each.prompt_ids for each in unit)
     if start < len(samples):
         yield range(start, len(samples))
+
+
+def _own_rows(samples: Sequence[Trainable], prompts: set[tuple[int, ...]]) -> int:
+    """Tokens of samples, those of prompts that are there counted once."""
+    new = {each.prompt_ids for each in samples} - prompts
+    return sum(map(len, new)) + sum(len(each.completion_ids) for each in samples)
 
 
 def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> list[list[int]]:

@@ -1,10 +1,10 @@
 """An evaluation of the held-out prompts, when one is due."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig
 from isobit.evaluation.best import Best
-from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.rl.learner.learner import Learner
 from isobit.training.measuring.meter import Meter
 from isobit.training.policy import Policy
@@ -12,10 +12,23 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
 
-def evaluated_only_as_the_last(config: Config, step: int) -> bool:
-    """Whether a step is evaluated because it is the last, where a run of more steps would not."""
+def evaluated_only_as_the_last(config: Config | SftConfig, step: int) -> bool:
+    """Whether a step is evaluated because it is the last, where a run of more steps would not: also
+    without `evaluation.every` if the run is supervised."""
     every = config.evaluation.every
-    return bool(every and step == config.steps and step % every)
+    asked = bool(every) or isinstance(config, SftConfig)
+    return asked and step == config.steps and not _due(step, every)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class HeldOut(Protocol):
+    """What is held out, and how it is evaluated."""
+
+    def evaluate(self, trainer_state: Mapping[str, float]) -> tuple[dict[str, float], str]:
+        """(metrics, a line for the reader) of the present weights."""
 
 
 class Evaluating:
@@ -24,7 +37,7 @@ class Evaluating:
 
     def __init__(
         self,
-        held_out: PeriodicEvaluation | None,
+        held_out: HeldOut | None,
         policy: Policy,
         learner: Learner,
         state: State,
@@ -44,7 +57,7 @@ class Evaluating:
     def metrics(self, last: bool) -> dict[str, float]:
         """Of the present step, if it is due or the `last`; else none."""
         step = self._state.step
-        if self._held_out is None or not (step % self._every == 0 or last):
+        if self._held_out is None or not (_due(step, self._every) or last):
             return {}
         self._policy.refresh()
         self._meter.phase("evaluate")

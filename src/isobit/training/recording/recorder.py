@@ -3,24 +3,37 @@ checkpoint."""
 
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig
 from isobit.monitor.screen import Display, Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.run.directory import RunDirectory
 from isobit.training.learning import Lesson
 from isobit.training.measuring.meter import added
-from isobit.training.measuring.statistics import batch_metrics, rollout_rates, staleness_metrics
+from isobit.training.measuring.statistics import rollout_rates
 from isobit.training.objects import OnStep
 from isobit.training.policy import Synced
 from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
-from isobit.training.recording.rows import CompletionRows
 from isobit.training.saving.certificate import Certificate
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
+
+
+class Learned(Protocol):
+    """What a kind of run says of the batch that a step has learned from."""
+
+    def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
+        """Of the batch, and what was learned of it."""
+
+    def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterable[Mapping[str, Any]]:
+        """Of completions.jsonl.gz."""
+
+    def shown(self, batch: StepBatch) -> Iterable[Shown]:
+        """Completions for the screen, made only as far as they are looked at."""
 
 
 class Recorder:
@@ -29,12 +42,12 @@ class Recorder:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | SftConfig,
         run: RunDirectory,
         state: State,
         trained: Trained,
         saver: Saver,
-        rows: CompletionRows,
+        learned: Learned,
         evaluating: Evaluating,
         memory: Callable[[], dict[str, float]],
         display: Display,
@@ -42,7 +55,8 @@ class Recorder:
         callbacks: Sequence[OnStep],
     ) -> None:
         self._config, self._run, self._state, self._trained = config, run, state, trained
-        self._saver, self._rows, self._evaluating, self._memory = saver, rows, evaluating, memory
+        self._saver, self._learned = saver, learned
+        self._evaluating, self._memory = evaluating, memory
         self._display, self._trackers, self._callbacks = display, trackers, callbacks
         self._certificate = Certificate(config, trained.model)
 
@@ -54,30 +68,16 @@ class Recorder:
         state = self._state
         every = self._config.run
         saver = self._saver
-        replay = self._trained.replay
-        staleness = [state.step - s.rollout_step for group in batch.learned_from for s in group]
         state.step += 1
-        replay.add(batch.groups)
-        staled = staleness_metrics(staleness, len(batch.replayed), len(replay.groups))
-        measured = (
-            batch_metrics(batch)
-            | staled
-            | dict(lesson.metrics)
-            | self._measured(synced, took, lesson)
-        )
-        rows = self._rows.of(state.step, batch.groups, lesson.compared)
+        self._trained.replay.add(batch.groups)
+        measured = self._learned.metrics(batch, lesson) | self._measured(synced, took, lesson)
+        rows = self._learned.rows(state.step, batch, lesson)
         self.certify(self._run.write_completions(rows), measured)
         if synced.weights.due(state.step, every.quantization_every):
             by_tensor = synced.weights.by_tensor() | lesson.activations.by_tensor()
             self._run.write_quantization(state.step, by_tensor)
         values = self.finish_step(measured)
-        decode = self._trained.model.tokenizer.decode
-        shown = (
-            Shown(s.reward, decode(s.prompt_ids), s.completion)
-            for group in batch.groups
-            for s in group
-        )
-        self._display.step(values, shown)
+        self._display.step(values, self._learned.shown(batch))
         due = every.checkpoint_every and state.step % every.checkpoint_every == 0
         if saver.saved_step != state.step and (due or state.step == self._config.steps):
             saver.save()

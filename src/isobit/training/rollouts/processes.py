@@ -66,7 +66,8 @@ class Processes:
         if self.environments is not None:
             for each in examples:
                 self.environments.check_row(each.place, each.columns)
-        if not (self.rewards.specs or self.earned or config.rewards.models):
+        some = self.rewards.specs or self.earned or config.rewards.models
+        if not some and not (config.algorithm.distills and not config.evaluation.every):
             raise IsobitError(
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.config import Config, lasting
+from isobit.config import Config, SftConfig, lasting
 from isobit.model import Model
 from isobit.options.consistency import level
 from isobit.options.declare import plain
@@ -30,7 +30,7 @@ _ELEMENTS = {4: torch.int32, 2: torch.int16}
 class Certificate:
     """Makes the rows of an open run."""
 
-    def __init__(self, config: Config, model: Model) -> None:
+    def __init__(self, config: Config | SftConfig, model: Model) -> None:
         self._config, self._model = of_config(plain(config)), model
 
     def row(

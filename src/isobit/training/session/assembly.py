@@ -20,7 +20,7 @@ from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
@@ -39,18 +39,18 @@ from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
-from isobit.training.adapting import load_trained
+from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, open_processes
+from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
-from isobit.training.session.machine import machine_facts
-from isobit.training.sft.supervised import cached_model
+from isobit.training.sft.base import cached_model
 
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools, as a chat template takes them."""
@@ -141,6 +141,7 @@ def _open_models(
         reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
         processes.earned,
+        required=not config.algorithm.distills,
     )
     longest = encode_prompt(fitted.longest, model, tools)
     return _Models(model, base, fitted.task, longest, scorer, dialogue)
@@ -266,25 +267,52 @@ def rollout_sampling(config: Config) -> Sampling:
 def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
     """The model that a run begins with, and whose KL penalty it may pay."""
     if config.model.path is not None:
-        return Path(config.model.path)
+        return model_named(config.model.path)
     return cached_model(str(config.model.sft), began, quiet=quiet)
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
-    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters
-    that none had whole; or the policy's own, without its adapter."""
+    """The frozen model of the KL penalty, or a teacher: working weights, whole on every rank, made
+    of masters that none had whole; or the policy's own, without its adapter. Raises IsobitError for
+    a teacher that has another tokenizer than the policy."""
     if config.shares_reference:
         reference = model.without_adapter()
     else:
+        teacher = config.reference.path
         precision = config.reference.precision or config.precision
         # the policy's numbers, so that a reference that is the policy costs nothing
         masters = config.optimizer.masters if config.adapter is None else "fp32"
         flow = precision, config.backend, config.consistency, model.ranks
-        reference = Model.load(base, *flow, masters=masters)
+        path = base if teacher is None else model_named(teacher)
+        reference = Model.load(path, *flow, masters=masters)
+        if teacher is not None:
+            _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
     Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
     reference.transformer.freeze()
     return reference
+
+
+def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
+    """Raise IsobitError unless a token has one meaning to both: the teacher is given the policy's
+    tokens."""
+    theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
+    if theirs != ours:
+        word = min(
+            word
+            for word, token in ours.items() | theirs.items()
+            if ours.get(word) != theirs.get(word)
+        )
+        raise IsobitError(
+            f"reference.path: {path} has another tokenizer than the policy: {brief(word)!r} is token "
+            f"{theirs.get(word)} there and {ours.get(word)} here; a teacher reads the policy's tokens, so "
+            "take one of its family"
+        )
+    if teacher.config.max_positions < policy.config.max_positions:
+        raise IsobitError(
+            f"reference.path: {path} has a context of {teacher.config.max_positions} tokens, and the "
+            f"policy one of {policy.config.max_positions}, which the teacher cannot read"
+        )
 
 
 def _held_out(
@@ -336,15 +364,6 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
         model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
         found.append(WeightedModel(model, given.weight, given.name))
     return found
-
-
-def date_of(began: Mapping[str, Any]) -> datetime:
-    """What chat templates say the date is: of a run with these facts, that of its beginning, so
-    that its prompts stay what they are; else now."""
-    try:
-        return datetime.fromisoformat(began["date"])
-    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
-        return datetime.now()
 
 
 def sized_engine(

@@ -5,7 +5,6 @@ What cannot work is refused where it is read; this works, and otherwise nobody w
 """
 
 import json
-import os
 from collections.abc import Iterator
 
 from isobit.config import Config
@@ -13,9 +12,9 @@ from isobit.config.sections import EvaluationConfig
 from isobit.data.dataset import Example
 from isobit.model import Model
 from isobit.model.described import Described
-from isobit.plan.host import cores
 from isobit.precision import precision_from
 from isobit.tasks import Task
+from isobit.training.running.machine import ranks_caution
 
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
@@ -25,7 +24,8 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_steps(config),
         *_of_precision(config, model.config.num_layers),
     ]
-    return [f"warning: {line}" for line in (*found, *_of_ranks(config))]
+    ranks = ranks_caution(config.ranks)
+    return [*(f"warning: {line}" for line in found), *([] if ranks is None else [ranks])]
 
 
 def _of_data(config: Config, task: Task) -> Iterator[str]:
@@ -76,10 +76,3 @@ def _of_precision(config: Config, layers: int) -> Iterator[str]:
             f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: "
             "every layer is in BF16, and nothing is quantized"
         )
-
-
-def _of_ranks(config: Config) -> Iterator[str]:
-    """Of those of this machine, which compute on its cores, or move what its GPUs compute."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or config.ranks)
-    if here > (there := cores()):
-        yield f"ranks {here} on {there} CPU cores: ranks wait for each other; the bits are those of any number of them"

@@ -1,8 +1,8 @@
-"""An open run: what the loop of `loop.py` works with, put together, and what is due before its
-first step and after its last. Left out: how it is opened (`opening.py`)."""
+"""A run that samples: what the loop of `loop.py` works with, put together. Left out: how it is
+opened (`opening.py`), and what every run has (`running/open_run.py`)."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -10,15 +10,8 @@ from typing import Any
 import torch
 
 from isobit.distributed import ALONE, Ranks
-from isobit.evaluation.best import Best
-from isobit.monitor.report import write_report
-from isobit.monitor.screen import Display
-from isobit.monitor.trackers.process import Trackers
-from isobit.options.declare import plain
 from isobit.rl import Group
-from isobit.run import directory as runs
-from isobit.run.directory import Interruption, RunDirectory
-from isobit.run.heartbeat import Heartbeat, log_path
+from isobit.run.directory import RunDirectory
 from isobit.training.adapting import rank_warning
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
@@ -27,10 +20,10 @@ from isobit.training.measuring.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
-from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
+from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
+from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
-from isobit.training.resolved import keep
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
@@ -42,17 +35,15 @@ from isobit.training.rollouts.sources import (
     ReplayedRollouts,
     Sampler,
 )
+from isobit.training.running.open_run import OpenRun
 from isobit.training.sampled_ahead import SampledAhead
-from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.session.cautions import cautions
-from isobit.training.session.machine import machine_facts
 
 
-class Session:
-    """Use as a context manager. Its `policy`, `rollouts`, `learning` and `recorder` are the verbs
-    of the loop. With `recorded` groups it samples none. `saved_step`: of the checkpoint that it
-    goes on from."""
+class Session(OpenRun):
+    """Its `policy`, `rollouts`, `learning` and `recorder` are the verbs of the loop. With
+    `recorded` groups it samples none. `saved_step`: of the checkpoint that it goes on from."""
 
     def __init__(
         self,
@@ -65,32 +56,19 @@ class Session:
         objects: Objects = NO_OBJECTS,
         saved_step: int | None = None,
     ) -> None:
-        self.config, self.parts, self.run, self.state = parts.config, parts, run, state
-        self.model, self.objective = parts.model, parts.resolved.objective
-        self.ranks = parts.ranks
-        facts = machine_facts(self.model, self.objective)
-        self._changed = self.ranks.run_on_all(lambda: run.record_machine(facts))
-        self.ranks.run_on_all(lambda: keep(parts.resolved, run))
-        self.interruption = Interruption()
-        quiet = quiet or not self.ranks.first
-        details = f"{self.model.precision.name}, {self.config.consistency}"
-        self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
-        self.trackers = Trackers(
-            plain(self.config.tracking) | ({} if self.ranks.first else {"trackers": ()}),
-            plain(self.config),
-            run.directory,
-            exit_code=lambda: self.interruption.exit_code,
-            say=self.display.note,
+        self.config, self.parts = parts.config, parts
+        evaluation = self.config.evaluation
+        super().__init__(
+            parts.config,
+            parts.trained,
+            parts.resolved.objective,
+            parts.resolved.plain(),
+            run,
+            state,
+            quiet=quiet,
+            best_by=evaluation.best_by if evaluation.every and evaluation.keep_best else None,
+            saved_step=saved_step,
         )
-        self._heartbeat = Heartbeat(
-            run.directory, self.ranks.rank, self.ranks.size, lambda: state.step
-        )
-        self.ranks.print_to(log_path(run.directory, self.ranks.rank))
-        self._meter = Meter(self._phase, self.model.ops.device)
-        evaluation, keep_last = self.config.evaluation, self.config.run.keep_last
-        best_by = evaluation.best_by if evaluation.every and evaluation.keep_best else None
-        self.best = Best(run.directory, best_by, parts.trained.save_model, self.ranks)
-        self.saver = Saver(parts.trained, run, state, self.best, self._meter, keep_last, saved_step)
         self._on_fleet = bool(self.config.fleet.engines) and recorded is None
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
         batches = self._batches(recorded, ahead)
@@ -103,7 +81,6 @@ class Session:
             self.rollouts = ServedRollouts(self.rollouts, parts.serving, state)
         self.learning = self._learning(batches, ahead, objects, recorded is not None)
         self.recorder = self._recorder(objects)
-        self._stack = ExitStack()
 
     def _batches(
         self, recorded: Iterator[list[Group]] | None, ahead: int
@@ -223,7 +200,11 @@ class Session:
             state,
             parts.trained,
             saver,
-            CompletionRows(self.config.run.completions, self.model.tokenizer, train),
+            LearnedRollouts(
+                CompletionRows(self.config.run.completions, self.model.tokenizer, train),
+                state,
+                parts.trained.replay,
+            ),
             evaluating,
             parts.memory_metrics,
             self.display,
@@ -231,92 +212,26 @@ class Session:
             objects.callbacks if self.ranks.first else (),
         )
 
-    def __enter__(self) -> "Session":
-        with ExitStack() as stack:
-            for resource_ in (
-                self.run,
-                self.parts.processes,
-                self.interruption,
-                self.display,
-                self.trackers,
-            ):
-                stack.enter_context(resource_)
-            if self.parts.serving is not None:
-                stack.enter_context(self.parts.serving)
-            if self._beside is not None:
-                stack.enter_context(self._beside)
-                self.parts.engine.sleep()  # evaluation has an engine of its own
-            self._begin()
-            self._stack = stack.pop_all()
-        return self
+    def resources(self) -> Sequence[AbstractContextManager[Any]]:
+        """Rewards' and other processes, the server, and what samples beside the learner."""
+        beside = (self.parts.processes, self.parts.serving, self._beside)
+        return [each for each in beside if each is not None]
+
+    def told(self) -> Iterable[str | None]:
+        """What is served, what computes, and what the config probably does not mean."""
+        yield from () if self.parts.serving is None else self.parts.serving.lines
+        computes, rule = self.model.ops.why, self.objective.rule
+        yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+        yield endless(self.model, self.config.sampling)
+        yield rank_warning(self.config, self.model)
+        yield from cautions(self.config, self.parts.task, self.model)
 
     def _begin(self) -> None:
-        """Say what computes, know what was done before, and record what is due before the first
-        step."""
         self.parts.processes.print_to(self.run.directory)
-        for line in () if self.parts.serving is None else self.parts.serving.lines:
-            self.display.note(line)
-        computes, rule = self.model.ops.why, self.objective.rule
-        self.display.note(f"{computes}; consistency: {self.config.consistency}; correction: {rule}")
-        told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model)
-        for warning in (*self._changed, *told, *cautions(self.config, self.parts.task, self.model)):
-            if warning is not None:
-                self.display.note(warning)
-        if self.config.run.check_memory:
-            self.parts.trained.keep_checksums()
-        if self.ranks.first:
-            for row in runs.read_jsonl(
-                self.run.directory / runs.METRICS
-            ):  # of a resumed run: what it had done
-                self.display.history.add(row)
-        if self.saver.saved_step is None:
-            self.recorder.certify(None, {})
-            self.display.history.add(self.recorder.evaluate_and_write())
-            self.saver.save()
-        elif self.state.unrecorded is not None:
-            measured = {
-                **self.state.unrecorded,
-                **self.parts.memory_metrics(),
-            }  # which no checkpoint holds
-            self.display.history.add(self.recorder.finish_step(measured))
-            if not evaluated_only_as_the_last(self.config, self.state.step):
-                self.saver.save()
-        self.saver.keep()
+        if self._beside is not None:
+            self.parts.engine.sleep()  # evaluation has an engine of its own
+        super()._begin()
 
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            self.saver.after(raised[1])
-        finally:
-            self._stack.__exit__(*raised)
-
-    def _phase(self, name: str) -> None:
-        self.ranks.meet(name)
-        self._heartbeat.beat(name)
-        self.display.phase(name)
-
-    @property
-    def unfinished(self) -> bool:
-        signals = [
-            found
-            for found in self.ranks.all_gather_json(self.interruption.signal)
-            if found is not None
-        ]
-        if signals:  # of one rank, it ends all
-            self.interruption.signal = signals[0]
-        return self.state.step < self.config.steps and not signals
-
-    def finish(self) -> None:
-        """Save what is not saved, write the report, and say how to go on."""
-        if self.saver.saved_step != self.state.step:
-            self.saver.save()
-        if self.config.run.report and self.ranks.first:
-            path = write_report([self.run.directory], self.run.directory / runs.REPORT)
-            self.display.note(f"report: {path}")
-        if (verdict := self.display.history.no_progress.verdict) is not None:
-            self.display.note(verdict)
-        if (line := self.best.line(self.state.step)) is not None:
-            self.display.note(line)
-        self.display.note(f"certificate of step {self.state.step}: {self.state.head}")
-        if self.interruption.signal is not None:
-            again = f"isobit train --resume {self.run.directory}"
-            self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
+    def memory_metrics(self) -> dict[str, float]:
+        """What is allocated, in MiB."""
+        return self.parts.memory_metrics()

@@ -10,11 +10,17 @@ template writes there, else the end of sequence too. What a template writes afte
 
 A template that begins the assistant's turn in one way and writes it in another is refused, which
 TRL is not: what would be learned does not follow what is sampled.
+
+Of a conversation all of the assistant's turns may be learned. Each is cut as the last one is, after
+the messages before it, so its boundaries are the template's own. Where the template writes every
+message alike whatever follows, they are one row with a mask; else, as where it leaves out earlier
+thoughts, each is a row of its own (tests/training/test_taught_turns.py). A text without an answer
+is learned whole, but for its first token, which nothing predicts.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, answer_text, gold_text
@@ -43,19 +49,55 @@ class SupervisedSample:
 
 class Teacher:
     """Makes samples of a task's examples for a model, and counts what is said about them before
-    training starts."""
+    training starts. `turns`: which of the assistant's are learned, last or all."""
 
-    def __init__(self, task: Task, model: Model) -> None:
+    def __init__(self, task: Task, model: Model, turns: str = "last") -> None:
         self._task, self._model, self._tokenizer = task, model, model.tokenizer
+        self._turns = turns
         added = self._tokenizer.fast.get_added_tokens_decoder()
         self._special = {token for token, entry in added.items() if entry.special} | set(
             self._tokenizer.eos_ids
         )
 
+    def samples(self, example: Example) -> list[SupervisedSample]:
+        """What is learned of an example: one row, or one for each of the assistant's turns. Raises
+        IsobitError with its place."""
+        if is_text(example, self._task):
+            return [self._text(example)]
+        last, prompt = self.sample(example), example.prompt
+        if self._turns == "last" or isinstance(prompt, str):
+            return [last]
+        turns = [
+            self._after(replace(example, prompt=prompt[:i]), prompt[i:j])
+            for i, j in _answers(prompt)
+        ]
+        if not turns:
+            return [last]
+        merged = _merged([*turns, last])
+        return [*turns, last] if merged is None else [merged]
+
+    def pair(self, example: Example) -> list[SupervisedSample]:
+        """The answer that is preferred, and the one that is not. Raises IsobitError with its
+        place."""
+        return [
+            self._after(example, _answer_in(example, name, gold=False))
+            for name in ("chosen", "rejected")
+        ]
+
     def sample(self, example: Example) -> SupervisedSample:
-        """The tokens to learn of an example. Raises IsobitError with its place."""
+        """The tokens of the last answer. Raises IsobitError with its place."""
+        return self._after(example, _answer(example, self._task))
+
+    def _text(self, example: Example) -> SupervisedSample:
+        ids, end = encode_prompt(example, self._model), end_of_text(self._tokenizer)
+        whole = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        if len(whole) < 2:
+            raise IsobitError(f"{example.place}: the text is one token: there is nothing to learn")
+        return SupervisedSample(tuple(whole[:1]), tuple(whole[1:]))
+
+    def _after(self, example: Example, answer: list[dict[str, Any]]) -> SupervisedSample:
+        """The tokens of an answer to an example's prompt."""
         prompt_ids = encode_prompt(example, self._model)
-        answer = _answer(example, self._task)
         try:
             whole, chat = _whole(example.prompt, answer, self._tokenizer)
             whole = checked_ids(
@@ -134,9 +176,46 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
     )
 
 
+def is_text(example: Example, task: Task) -> bool:
+    """Whether an example is a text to learn whole: it has a column `text`, and no answer."""
+    given = isinstance(example.prompt, str) and "text" in example.columns
+    return given and task.gold is None and "completion" not in example.columns
+
+
+def _answers(chat: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Where the assistant's turns in a prompt begin and end, but for one that the answer goes on
+    with."""
+    own = [message["role"] == "assistant" for message in chat]
+    starts = [i for i in range(1, len(own)) if own[i] and not own[i - 1]]
+    ends = [next((j for j in range(i, len(own)) if not own[j]), None) for i in starts]
+    return [(i, j) for i, j in zip(starts, ends) if j is not None]
+
+
+def _merged(turns: Sequence[SupervisedSample]) -> SupervisedSample | None:
+    """One row of which the turns' tokens are learned; None where the last one does not begin with
+    what each of the others is."""
+    first, last = turns[0], turns[-1]
+    whole, start = (*last.prompt_ids, *last.completion_ids), len(first.prompt_ids)
+    learned = [False] * (len(whole) - start)
+    for turn in turns:
+        end = len(turn.prompt_ids) + len(turn.completion_ids)
+        if whole[:end] != (*turn.prompt_ids, *turn.completion_ids):
+            return None
+        for place in range(len(turn.prompt_ids), end):
+            learned[place - start] = True
+    joined = any(turn.joined for turn in turns)
+    return SupervisedSample(whole[:start], whole[start:], tuple(learned), joined)
+
+
 def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
     """The answer as messages of the assistant."""
-    column = task.gold or "completion"
+    if example.answer is not None:
+        return [example.answer]
+    return _answer_in(example, task.gold or "completion", gold=task.gold is not None)
+
+
+def _answer_in(example: Example, column: str, gold: bool) -> list[dict[str, Any]]:
+    """The messages of the assistant in a column; `gold`: it may hold a number."""
     if column not in example.columns:
         raise IsobitError(
             f"{example.place}: no column {column!r} to learn from; name yours with "
@@ -144,9 +223,7 @@ def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
         )
     value = example.columns[column]
     try:
-        if example.answer is not None:
-            return [example.answer]
-        messages = answer_messages(value if task.gold is None else gold_text(value))
+        messages = answer_messages(gold_text(value) if gold else value)
     except NoAnswer as error:
         raise IsobitError(f"{example.place}: column {brief(column)!r}: {error}") from None
     if not answer_text(messages).strip():

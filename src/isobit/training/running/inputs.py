@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from isobit.config import Config, load_sft_config
+from isobit.config import Config, SftConfig, load_sft_config
 from isobit.data.foreign import check_readable
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, listed
@@ -24,6 +24,7 @@ from isobit.rl.algorithm.loss import LOSSES
 from isobit.run.checkpoints import file_digest
 from isobit.run.directory import INPUTS, RunDirectory, object_in
 from isobit.tasks import TaskSettings
+from isobit.training.adapting import model_named
 from isobit.workers.loading import split_reference
 
 Inputs = dict[str, dict[str, str]]
@@ -32,7 +33,7 @@ _DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-def inputs_of(config: Config) -> Inputs:
+def inputs_of(config: Config | SftConfig) -> Inputs:
     """The hashes of all files that a config names, as they are now."""
     found = {key: dict(_hashed(place, weights)) for key, place, weights in _places(config)}
     return {key: files for key, files in found.items() if files}
@@ -91,19 +92,28 @@ def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> 
     return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
 
 
-def _places(config: Config) -> Iterator[tuple[str, Path, bool]]:
+def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
     """(key, file or directory, whether it is a model's) of all that a config names."""
     yield from _of_task("task", config.task)
-    model, algorithm = config.model, config.algorithm
+    model = config.model
     if model.path is not None:
-        yield "model.path", Path(model.path), True
+        yield "model.path", model_named(model.path), True
     if model.chat_template is not None:
         yield "model.chat_template", Path(model.chat_template), False
+    if config.adapter is not None and config.adapter.init is not None:
+        yield "adapter.init", model_named(config.adapter.init), True
+    if isinstance(config, Config):
+        yield from _of_rollouts(config)
+
+
+def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
+    """What only a run that samples names."""
+    model, algorithm = config.model, config.algorithm
+    if config.reference.path is not None:
+        yield "reference.path", model_named(config.reference.path), True
     if model.sft is not None:
         yield "model.sft", Path(model.sft), False
         yield from _of_task("model.sft: task", load_sft_config(model.sft).task)
-    if config.adapter is not None and config.adapter.init is not None:
-        yield "adapter.init", Path(config.adapter.init), True
     for judge in config.rewards.models:
         yield f"rewards.models: {judge.name}", Path(judge.path), True
     functions = [

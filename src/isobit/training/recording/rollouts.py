@@ -1,0 +1,41 @@
+"""What a run that samples says of a step: rewards, lengths and staleness, its completions, and those
+for the screen."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.monitor.screen import Shown
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.replay import ReplayBuffer
+from isobit.training.learning import Lesson
+from isobit.training.measuring.statistics import batch_metrics, staleness_metrics
+from isobit.training.recording.rows import CompletionRows
+from isobit.training.saving.snapshot import State
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedRollouts:
+    """Of a step that is counted already: `state.step` is its number."""
+
+    completions: CompletionRows
+    state: State
+    replay: ReplayBuffer
+
+    def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
+        """Of the batch, how old its samples were, and what the learner measured."""
+        before = self.state.step - 1
+        staleness = [before - s.rollout_step for group in batch.learned_from for s in group]
+        staled = staleness_metrics(staleness, len(batch.replayed), len(self.replay.groups))
+        return batch_metrics(batch) | staled | dict(lesson.metrics)
+
+    def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:
+        """A row for each completion that was sampled for the step."""
+        return self.completions.of(step, batch.groups, lesson.compared)
+
+    def shown(self, batch: StepBatch) -> Iterator[Shown]:
+        """Each completion with its prompt."""
+        decode = self.completions.tokenizer.decode
+        for group in batch.groups:
+            for sample in group:
+                yield Shown(sample.reward, decode(sample.prompt_ids), sample.completion)

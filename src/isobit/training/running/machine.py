@@ -1,0 +1,51 @@
+"""What computes a run, as its machine.json says."""
+
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from isobit.kernels import computed_by
+from isobit.model import Model
+from isobit.options.consistency import default_order
+from isobit.plan.host import cores
+from isobit.rl import Objective
+from isobit.rl.algorithm.functions import digests
+
+
+def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
+    """Plain values by name."""
+    ops = model.ops
+    facts: dict[str, object] = {
+        "why": ops.why,
+        **computed_by(ops),
+        "formats": model.precision.formats(),
+    }
+    facts["date"] = model.tokenizer.now.isoformat()  # which prompts may have in them
+    facts["bitwise"] = (
+        default_order()
+    )  # what a config means here that names no order, such as model.sft's
+    if functions := digests(objective):
+        facts["functions"] = functions
+    return facts
+
+
+def date_of(began: Mapping[str, Any]) -> datetime:
+    """What chat templates say the date is: of a run with these facts, that of its beginning, so
+    that its prompts stay what they are; else now."""
+    try:
+        return datetime.fromisoformat(began["date"])
+    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
+        return datetime.now()
+
+
+def ranks_caution(ranks: int) -> str | None:
+    """A warning where this machine's ranks, which compute on its cores or move what its GPUs
+    compute, are more than these; or None."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    if here <= (there := cores()):
+        return None
+    return (
+        f"warning: ranks {here} on {there} CPU cores: ranks wait for each other; the bits are those "
+        "of any number of them"
+    )

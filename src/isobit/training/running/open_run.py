@@ -1,0 +1,192 @@
+"""What every open run has: its directory, screen, trackers and saver, what is due before its first
+step and after its last, and when it ends.
+
+The verbs of the loop (`loop.py`) are those of a kind of run, which inherits from this: one that
+samples (`session/open_run.py`), a supervised one (`sft/open_run.py`). Left out: how a run is
+opened.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+from isobit.config import Config, SftConfig
+from isobit.evaluation.best import Best
+from isobit.monitor.report import write_report
+from isobit.monitor.screen import Display
+from isobit.monitor.trackers.process import Trackers
+from isobit.options.declare import plain
+from isobit.rl import ResolvedObjective
+from isobit.run import directory as runs
+from isobit.run.directory import Interruption, RunDirectory
+from isobit.run.heartbeat import Heartbeat, log_path
+from isobit.training.learning import Learning
+from isobit.training.loop import Rollouts
+from isobit.training.measuring.meter import Meter
+from isobit.training.policy import Policy
+from isobit.training.recording.evaluating import evaluated_only_as_the_last
+from isobit.training.recording.recorder import Recorder
+from isobit.training.resolved import keep
+from isobit.training.running.machine import machine_facts
+from isobit.training.running.restoring import Restored
+from isobit.training.saving.checkpoint import Trained
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
+
+_Self = TypeVar("_Self", bound="OpenRun")
+
+
+class OpenRun:
+    """Use as a context manager. `resolved`: what the config's `auto` came to, in plain values.
+    `saved_step`: of the checkpoint that it goes on from. `details`: a few words for the screen."""
+
+    policy: Policy
+    rollouts: Rollouts
+    learning: Learning
+    recorder: Recorder
+
+    def __init__(
+        self,
+        config: Config | SftConfig,
+        trained: Trained,
+        objective: ResolvedObjective,
+        resolved: Mapping[str, Any],
+        run: RunDirectory,
+        state: State,
+        *,
+        quiet: bool,
+        best_by: str | None,
+        saved_step: int | None = None,
+        details: str = "",
+    ) -> None:
+        self.run, self.state, self.trained = run, state, trained
+        self.model, self.objective, self.ranks = trained.model, objective, trained.ranks
+        facts = machine_facts(self.model, objective)
+        self._changed = self.ranks.run_on_all(lambda: run.record_machine(facts))
+        self.ranks.run_on_all(lambda: keep(resolved, run))
+        self.interruption = Interruption()
+        self._steps, self._report = config.steps, config.run.report
+        self._check_memory = config.run.check_memory
+        self._only_as_the_last = evaluated_only_as_the_last(config, state.step)
+        quiet = quiet or not self.ranks.first
+        details = f"{details}{self.model.precision.name}, {config.consistency}"
+        self.display = Display(config.steps, quiet, state.step, run.directory.name, details)
+        self.trackers = Trackers(
+            plain(config.tracking) | ({} if self.ranks.first else {"trackers": ()}),
+            plain(config),
+            run.directory,
+            exit_code=lambda: self.interruption.exit_code,
+            say=self.display.note,
+        )
+        self._heartbeat = Heartbeat(
+            run.directory, self.ranks.rank, self.ranks.size, lambda: state.step
+        )
+        self.ranks.print_to(log_path(run.directory, self.ranks.rank))
+        self._meter = Meter(self._phase, self.model.ops.device)
+        self.best = Best(run.directory, best_by, trained.save_model, self.ranks)
+        self.saver = Saver(
+            trained, run, state, self.best, self._meter, config.run.keep_last, saved_step
+        )
+        self._stack = ExitStack()
+
+    def goes_on_as(self, restored: Restored) -> None:
+        """Know the best model of a run that goes on."""
+        if restored.finished:
+            self.best.stay()
+        else:
+            self.best.restore(restored.best)
+
+    def resources(self) -> Sequence[AbstractContextManager[Any]]:
+        """What else is open as long as the run is."""
+        return ()
+
+    def told(self) -> Iterable[str | None]:
+        """Lines for the reader before the first step; None are none."""
+        return ()
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether the run has reached what it was to reach, and needs no more steps."""
+        return False
+
+    def memory_metrics(self) -> dict[str, float]:
+        """What is allocated, in MiB."""
+        raise NotImplementedError
+
+    def __enter__(self: _Self) -> _Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.run)
+            stack.enter_context(self.interruption)
+            stack.enter_context(self.display)
+            stack.enter_context(self.trackers)
+            for resource in self.resources():
+                stack.enter_context(resource)
+            self._begin()
+            self._stack = stack.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Say what computes, know what was done before, and record what is due before the first
+        step."""
+        for line in (*self._changed, *self.told()):
+            if line is not None:
+                self.display.note(line)
+        if self._check_memory:
+            self.trained.keep_checksums()
+        if self.ranks.first:
+            for row in runs.read_jsonl(
+                self.run.directory / runs.METRICS
+            ):  # of a resumed run: what it had done
+                self.display.history.add(row)
+        if self.saver.saved_step is None:
+            self.recorder.certify(None, {})
+            self.display.history.add(self.recorder.evaluate_and_write())
+            self.saver.save()
+        elif self.state.unrecorded is not None:
+            measured = {
+                **self.state.unrecorded,
+                **self.memory_metrics(),
+            }  # which no checkpoint holds
+            self.display.history.add(self.recorder.finish_step(measured))
+            if not self._only_as_the_last:
+                self.saver.save()
+        self.saver.keep()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self.saver.after(raised[1])
+        finally:
+            self._stack.__exit__(*raised)
+
+    def _phase(self, name: str) -> None:
+        self.ranks.meet(name)
+        self._heartbeat.beat(name)
+        self.display.phase(name)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are left to do, and nobody has interrupted."""
+        signals = [
+            found
+            for found in self.ranks.all_gather_json(self.interruption.signal)
+            if found is not None
+        ]
+        if signals:  # of one rank, it ends all
+            self.interruption.signal = signals[0]
+        return self.state.step < self._steps and not signals and not self.satisfied
+
+    def finish(self) -> None:
+        """Save what is not saved, write the report, and say how to go on."""
+        if self.saver.saved_step != self.state.step:
+            self.saver.save()
+        if self._report and self.ranks.first:
+            path = write_report([self.run.directory], self.run.directory / runs.REPORT)
+            self.display.note(f"report: {path}")
+        if (verdict := self.display.history.no_progress.verdict) is not None:
+            self.display.note(verdict)
+        if (line := self.best.line(self.state.step)) is not None:
+            self.display.note(line)
+        self.display.note(f"certificate of step {self.state.step}: {self.state.head}")
+        if self.interruption.signal is not None:
+            again = f"isobit train --resume {self.run.directory}"
+            self.display.note(f"stopped after step {self.state.step}; go on with: {again}")

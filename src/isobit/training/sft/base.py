@@ -1,0 +1,125 @@
+"""The base model of a run, trained once by a config of `isobit sft` and cached by a hash of all that
+it is made from.
+
+It is made by a supervised run beside the cache, which goes on where it was if it is interrupted.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from isobit import __version__
+from isobit.config import SftConfig, dump_config, load_sft_config
+from isobit.errors import IsobitError
+from isobit.options.consistency import resolved
+from isobit.precision import precision_from
+from isobit.run import checkpoints, durable
+from isobit.run.directory import CHECKPOINTS
+from isobit.tasks import Task
+from isobit.training.adapting import model_named
+from isobit.training.loop import training_loop
+from isobit.training.sft.open_run import SupervisedRun
+from isobit.training.sft.opening import open_supervised, open_supervised_again
+from isobit.training.sft.parts import load_supervised
+
+
+def cached_model(
+    path: str, began: Mapping[str, Any] = MappingProxyType({}), *, quiet: bool = False
+) -> Path:
+    """The model of a config of `isobit sft`: from the cache if it was made before, else made now;
+    by one process at a time. `began`: the facts of the run that goes on with it. Raises IsobitError
+    where the cache cannot be written, and KeyboardInterrupt where a signal ends the making."""
+    config = load_sft_config(path, began=began)
+    if config.adapter is not None:
+        raise IsobitError(
+            f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as "
+            "adapter.init"
+        )
+    task = load_supervised(config)
+    place = cache_directory() / "sft" / _identity(config, task)
+    made = place / "config.json"
+    if made.is_file():
+        return place
+    try:
+        durable.make_directory(place.parent)
+        lock = (place.parent / f".{place.name}.lock").open("w")
+    except OSError as error:
+        raise IsobitError(
+            f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+        if not made.is_file():
+            if not quiet:
+                print(f"making the base model of {path}, once", file=sys.stderr)
+            _make(config, place, quiet)
+    return place
+
+
+def _make(config: SftConfig, place: Path, quiet: bool) -> None:
+    """By a run in a directory beside `place`, which leaves nothing but the model."""
+    directory = place.parent / f"{place.name}.run"
+    with _opened(_alone(config, directory), quiet) as run:
+        training_loop(run)
+        if run.interruption.signal is not None:
+            run.saver.save()
+            raise KeyboardInterrupt
+        run.trained.save_model(directory / "model")
+    durable.put_in_place(directory / "model", place)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _opened(config: SftConfig, quiet: bool) -> SupervisedRun:
+    """The run, where it was if it had begun and can go on."""
+    directory = Path(config.run.dir)
+    if checkpoints.all_checkpoints(directory / CHECKPOINTS):
+        try:
+            return open_supervised_again(directory, (), quiet=quiet)
+        except IsobitError:
+            pass  # of another version, or damaged: it begins anew
+    shutil.rmtree(directory, ignore_errors=True)
+    return open_supervised(config, quiet=quiet)
+
+
+def _alone(config: SftConfig, directory: Path | None) -> SftConfig:
+    """The config without what does not change the model: where it is made, who looks on."""
+    where = SftConfig.run.dir if directory is None else str(directory)
+    run = replace(SftConfig.run, dir=where, report=False)
+    return replace(config, run=run, tracking=SftConfig.tracking, ranks=1)
+
+
+def _identity(config: SftConfig, task: Task) -> str:
+    """A hash of all that the model is made from: the config, what its precision is, the examples,
+    the weights it starts from, isobit's version."""
+    settings = dump_config(_alone(config, None))
+    given, found = (
+        f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency))
+    )
+    settings = settings.replace(given, found)
+    formats = precision_from(config.precision).formats()
+    digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
+    for example in task.train.examples:
+        digest.update(
+            json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode()
+        )
+        if example.answer is not None:
+            digest.update(json.dumps(example.answer, sort_keys=True).encode())
+    files = [] if config.model.path is None else sorted(model_named(config.model.path).glob("*.*"))
+    if config.model.chat_template is not None:
+        files.append(Path(config.model.chat_template))
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()[:16]
+
+
+def cache_directory() -> Path:
+    """$ISOBIT_CACHE, or ~/.cache/isobit."""
+    return Path(os.environ.get("ISOBIT_CACHE") or Path.home() / ".cache" / "isobit")

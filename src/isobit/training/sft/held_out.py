@@ -1,0 +1,96 @@
+"""The held-out evaluation of a supervised run: the cross-entropy of the held-out answers, by the
+learner's own forward, and greedy accuracy where the task has a reward.
+
+The engine and the rewards' processes are opened once, when they are first needed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from isobit.data.dataset import Example
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
+from isobit.evaluation.measure import EvaluationPlan, measure
+from isobit.model import Model
+from isobit.monitor.report.intervals import Estimate, proportion
+from isobit.rewards.pool import RewardPool
+from isobit.rewards.spec import RewardSpec
+from isobit.rl import Sample
+from isobit.rl.algorithm.given import PAIR_LOSSES, of_pairs
+from isobit.rl.learner.learner import Learner
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Held-out examples, the answers that are their right ones, and the rewards of others."""
+
+    examples: Sequence[Example]
+    samples: Sequence[Sample]
+    rewards: Sequence[RewardSpec]
+    max_new_tokens: int
+
+
+class HeldOutAnswers:
+    """Use as a context manager. `accuracy` is that of the newest evaluation after a step."""
+
+    def __init__(self, model: Model, learner: Learner, asked: Asked) -> None:
+        self._model, self._learner, self._asked = model, learner, asked
+        self._open = ExitStack()
+        self.accuracy: float | None = None
+
+    def __enter__(self) -> "HeldOutAnswers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def evaluate(self, trainer_state: Mapping[str, float]) -> tuple[dict[str, float], str]:
+        """(metrics, a line for the reader) of the present weights."""
+        paired = self._learner.objective.loss in PAIR_LOSSES
+        metrics = self._preferences() if paired else {"loss/held_out": self.loss()}
+        line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
+        if self._asked.rewards:
+            found = self.estimate()
+            metrics["accuracy/held_out"] = found.value
+            self.accuracy = found.value if trainer_state["global_step"] else None
+            line = f"held-out greedy accuracy {found}, loss {loss:.4f}"
+        return metrics, line
+
+    def loss(self) -> float:
+        """The mean cross-entropy of all trained tokens, in nats; summed without rounding between,
+        so that it has no order."""
+        rows = self._learner.logprobs(self._asked.samples)
+        values = [value for row in rows for value in row.tolist()]
+        return -math.fsum(values) / len(values)
+
+    def _preferences(self) -> dict[str, float]:
+        """The mean loss of the held-out pairs, and in how many the preferred answer gains more."""
+        learner, samples = self._learner, self._asked.samples
+        rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
+        ratios = torch.stack([(mine.double() - other.double()).sum() for mine, other in rows])
+        lengths = torch.tensor([sample.num_trained for sample in samples])
+        pairs, objective = ratios.view(-1, 2), learner.objective
+        losses = of_pairs(objective.loss, pairs, lengths.view(-1, 2), objective.beta).tolist()
+        preferred = sum((pairs[:, 0] > pairs[:, 1]).tolist())
+        return {
+            "loss/held_out": math.fsum(losses) / len(losses),
+            "preference/held_out_accuracy": preferred / len(losses),
+        }
+
+    def estimate(self) -> Estimate:
+        """The greedy accuracy, with its interval."""
+        engine, pool = self._parts
+        plan = EvaluationPlan(Sampling(max_new_tokens=self._asked.max_new_tokens))
+        answered = measure(engine, self._asked.examples, pool, plan, ranks=self._model.ranks)
+        return proportion(sum(question.greedy.correct for question in answered), len(answered))
+
+    @cached_property
+    def _parts(self) -> tuple[Engine, RewardPool]:
+        prompts = [example.prompt for example in self._asked.examples]
+        engine = Engine.sized_for(self._model, prompts, len(prompts), self._asked.max_new_tokens)
+        return engine, self._open.enter_context(RewardPool(self._asked.rewards))

@@ -1,0 +1,183 @@
+"""What a supervised run is put together from: the model, what is learned of each example, the
+learner and the held-out answers.
+
+Everything here is opened before a run directory is written, so that a user's mistake costs nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from isobit.config import SftConfig
+from isobit.data.dataset import Dataset, Example
+from isobit.distributed import Ranks
+from isobit.engine.calibration import Calibrator
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.monitor.trackers.process import check_trackers
+from isobit.options.declare import plain
+from isobit.rl import ResolvedObjective
+from isobit.rl.algorithm.given import supervised_objective
+from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.tasks import Task, load_task
+from isobit.training.adapting import model_named
+from isobit.training.rollouts.lengths import keep, outside, say_special_tokens
+from isobit.training.saving.checkpoint import Trained
+from isobit.training.sft.batches import given
+from isobit.training.sft.held_out import Asked, HeldOutAnswers
+from isobit.training.sft.initial import initial_model
+from isobit.training.sft.taught import SupervisedSample, Teacher, is_text
+
+Taught = Mapping[int, Sequence[SupervisedSample]]
+"""What is learned of each example, by its index."""
+
+
+@dataclass(frozen=True, eq=False)
+class SupervisedParts:
+    """`held_out`: None where nothing is; `reference`: of a loss of pairs."""
+
+    config: SftConfig
+    trained: Trained
+    reference: Model | None
+    train: Dataset
+    taught: Taught
+    held_out: HeldOutAnswers | None
+
+    @property
+    def objective(self) -> ResolvedObjective:
+        return self.trained.learner.objective
+
+    def resolved(self) -> dict[str, Any]:
+        """What the config leaves open, as `resolved.json` has it."""
+        return {
+            "loss": self.objective.loss,
+            "micro_batch_tokens": self.trained.learner.micro_batch_tokens,
+            "order": self.trained.model.ops.order,
+        }
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Allocated for weights, in MiB; keys and values are for an evaluation alone."""
+        found = {
+            "memory/weights_mib": sum(self.trained.model.memory().values()),
+            "memory/optimizer_mib": self.trained.optimizer.nbytes,
+        }
+        if self.reference is not None and self.config.adapter is None:
+            found["memory/reference_mib"] = sum(self.reference.memory().values())
+        return {name: size / 2**20 for name, size in found.items()}
+
+
+def open_parts(
+    config: SftConfig,
+    *,
+    quiet: bool,
+    ranks: Ranks,
+    began: Mapping[str, Any],
+    checkpoint: Path | None = None,
+) -> SupervisedParts:
+    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
+    that goes on. Raises IsobitError for whatever does not fit."""
+    tokens = config.optimizer.micro_batch_tokens
+    if tokens == "auto":
+        raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
+    check_trackers(plain(config.tracking))
+    task = load_supervised(config)
+    _check_evaluation(config, task)
+    model = initial_model(config, task, ranks, began, checkpoint)
+    quiet = quiet or not ranks.first
+    train, taught = _fitted(task.train, "training", task, model, config, quiet)
+    asked = _asked(task, model, config, quiet)
+    reference = _reference(config, model, task) if config.of_pairs else None
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    if not config.of_pairs:  # answers share no prompts, unless two examples happen to
+        settings = replace(settings, share_prompts=False)
+    learner = Learner(
+        model,
+        ShardedOptimizer.of(model, settings),
+        supervised_objective(config.loss, config.beta),
+        reference=reference,
+        micro_batch_tokens=tokens,
+        recompute=config.optimizer.activation_checkpointing,
+        seed=config.seed,
+        expects_equal_bits=False,
+        check_gradients_every=config.run.check_gradients_every,
+    )
+    replay = ReplayBuffer(ReplaySettings(), config.seed)
+    frozen = [] if reference is None else [reference.transformer]
+    trained = Trained(model, learner.optimizer, learner, Calibrator(model, tokens), replay, frozen)
+    held_out = None if asked is None else HeldOutAnswers(model, learner, asked)
+    return SupervisedParts(config, trained, reference, train, taught, held_out)
+
+
+def _reference(config: SftConfig, model: Model, task: Task) -> Model:
+    """The model that the run began with, frozen: working weights under the policy's flow, or the
+    policy's own without its adapter."""
+    if config.adapter is not None:
+        reference = model.without_adapter()
+    else:
+        assert config.model.path is not None
+        flow = config.precision, config.backend, config.consistency, model.ranks
+        masters = config.optimizer.masters
+        reference = Model.load(model_named(config.model.path), *flow, masters=masters)
+    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    reference.transformer.freeze()
+    return reference
+
+
+def load_supervised(config: SftConfig) -> Task:
+    """The task, whose files may have any of the columns that supervised sets have. Raises
+    IsobitError for bad data."""
+    return load_task(replace(config.task, seed=config.seed, supervised=True))
+
+
+def _check_evaluation(config: SftConfig, task: Task) -> None:
+    """Raise IsobitError where there is nothing to evaluate with."""
+    if config.evaluation.every and not len(task.held_out):
+        raise IsobitError(
+            "evaluation.every: the held-out split is empty; set task.held_out_size or "
+            "task.held_out_path"
+        )
+    if config.evaluation.stop_at is not None and not task.rewards:
+        raise IsobitError(
+            f"evaluation.stop_at: task {config.task.name!r} has no reward, so there is no accuracy "
+            "to reach"
+        )
+
+
+def _asked(task: Task, model: Model, config: SftConfig, quiet: bool) -> Asked | None:
+    if not len(task.held_out):
+        return None
+    chosen = replace(task.held_out, examples=task.held_out.examples[: config.evaluation.samples])
+    kept, taught = _fitted(chosen, "held-out", task, model, config, quiet)
+    samples = [each for i, e in enumerate(kept.examples) for each in given(taught[e.index], i)]
+    return Asked(kept.examples, samples, task.rewards, config.max_new_tokens)
+
+
+def _fitted(
+    data: Dataset, name: str, task: Task, model: Model, config: SftConfig, quiet: bool
+) -> tuple[Dataset, dict[int, Sequence[SupervisedSample]]]:
+    """The examples that are not too long, which stop the run unless they are dropped, and what is
+    learned of each, by its index."""
+    context, teacher = model.config.max_positions, Teacher(task, model, config.turns)
+    taught: list[tuple[Example, list[SupervisedSample]]] = []
+
+    def problem(example: Example) -> str | None:
+        samples = teacher.pair(example) if config.of_pairs else teacher.samples(example)
+        taught.append((example, samples))
+        longest = max(samples, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
+        prompt, completion = len(longest.prompt_ids), len(longest.completion_ids)
+        if prompt + completion > context:
+            if not config.of_pairs and is_text(example, task):
+                both = f"a text of {prompt + completion} tokens"
+            else:
+                both = f"a prompt of {prompt} tokens with a completion of {completion}"
+            return f"{both} exceeds the model's context of {context}"
+        return outside(prompt, config.task)
+
+    kept = keep(data, problem, config.task, name, quiet)
+    if not quiet and name == "training":
+        say_special_tokens(kept.examples, model)
+        teacher.say([(example, sample) for example, samples in taught for sample in samples])
+    return kept, {example.index: samples for example, samples in taught}
