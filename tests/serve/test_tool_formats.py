@@ -14,8 +14,9 @@ from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import Reply
 from isobit.model.text.tool_formats.harmony import MARKS
-from isobit.model.text.tool_formats.table import FORMATS, format_of
+from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
 from isobit.serve.answers import Asked, ChoiceStream
+from tests.model.test_appending import of_file
 
 from .helpers import ALPHABET
 
@@ -410,3 +411,24 @@ def test_the_formats_of_published_templates() -> None:
     assert {"llama3_1", "llama3_2"} <= shown["llama3_json"]
     assert {"qwen3_5_think", "qwen3_6"} <= shown["qwen3_coder"]
     assert {"qwen2_5", "qwen3", "qwen3_instruct_2507"} <= shown["hermes"]
+
+
+def test_a_format_is_the_one_that_reads_what_a_template_writes() -> None:
+    """Of TRL's templates; what no format reads is not taken for another, and a template that writes
+    no calls leaves it to what its text shows."""
+    found: dict[str | None, set[str]] = {}
+    names = {id(form): name for name, form in FORMATS.items()}
+    for file in templates_of_trl():
+        form = format_by_template("auto", of_file(file))
+        found.setdefault(names.get(id(form)), set()).add(file.stem.removesuffix("_training"))
+    gemma4 = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"}
+    assert found[None] == {"deepseekv3", "glm4moe", "muse_glimmer", *gemma4}
+    assert found["harmony"] == {"gptoss"}
+    assert found["llama3_json"] == {"llama3_1", "llama3_2"}
+    assert found["pythonic"] == {"lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
+    coder = {"qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"}
+    nemotron = {f"nemotron_3_{name}" for name in ("nano", "super", "ultra", "5_lightning")}
+    assert found["qwen3_coder"] == coder | nemotron
+    assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"} <= found["hermes"]
+    tokenizer = of_file(next(file for file in templates_of_trl() if file.stem == "glm4moe"))
+    assert format_by_template("json", tokenizer) is FORMATS["json"]

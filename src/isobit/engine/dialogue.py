@@ -21,7 +21,7 @@ from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
-from isobit.model.text.tool_formats.table import FORMATS, format_of
+from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
 from isobit.model.text.tool_formats.turn import turn_of
 
 
@@ -52,7 +52,15 @@ class Dialogue:
             )
         if parser not in (known := ("auto", *FORMATS)):
             raise IsobitError(f"environment.parser {parser!r}: {did_you_mean(parser, known)}")
-        return Dialogue(environments, tokenizer, format_of(parser, template), max_tokens)
+        form = format_by_template(parser, tokenizer)
+        if form is None and environments.tools:
+            raise IsobitError(
+                "environment: the model's chat template writes calls of tools as none of "
+                f"{', '.join(FORMATS)}; name a template that writes one of these with "
+                "model.chat_template, or what the model writes with environment.parser"
+            )
+        form = format_of(parser, template) if form is None else form
+        return Dialogue(environments, tokenizer, form, max_tokens)
 
     def prompt(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], vocab_size: int

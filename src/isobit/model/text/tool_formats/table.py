@@ -1,8 +1,13 @@
 """Formats by name, and which one a chat template writes."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from isobit.environments.base import Call
 from isobit.errors import IsobitError, did_you_mean
+from isobit.model.text.chat import TookTooMuch
+from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.harmony import HARMONY
 from isobit.model.text.tool_formats.mistral import MISTRAL
@@ -19,6 +24,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "pythonic": PYTHONIC,
     "json": JSON,
 }
+_CALL = Call("qznamex", '{"qzkeyx": "qzvaluex"}')
 _SHOWN = (
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
@@ -41,3 +47,52 @@ def format_of(name: str, template: str | None) -> ToolFormat:
         raise IsobitError(f"--tool-format {name}: {did_you_mean(name, ['auto', *FORMATS])}")
     text = template or ""
     return FORMATS[next((found for shown, found in _SHOWN if shown in text), "hermes")]
+
+
+def format_by_template(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """As `format_of`, but `auto` is the format that reads the call of a tool which the tokenizer's
+    template writes. Where it writes none, it is what its text shows; None: it writes calls that no
+    format reads."""
+    if name != "auto":
+        return format_of(name, tokenizer.chat_template)
+    written = _written(tokenizer)
+    if written is None:
+        return format_of(name, tokenizer.chat_template)
+    for form in FORMATS.values():
+        reply = form.of(written, tokenizer)
+        if reply is not None and reply.calls == (_CALL,) and not reply.problems:
+            return form
+    return None
+
+
+def _written(tokenizer: Tokenizer) -> "_Written | None":
+    """An answer that calls a tool, as the template writes it; None where it writes no calls."""
+    asked = {"role": "user", "content": "qzaskedx"}
+    for arguments in (json.loads(_CALL.arguments), _CALL.arguments):
+        function = {"name": _CALL.name, "arguments": arguments}
+        call = {"id": "call00000", "type": "function", "function": function}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            before = tokenizer.encode_chat([asked])
+            whole = tokenizer.encode_chat([asked, said], False)
+        except TookTooMuch:
+            raise
+        except IsobitError:
+            continue
+        start = next(
+            (i for i, (a, b) in enumerate(zip(before, whole)) if a != b),
+            min(len(before), len(whole)),
+        )
+        tokens = whole[start:]
+        ends = [place for place, token in enumerate(tokens) if token in tokenizer.eos_ids]
+        tokens = tokens[: ends[0]] if ends else tokens
+        text = tokenizer.decode_completion(before, tokens)
+        return _Written(before, tokens, text) if _CALL.name in text else None
+    return None
+
+
+@dataclass(frozen=True)
+class _Written:
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
