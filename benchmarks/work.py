@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from isobit.model import ModelConfig
 from isobit.precision import Flow, Precision
-from isobit.precision.flow import LINEAR_LAYERS
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ def learn(config: ModelConfig, precision: Precision, tokens: float, length: floa
     }
 
 
+_MATRICES = ("qkv", "o", "gate_up", "down")
+"""Of a layer. Left out: those of latent attention."""
+
+
 def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's
     in a mixture."""
@@ -108,7 +111,7 @@ def _elements_of_a_layer(config: ModelConfig) -> dict[str, float]:
     layers = [linear_sizes(config, layer) for layer in range(config.num_layers)]
     return {
         name: sum(n * k for n, k in (own[name] for own in layers)) / len(layers)
-        for name in LINEAR_LAYERS
+        for name in _MATRICES
     }
 
 
@@ -149,7 +152,7 @@ def quantized_share(config: ModelConfig, precision: Precision, use: str) -> floa
     for layer in range(config.num_layers):
         sizes = {name: n * k for name, (n, k) in linear_sizes(config, layer).items()}
         flow = precision.flow(use, layer, config.num_layers)
-        linear = {name: precision.linear_flow(flow, name) for name in LINEAR_LAYERS}
+        linear = {name: precision.linear_flow(flow, name) for name in _MATRICES}
         low = [
             name
             for name, own in linear.items()
