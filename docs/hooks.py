@@ -19,6 +19,8 @@ BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 CODE_COLUMNS = 90
 CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.S)
 NAME = re.compile(r"(?<=<code>)[^<]{12,}(?=</code>)")
+LONG_NAME = 48
+"""A longer name may break in a wide window too."""
 FOUND = ("config.md", "metrics.md")
 """Pages of which each row is found."""
 STACKED = (*FOUND, "quick-reference.md")
@@ -82,6 +84,10 @@ def on_post_page(output: str, **_: Any) -> str:
     """Let long names in tables break after a slash, a dot or an underscore; site.css says where they may."""
 
     def broken(cell: re.Match[str]) -> str:
-        return NAME.sub(lambda name: re.sub(r"([/._])(?=[A-Za-z])", r"\1<wbr>", name[0]), cell[0])
+        return NAME.sub(name_broken, cell[0])
+
+    def name_broken(name: re.Match[str]) -> str:
+        place = '<wbr class="wide">' if len(name[0]) > LONG_NAME else "<wbr>"
+        return re.sub(r"([/._])(?=[A-Za-z{])", rf"\1{place}", name[0])
 
     return CELL.sub(broken, output)

@@ -119,17 +119,22 @@ def table(found: Found) -> str:
         one = found["recipes"][recipe]
         metrics = one["metrics"]
         kinds = [metrics[name] for name in KL if name in metrics]
-        shown = "it samples nothing to train on"
+        shown = "not logged"
         if kinds:
             zeros, of = min(kind["zeros"] for kind in kinds), kinds[0]["of"]
             shown = f"0.0 in {zeros} of {of}"
         said = "; ".join(
             f"{called} {metrics[name]['first']:.3g} to {metrics[name]['last']:.3g}"
             for name, called in TOLD.items()
-            if name in metrics and metrics[name]["zeros"] < metrics[name]["of"]
+            if name in metrics and _tells(metrics[name])
         )
         lines.append(f"| {title} | {given} | {one['steps']} | {shown} | {said} |")
     return "\n".join(lines)
+
+
+def _tells(metric: Mapping[str, float]) -> bool:
+    """Whether a metric was more than 0, or one turn, in every step."""
+    return metric["zeros"] < metric["of"] and (metric["first"], metric["last"]) != (1, 1)
 
 
 def main() -> None:

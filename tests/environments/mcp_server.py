@@ -18,11 +18,13 @@ TOOLS = [
     },
     {"name": "act", "description": "Do something.", "inputSchema": {"type": "object"}},
 ]
-READY = threading.Event()
+ONE = threading.Lock()
+READY, THREE, CANCELLED = threading.Event(), threading.Barrier(3), list[int]()
 
 
 def say(message: object) -> None:
-    print(json.dumps(message), flush=True)
+    with ONE:  # threads answer at once
+        print(json.dumps(message), flush=True)
 
 
 def text(number: int, *parts: object, error: bool = False) -> None:
@@ -39,6 +41,11 @@ def act(number: int, what: str) -> None:
         os._exit(4)
     if what == "slow":
         time.sleep(600)
+    if what == "meet":
+        THREE.wait()
+    if what == "cancelled":
+        text(number, f"did {len(CANCELLED)} cancelled")
+        return
     if what == "fail":
         text(number, "it failed", error=True)
     elif what == "refuse":
@@ -63,6 +70,8 @@ def serve(message: dict) -> None:  # type: ignore[type-arg]
         say({"jsonrpc": "2.0", "id": number, "result": {**result, "serverInfo": info}})
     elif method == "notifications/initialized":
         READY.set()
+    elif method == "notifications/cancelled":
+        CANCELLED.append(params["requestId"])
     elif method == "tools/list":
         page = (
             {"tools": TOOLS[1:]}
@@ -79,4 +88,8 @@ def serve(message: dict) -> None:  # type: ignore[type-arg]
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        threading.Thread(target=serve, args=(json.loads(line),), daemon=True).start()
+        message = json.loads(line)
+        if message.get("method", "").startswith("tools/call"):
+            threading.Thread(target=serve, args=(message,), daemon=True).start()
+        else:
+            serve(message)

@@ -134,7 +134,7 @@ class Box:
             raise RuntimeError("no judge")
         return {"none": None, "nan": float("nan"), "text": "1"}.get(self.how, self.opened / 2)
 '''
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_an_environment_that_hangs_in_its_thread_is_over(path: str) -> None:
     [
         ("act", "die", "its process ended with exit code 7 (last output: last words)"),
         ("act", "kill", "its process was killed by SIGKILL"),
-        ("wait", "block", "its process did not answer within 1.5 s and was killed"),
+        ("wait", "block", "its process did not answer within 2.5 s and was killed"),
     ],
 )
 def test_a_dead_process_is_replaced_and_its_episodes_are_told(

@@ -27,8 +27,7 @@ COMMAND = f"{sys.executable} {SERVER}"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvironmentPool]:
-    config = EnvironmentConfig(mcp=(McpServer(COMMAND),), turn_deadline_s=2.0)
-    with EnvironmentPool(config) as pool:
+    with EnvironmentPool(EnvironmentConfig(mcp=(McpServer(COMMAND),))) as pool:
         yield pool
 
 
@@ -49,7 +48,6 @@ def test_a_servers_tools_are_listed_and_called(pool: EnvironmentPool) -> None:
         ("fail", "{'error': 'it failed'}"),
         ("refuse", "{'error': 'no such thing'}"),
         ("picture", "seen\n[image left out]\nfrom a file"),
-        ("slow", "{'error': 'no result in time: it has not come back'}"),
         ("die", "{'error': 'the server ended with exit code 4'}"),
     ],
 )
@@ -62,15 +60,26 @@ def test_what_goes_wrong_is_one_observation_and_the_next_call_works(
     pool.end(0)
 
 
+def test_a_late_call_is_cancelled_and_the_server_goes_on() -> None:
+    config = EnvironmentConfig(mcp=(McpServer(COMMAND),), turn_deadline_s=1.0)
+    with EnvironmentPool(config) as pool:
+        begun(pool, 0)
+        (late,) = contents(turned(pool, 0, 0, call("act", {"what": "slow"})))
+        assert late == "{'error': 'no result in time: it has not come back'}"
+        process = pool._workers[0].process._process
+        assert contents(turned(pool, 0, 1, call("act", {"what": "cancelled"}))) == [
+            "did 1 cancelled"
+        ]
+        assert pool._workers[0].process._process is process
+
+
 def test_calls_of_several_episodes_overlap(pool: EnvironmentPool) -> None:
+    """Each is answered when three are under way."""
     for key in range(3):
         begun(pool, key)
-    pool.turn(0, calling(0, call("act", {"what": "slow"})))
-    for key in (1, 2):
-        pool.turn(key, calling(0, call("add", {"a": key, "b": 0})))
-    first = replies(pool, 2)
-    assert [contents(first[key]) for key in (1, 2)] == [["1"], ["2"]]
-    assert "no result in time" in str(replies(pool, 1)[0].problem)
+        pool.turn(key, calling(0, call("act", {"what": "meet"})))
+    found = replies(pool, 3)
+    assert [contents(found[key]) for key in range(3)] == [["did meet as ready"]] * 3
     for key in range(3):
         pool.end(key)
 

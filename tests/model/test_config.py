@@ -8,6 +8,8 @@ import transformers
 
 from isobit.errors import IsobitError
 from isobit.model import ModelConfig
+from isobit.model.families import FAMILIES as FAMILY_TABLES
+from isobit.options.families import UNREAD
 
 from .helpers import FAMILIES, oracle
 
@@ -84,6 +86,15 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
             {"model_type": "gpt2"},
             "unsupported architecture 'gpt2': supported are llama, qwen2, qwen3",
         ),
+        (
+            {"model_type": "gemma2"},
+            r"'gemma2' \(its scores and logits are capped; the nearest that is read is gemma3_text\)",
+        ),
+        (
+            {"model_type": "nemotron_h"},
+            r"some of its layers are Mamba-2; the nearest that is read is qwen3_5_text\)",
+        ),
+        ({"model_type": "qwen2_moe"}, r"\(the nearest that is read is qwen\d_moe\): supported"),
         ({"model_type": None, "architectures": ["Mamba"]}, "unsupported architecture 'Mamba'"),
         ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu': supported is silu"),
         (
@@ -133,10 +144,20 @@ def test_a_model_around_a_language_model_is_told_as_one(
     assert values["text_config"]["model_type"] == inner
     says = (
         f"config.json: unsupported architecture '{name}': a model {kind} a language model, "
-        f"'{inner}'; .* {right}"
+        f"'{inner}'.*; .* {right}"
     )
     with pytest.raises(IsobitError, match=says):
         ModelConfig.from_hf(values)
+
+
+def test_what_is_nearest_to_a_language_model_inside_is_said() -> None:
+    values = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    with pytest.raises(
+        IsobitError, match="heads differ by layer; the nearest that is read is gemma3"
+    ):
+        ModelConfig.from_hf(values | {"vision_config": {}})
+    assert all(near in FAMILY_TABLES for _, near in UNREAD.values())
+    assert not UNREAD.keys() & FAMILY_TABLES.keys()
 
 
 def test_other_names_of_the_inner_model() -> None:

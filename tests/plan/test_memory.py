@@ -61,7 +61,9 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
         assert (found + wide - weights) / 1e9 != pytest.approx(gigabytes, rel=0.03)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3"]
+)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
     """No byte more or less, scales, routers and packs included; some matrices are no multiples of a

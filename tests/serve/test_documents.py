@@ -1,5 +1,6 @@
 """What the page says of routes and keys is what there is, and the examples run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from benchmarks.experiments import cookbook
 from isobit.rl.stepwise.losses import LOSSES
 from isobit.serve.app import make_app
 from isobit.serve.requests import NEUTRAL, Limits
@@ -152,6 +154,24 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     values = {name: figures.claims(figures.read(f"serve_{name}")) for name in ("load", "kills")}
     assert values["load"]["answers that are others than alone"] == 0
     assert values["kills"]["rounds that end otherwise than without kills"] == 0
+
+
+def test_the_page_of_the_cookbook_is_made_of_its_results() -> None:
+    """And none of the runs had sampling and training apart."""
+    page = (ROOT / "docs" / "experiments" / "cookbook.md").read_text()
+    found = json.loads((figures.RESULTS / "experiments" / "cookbook.json").read_text())
+    assert f"\n\n{cookbook.table(found)}\n\n" in page
+    assert all(f"{name} {number}" in page for name, number in found["versions"].items())
+    logged = [
+        one["metrics"][name]
+        for one in found["recipes"].values()
+        for name in cookbook.KL
+        if name in one["metrics"]
+    ]
+    assert len(logged) >= 10
+    assert all(each["zeros"] == each["of"] >= 2 for each in logged)
+    examples = (ROOT / "examples" / "cookbook.py").read_text()
+    assert all(f"\ndef {name}(" in examples for name in cookbook.RECIPES)
 
 
 def test_the_loop_of_the_page_is_the_example() -> None:

@@ -54,7 +54,9 @@ def test_demonstrations_are_turns_of_what_is_played(name: str) -> None:
     assert not shown.rewards
     calls = turns = 0
     for example in shown.train.examples[:2000]:
-        assert example.prompt[-1]["role"] != "assistant"  # type: ignore[index]
+        last = example.prompt[-1]
+        assert isinstance(last, dict)
+        assert last["role"] != "assistant"
         reply = FORMATS["pythonic"].read_text(example.columns[shown.gold])
         assert reply is None or not reply.problems
         calls += 0 if reply is None else len(reply.calls)

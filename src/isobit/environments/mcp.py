@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from isobit.errors import IsobitError, brief
 
 PROTOCOL = "2025-06-18"
 _MOST_BYTES = 1 << 28  # of a message
+_END_S = 1.0  # from the end of its output to its own
 _NO_METHOD = {"code": -32601, "message": "Method not found"}
 
 
@@ -130,9 +132,7 @@ class Server:
         with contextlib.suppress(ValueError, ServerError):  # a line without end; it is gone
             while line := await process.stdout.readline():
                 self._take(line)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        status = await process.wait()
+        status = await _ended(process)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ServerError(f"the server ended with exit code {status}"))
@@ -159,6 +159,19 @@ class Server:
             future.set_exception(ServerError(str(says)))
         else:
             future.set_result(message.get("result") or {})
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a server that says nothing more; one that goes on is killed.
+
+    Not by `process.kill()`, which reaps a process that has just ended before its status is read.
+    """
+    try:
+        return await asyncio.wait_for(process.wait(), _END_S)
+    except (asyncio.TimeoutError, TimeoutError):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        return await process.wait()
 
 
 def _text(part: Mapping[str, Any]) -> str:

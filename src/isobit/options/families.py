@@ -4,6 +4,8 @@ Without torch, which their tables need: a config names a family, and a tab compl
 in the module of `model/families/` that is named here.
 """
 
+from difflib import get_close_matches
+
 FAMILIES = {
     "llama": "llama",
     "qwen2": "qwen",
@@ -25,3 +27,26 @@ FAMILIES = {
     "glm4_moe_lite": "deepseek",
     "gpt_oss": "gpt_oss",
 }
+
+UNREAD = {
+    "gemma2": ("its scores and logits are capped", "gemma3_text"),
+    "gemma3n_text": ("its layers have embeddings of their own", "gemma3_text"),
+    "gemma4_text": ("its logits are capped, and its heads differ by layer", "gemma3_text"),
+    "deepseek_v2": ("its experts are chosen by a softmax in groups", "deepseek_v3"),
+    "deepseek_v32": ("its attention is sparse, by an indexer", "deepseek_v3"),
+    "granitemoehybrid": ("some of its layers are Mamba-2", "granite"),
+    "qwen2_vl_text": ("its positions are those of pictures too", "qwen2"),
+    "qwen2_5_vl_text": ("its positions are those of pictures too", "qwen2"),
+    "qwen3_vl_text": ("its positions are those of pictures too", "qwen3"),
+    "nemotron_h": ("some of its layers are Mamba-2", "qwen3_5_text"),
+}
+"""Families that are not read: why, and the nearest that is."""
+
+
+def nearest(name: object) -> str:
+    """What to say of a family that is not read: in brackets, or nothing."""
+    if name in UNREAD:
+        why, near = UNREAD[str(name)]
+        return f" ({why}; the nearest that is read is {near})"
+    close = get_close_matches(str(name), FAMILIES, 1, cutoff=0.7)
+    return f" (the nearest that is read is {close[0]})" if close else ""

@@ -16,6 +16,7 @@ from isobit.model.hub.checkpoint import model_folder, read_json
 from isobit.plan.cards import Machine
 from isobit.precision import Precision, precision_from
 from isobit.rl.algorithm.objective import shares_prompts
+from isobit.run.directory import model_directory
 
 _PROMPT_TOKENS = 512
 _MOST_EXPERTS = (
@@ -129,7 +130,8 @@ def job_with(
     if config.algorithm.kl_coefficient > 0:
         path = config.reference.path
         precision = precision_from(config.reference.precision or config.precision)
-        reference = (model if path is None else architecture(path), precision)
+        found = model if path is None else architecture(str(model_directory(Path(path))))
+        reference = (found, precision)
     if rewards is None:  # a reward model has no output head
         rewards = tuple(
             (architecture(m.path, tied=True), precision_from(m.precision))

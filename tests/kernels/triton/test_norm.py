@@ -118,9 +118,9 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(
 def test_the_backend_adds_the_residual_before_it_quantizes() -> None:
     ops, spec = TritonOps("bitwise", "a test", DEVICE), QuantSpec(E4M3)
     x, weight, residual = operands(4, 20, torch.bfloat16)
-    on_device = [each.to(DEVICE) for each in (x, weight, residual)]
-    found = ops.rms_norm_quantized(*on_device[:2], EPS, on_device[2], spec, "x")
-    wanted = norm.rms_norm_quantized(*on_device[:2], EPS, on_device[2], spec, flag())
+    rows, by, more = (each.to(DEVICE) for each in (x, weight, residual))
+    found = ops.rms_norm_quantized(rows, by, EPS, more, spec, "x")
+    wanted = norm.rms_norm_quantized(rows, by, EPS, more, spec, flag())
     assert equal(found[0], host(wanted[0]))
     assert same(found[1].cpu(), run(x, weight, residual)[1])
     assert not same(found[1].cpu(), x), "the control"

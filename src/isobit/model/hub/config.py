@@ -31,6 +31,7 @@ from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.model.hub.wrapped import architectures, text_of
+from isobit.options.families import nearest
 
 
 @dataclass(frozen=True)
@@ -369,8 +370,8 @@ def _family_of(values: Mapping[str, Any], where: str) -> str:
     if isinstance(name, str) and name in FAMILIES:
         return name
     raise IsobitError(
-        f"{where}: unsupported architecture {name or architectures(values)!r:.80}: supported are "
-        f"{', '.join(FAMILIES)}"
+        f"{where}: unsupported architecture {name or architectures(values)!r:.80}{nearest(name)}: "
+        f"supported are {', '.join(FAMILIES)}"
     )
 
 

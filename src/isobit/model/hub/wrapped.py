@@ -6,6 +6,7 @@ from typing import Any
 
 from isobit.errors import IsobitError, listed
 from isobit.model.families import FAMILIES
+from isobit.options.families import nearest
 
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _OUTSIDE = ("tie_word_embeddings", "quantization_config") + tuple(
@@ -31,6 +32,7 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     kind = f"a model for {' and '.join(seen)} that wraps" if seen else "a model around"
     one = "a language model of its own" if inner is None else f"a language model, {inner!r:.80}"
     right = f"whose config.json says {inner}" if family is not None else f"of {', '.join(FAMILIES)}"
+    one = one if family is not None else f"{one}{nearest(inner)}"
     raise IsobitError(
         f"{where}: unsupported architecture {name or architectures(values)!r:.80}: {kind} {one}; "
         f"only models of text are read: give a checkpoint of the language model alone, {right}"
