@@ -39,6 +39,9 @@ NOT_BY_A_RUN = {
     "FleetSettings.cpus_per_engine",
     "FleetSettings.gpus_per_engine",
     "FleetSettings.deadline_s",
+    # by the config itself: `Config.most_tokens`, and the refusal of fork
+    "EnvironmentConfig.max_tokens",
+    "EnvironmentConfig.history",
     # by an MCP server (tests/environments)
     "McpServer.command",
     "McpServer.environment",
@@ -119,7 +122,7 @@ RUNS = (
     ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, updates_per_batch: 2}}"),
     (
         "algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, "
-        "decoupled_rewards: true}",
+        "decoupled_rewards: true, entropy_target: 9}",
     ),
     ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
     ("optimizer={name: muon}", "serve.port=0"),
