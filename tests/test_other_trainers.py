@@ -28,6 +28,8 @@ NOT_OF_GRPO_CONFIG = {"model", "train_dataset", "eval_dataset", "reward_funcs"} 
     "lora_r",
     "lora_alpha",
     "lora_target_modules",
+    "lora_dropout",
+    "use_rslora",
 }
 """Of GRPOTrainer, and of ModelConfig."""
 NOT_OF_THE_YAML = {

@@ -4,6 +4,7 @@ ones are noticed."""
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from isobit.model.forward.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.precision import Calibration
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
+from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.train import resume, train
 from tests.models import require, tiny_model
 from tests.runs import fingerprint, write_config
@@ -140,18 +142,17 @@ def _spied_run(
     """A run; and, of every rollout in it, the scales that it had and the masters that it was of."""
     scales: list[KVScales] = []
     masters: list[dict[str, torch.Tensor]] = []
-    generate = Engine.generate
+    sample = ClaimedGroups.__call__
 
-    def spy(self: Engine, *arguments: object, **options: object) -> object:
-        assert self.model.transformer.kv_scales is not None
-        assert self.model.transformer.kv_scales.version == self.model.weights_version
-        scales.append(self.model.transformer.kv_scales)
-        masters.append(
-            {name: p.detach().clone() for name, p in self.model.named_parameters().items()}
-        )
-        return generate(self, *arguments, **options)  # type: ignore[arg-type]
+    def spy(self: ClaimedGroups, *arguments: Any) -> object:
+        model = self._engine.model
+        assert model.transformer.kv_scales is not None
+        assert model.transformer.kv_scales.version == model.weights_version
+        scales.append(model.transformer.kv_scales)
+        masters.append({name: p.detach().clone() for name, p in model.named_parameters().items()})
+        return sample(self, *arguments)
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    monkeypatch.setattr(ClaimedGroups, "__call__", spy)
     settings = {"precision": precision, "optimizer": {"learning_rate": 1e-2}, "steps": 3}
     result = train(load_config(write_config(folder, base_model, **settings)))
     return result.run_dir, scales, masters

@@ -210,8 +210,8 @@ def test_a_strangers_config_is_bounded(config: Path, refused: Refused, tmp_path:
     assert "50,331,648 experts in all layers: expected at most 65,536" in refused("plan", config)
     file.write_text("[]")
     assert "config.json: expected a JSON object" in refused("plan", config)
-    file.write_text(json.dumps({"model_type": "deepseek_v3"}))
-    assert "unsupported architecture 'deepseek_v3'" in refused("plan", config)
+    file.write_text(json.dumps({"model_type": "rwkv7"}))
+    assert "unsupported architecture 'rwkv7'" in refused("plan", config)
 
 
 def test_numbers_without_end_are_refused(config: Path, refused: Refused) -> None:

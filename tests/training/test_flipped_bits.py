@@ -152,7 +152,7 @@ FLIPS = [
         the_copy_of_a_second_engine,
         (Policy, "sync", 2),
         TWO_ENGINES,
-        "the rollout's working weight layers.0.qkv",
+        "the rollout's working weight layers.0.o",
         1,
     ),
     (the_reference, (Policy, "sync", 2), REFERENCE, "working weight layers.0.qkv", 1),

@@ -104,7 +104,7 @@ def test_the_date_of_a_run_is_that_of_its_beginning(
     assert json.loads(Path("again/machine.json").read_text())["date"] == began
     asked = []
 
-    def measured(engine: Engine, examples: Sequence[Example], *_: object) -> None:
+    def measured(engine: Engine, examples: Sequence[Example], *_: object, **__: object) -> None:
         asked.append(engine.model.tokenizer.render_chat(examples[0].prompt))  # type: ignore[arg-type]
         raise RunFailed("enough")
 

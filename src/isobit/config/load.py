@@ -77,7 +77,7 @@ def load_sft_config(
     given = _with_run_dir(found)
     changes = [f"run.dir={o[4:]}" if o.startswith("out=") else o for o in overrides]
     values, _ = read_source(in_its_order(given, began), changes)
-    return _parse_own(SftConfig, values, where, given, source)
+    return _parse_own(SftConfig, values, where, found, source)
 
 
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def _refuse_other(schema: type, given: Mapping[str, Any], where: str, reason: st
     """Raise IsobitError where a file is a config of another command: all that it has another has,
     and this one has not. `reason`: what is wrong with it as one of this command, which is said too
     where a single key decides."""
-    unknown = unknown_keys(given, schema)
-    left = {other: unknown_keys(given, other) for other in _COMMANDS}
+    unknown = _unknown(given, schema)
+    left = {other: _unknown(given, other) for other in _COMMANDS}
     other = min(left, key=lambda each: len(left[each]))
     if left[other] < unknown:
         own, command = sorted(unknown - left[other]), _COMMANDS[other]
@@ -183,6 +183,13 @@ def _refuse_other(schema: type, given: Mapping[str, Any], where: str, reason: st
             f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(own) == 1 else ""
         )
         raise IsobitError(f"{text}; run isobit {command} {where}{meant}") from None
+
+
+def _unknown(given: Mapping[str, Any], schema: type) -> set[str]:
+    """The keys of a file that a command does not know."""
+    if schema is not SftConfig or "out" not in given:
+        return unknown_keys(given, schema)
+    return unknown_keys({key: value for key, value in given.items() if key != "out"}, schema)
 
 
 def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> None:

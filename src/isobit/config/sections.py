@@ -93,11 +93,11 @@ class AdapterConfig:
         int, at_least(1), "rank of the factors A [rank, inputs] and B [outputs, rank]"
     ] = 32
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
-    rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
         "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",
     ] = (ALL_LINEAR,)
+    rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     init: Annotated[
         str | None, "a PEFT folder to start from; default: A is random by the seed, B is zero"
     ] = None

@@ -45,8 +45,8 @@ UNREAD = {
 
 def nearest(name: object) -> str:
     """What to say of a family that is not read: in brackets, or nothing."""
-    if name in UNREAD:
-        why, near = UNREAD[str(name)]
+    if isinstance(name, str) and name in UNREAD:
+        why, near = UNREAD[name]
         return f" ({why}; the nearest that is read is {near})"
     close = get_close_matches(str(name), FAMILIES, 1, cutoff=0.7)
     return f" (the nearest that is read is {close[0]})" if close else ""
