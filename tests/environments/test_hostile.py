@@ -409,7 +409,8 @@ def test_calls_of_all_episodes_overlap_async_or_not(path: str) -> None:
 
 
 def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
-    """Five hundred episodes that stay open; kept results alone would be 32 MB a turn."""
+    """Five hundred episodes that stay open; kept results alone would be 96 MB at the end. How many
+    threads allocate at once is not the same each time, which moves the process by some 20 MB."""
     with EnvironmentPool(EnvironmentConfig(factory=f"{path}:Box", max_turns=9)) as pool:
         for key in range(500):
             pool.begin(key, PROMPT, {})
@@ -423,7 +424,7 @@ def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
             replies(pool, 500)
             status = Path(f"/proc/{process.pid}/status").read_text()
             sizes.append(int(status.partition("VmRSS:")[2].split()[0]))
-        assert sizes[-1] - sizes[0] < 16_000, f"{sizes} KB"
+        assert sizes[-1] - sizes[0] < 48_000, f"{sizes} KB"
 
 
 @pytest.mark.parametrize(
