@@ -15,10 +15,9 @@ from isobit.rewards.sandbox.launch import check_cage
 from isobit.run.directory import read_jsonl
 from isobit.tasks import Task, TaskSettings, load_task
 from isobit.tasks.calculator import python
-from isobit.tasks.calculator import reward as calculated
 from isobit.tasks.guess import Guess
 from isobit.tasks.lookup import KINDS, NOTHING, Library, corpus_of
-from isobit.tasks.lookup import reward as found_out
+from isobit.tasks.turns import correct
 from isobit.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,13 +82,13 @@ def test_the_tool_runs_in_the_cage() -> None:
     assert "1" not in python("-" * 200_000 + "1")  # what a parser gives up on
 
 
-@pytest.mark.parametrize(("reward", "column"), [(calculated, "8"), (found_out, "devasi")])
-def test_only_the_last_answer_counts(reward: Any, column: str) -> None:
+@pytest.mark.parametrize("column", ["8", "devasi"])
+def test_only_the_last_answer_counts(column: str) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
     tool = {"role": "tool", "name": "f", "content": column}
     right, wrong = ({"role": "assistant", "content": text} for text in (f" {column}\n", "no"))
     said = [[right], [call, tool, right], [call, tool, wrong], [call, tool], [right, tool, call]]
-    assert reward([None] * 5, said, [column] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert correct([None] * 5, said, [column] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_an_answer_takes_two_searches() -> None:

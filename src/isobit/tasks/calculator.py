@@ -9,17 +9,15 @@ answered by a call of the tool in most and by the number itself in the others (`
 question with the call and its result, which is answered by the number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from isobit.data.answers import completion_text
-from isobit.data.dataset import Dataset, Example, Message
+from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.options.declare import Pattern, at_least, at_most
 from isobit.options.reading import OptionError
 from isobit.rewards.sandbox.launch import Limits, run_caged, side
-from isobit.rewards.spec import RewardSpec
 from isobit.tasks.arithmetic import gold_answer
 from isobit.tasks.task import (
     PRINTABLE,
@@ -31,8 +29,8 @@ from isobit.tasks.task import (
     refuse_file_settings,
     task_options,
 )
+from isobit.tasks.turns import CORRECT, user_says
 
-REWARD = RewardSpec("isobit.tasks.calculator:reward", name="correct")
 DEFAULT_HELD_OUT_SIZE = 256
 CALL = '[python(code="{}")]'
 """How demonstrations call the tool (`environment.parser: pythonic`)."""
@@ -100,7 +98,7 @@ def load(settings: TaskSettings) -> Task:
         "calculator",
         Dataset(train, settings.seed, settings.shuffle),
         Dataset(held_out, settings.seed),
-        () if options.demonstrations else (REWARD,),
+        () if options.demonstrations else (CORRECT,),
         gold="said" if options.demonstrations else "answer",
         alphabet=PRINTABLE,
     )
@@ -137,13 +135,13 @@ def _question(
 ) -> Example:
     operator, left, right, _ = problem
     answer = gold_answer(operator, left, right)
-    return Example(index, [_user(f"{left}{operator}{right}=")], {"answer": answer})
+    return Example(index, [user_says(f"{left}{operator}{right}=")], {"answer": answer})
 
 
 def _turn(index: int, problem: tuple[str, int, int, int], options: CalculatorOptions) -> Example:
     operator, left, right, number = problem
     asked, answer = f"{left}{operator}{right}", gold_answer(operator, left, right)
-    chat, call = [_user(f"{asked}=")], CALL.format(asked)
+    chat, call = [user_says(f"{asked}=")], CALL.format(asked)
     if number % 2:
         direct = (number >> 8) % 1000 < 1000 * options.direct
         return Example(index, chat, {"said": answer if direct else call})
@@ -164,17 +162,3 @@ def python(code: str) -> str:
         return "error: it was stopped"
     text = outcomes[0].output.strip()[:_MOST_CHARACTERS]
     return "".join(c if c in PRINTABLE else "?" for c in text)
-
-
-def reward(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
-) -> list[float]:
-    """1.0 where the last answer of an episode, outer white space aside, is the number and nothing
-    else, else 0.0."""
-    return [
-        float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}

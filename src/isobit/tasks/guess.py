@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, Message, permutation
+from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, permutation
 from isobit.environments.base import Step, Turn
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
@@ -29,6 +29,7 @@ from isobit.tasks.task import (
     refuse_file_settings,
     task_options,
 )
+from isobit.tasks.turns import user_says
 
 DEFAULT_HELD_OUT_SIZE = 256
 _HELD_OUT_RANGES = 8  # one of so many
@@ -96,7 +97,7 @@ def _game(options: GuessOptions, lows: list[int], index: int, draws: Iterator[in
         "guesses": options.guesses,
         "dense": options.reward == "dense",
     }
-    return Example(index, [_user(f"{low}-{columns['high']}")], columns)
+    return Example(index, [user_says(f"{low}-{columns['high']}")], columns)
 
 
 def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> list[Example]:
@@ -105,7 +106,7 @@ def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> li
     while len(found) < size:
         game = _game(options, lows, 0, draws)
         low, high, secret = (game.columns[key] for key in ("low", "high", "secret"))
-        chat = [_user(f"{low}-{high}")]
+        chat = [user_says(f"{low}-{high}")]
         for _ in range(options.guesses):
             guess = low + next(draws) % (high - low + 1)
             found.append(Example(len(found), list(chat), {"guess": str(guess)}))
@@ -113,7 +114,7 @@ def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> li
                 break
             low, high = left_after(low, high, guess, secret)
             said = {"role": "assistant", "content": str(guess)}
-            chat += [said, _user(">" if secret > guess else "<")]
+            chat += [said, user_says(">" if secret > guess else "<")]
     return found[:size]
 
 
@@ -142,14 +143,10 @@ class Guess:
         elif guess is not None:
             self._low, self._high = left_after(self._low, self._high, guess, self._secret)
         done = guess == self._secret or turn.number + 1 >= self._guesses
-        return Step((_user(hint),), self._reward(guess == self._secret), done)
+        return Step((user_says(hint),), self._reward(guess == self._secret), done)
 
     def _reward(self, found: bool) -> float:
         if found or not self._dense:
             return float(found)
         left = self._high - self._low + 1
         return math.log(self._numbers / left) / math.log(self._numbers)
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}

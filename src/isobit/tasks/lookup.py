@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from isobit.data.answers import completion_text
-from isobit.data.dataset import Dataset, Example, Message
+from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
-from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
     PRINTABLE,
     SEED,
@@ -33,8 +31,8 @@ from isobit.tasks.task import (
     refuse_file_settings,
     task_options,
 )
+from isobit.tasks.turns import CORRECT, user_says
 
-REWARD = RewardSpec("isobit.tasks.lookup:reward", name="correct")
 DEFAULT_HELD_OUT_SIZE = 96
 KINDS = ("river", "tree", "lord")
 CALL = '[search(query="{}")]'
@@ -90,7 +88,7 @@ def load(settings: TaskSettings) -> Task:
         "lookup",
         Dataset(train, settings.seed, settings.shuffle),
         Dataset(make(options, corpus, people[:barred])[:size], settings.seed),
-        () if options.demonstrations else (REWARD,),
+        () if options.demonstrations else (CORRECT,),
         gold="said" if options.demonstrations else "answer",
         alphabet=PRINTABLE,
     )
@@ -127,7 +125,7 @@ def _questions(options: LookupOptions, corpus: Corpus, people: Sequence[str]) ->
     return [
         Example(
             index,
-            [_user(f"{kind} of {person}?")],
+            [user_says(f"{kind} of {person}?")],
             {"answer": corpus.facts[corpus.homes[person], kind], **sizes},
         )
         for index, (person, kind) in enumerate(asked)
@@ -140,7 +138,7 @@ def _turns(options: LookupOptions, corpus: Corpus, people: Sequence[str]) -> lis
     for person in people:
         town = corpus.homes[person]
         for kind in KINDS:
-            chat, name = [_user(f"{kind} of {person}?")], corpus.facts[town, kind]
+            chat, name = [user_says(f"{kind} of {person}?")], corpus.facts[town, kind]
             careless = next(draws) % 1000 < 1000 * options.careless
             said = town if careless else CALL.format(f"{town} {kind}")
             for answer, result in (
@@ -192,17 +190,3 @@ def _index(people: int, towns: int, seed: int) -> sqlite3.Connection:
     lines = [(line,) for line in corpus_of(people, towns, seed).lines]
     index.executemany("INSERT INTO lines VALUES (?)", lines)
     return index
-
-
-def reward(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
-) -> list[float]:
-    """1.0 where the last answer of an episode, outer white space aside, is the name and nothing
-    else, else 0.0."""
-    return [
-        float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
