@@ -141,8 +141,6 @@ class Config:
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
-        if self.environment.used:
-            self._check_environment()
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
@@ -215,14 +213,6 @@ class Config:
             raise IsobitError(
                 "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
                 "decoupled_rewards and overlong_buffer out"
-            )
-
-    def _check_environment(self) -> None:
-        """Raise IsobitError for what takes no episodes of several turns yet."""
-        if self.environment.history == "fork":
-            raise IsobitError(
-                "environment.history: fork is not offered yet; set history: append, and a chat "
-                "template that keeps the past as it wrote it (model.chat_template)"
             )
 
     def _check_serve(self) -> None:

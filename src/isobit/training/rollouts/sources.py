@@ -226,4 +226,5 @@ def sample_of(completion: Completion, step: int = 0) -> Sample:
         if completion.completion_mask is None
         else tuple(completion.completion_mask),
         episode=completion.episode,
+        forks=completion.forks,
     )
