@@ -16,6 +16,7 @@ from isobit.model.text.tool_formats.base import Reply
 from isobit.model.text.tool_formats.harmony import MARKS
 from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
 from isobit.serve.answers import Asked, ChoiceStream
+from isobit.serve.prompts import Front
 from tests.model.test_appending import of_file
 
 from .helpers import ALPHABET
@@ -100,7 +101,7 @@ def answered(
         tools=[{}] if tools else (),
     )
     reason, message = asked.message(completion)
-    stream, pieces = ChoiceStream(asked, 0, 0), list[dict[str, Any]]()
+    stream, pieces = ChoiceStream(asked, 0, 0, Front()), list[dict[str, Any]]()
     for token in ids:
         stream.feed(token, 0.0, [])
         pieces += [piece["delta"] for piece in [stream.take()] if piece is not None]
