@@ -13,6 +13,7 @@ from isobit.config.sections import (
     CHAT_TEMPLATE,
     CHAT_TEMPLATE_KWARGS,
     CONSISTENCY,
+    EPOCHS,
     ON_MISMATCH,
     PRECISION,
     AdapterConfig,
@@ -84,6 +85,7 @@ class Config:
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
     steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
         at_least(0),
@@ -168,6 +170,11 @@ class Config:
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
+            )
+        if self.epochs is not None and algorithm.dynamic_sampling:
+            raise IsobitError(
+                "epochs: under algorithm.dynamic_sampling a step takes as many prompts as it needs, "
+                "so no number of steps is an epoch: give steps"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
@@ -389,6 +396,7 @@ class SftConfig:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     loss: Annotated[
         str,

@@ -42,6 +42,10 @@ CONSISTENCY = (
     "compute both. exact: the same with sums in float64, on a CPU. fast: the libraries' products, "
     "whose bits may depend on the batch"
 )
+EPOCHS = (
+    "passes over the training data, in place of steps: as many steps as that takes, rounded up; the "
+    "run's config.yaml keeps their number"
+)
 ON_MISMATCH = (
     "what a run does if the bits of a token differ between rollout and learner although they share "
     "one flow under bitwise or exact. stop: it ends before it learns from the batch. warn: it "

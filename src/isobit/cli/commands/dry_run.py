@@ -25,7 +25,7 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
 from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.parts import Parts
-from isobit.training.resolved import objective_of
+from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
 from isobit.training.session.assembly import Tools, open_parts
 from isobit.training.session.cautions import cautions
@@ -67,6 +67,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
     check_evaluation(config, task)
     model = described_model(config, task)
     lessons = lessons_of(task, model, config, quiet=False)
+    config = in_steps(config, len(lessons.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     loss = f"{config.loss} with beta {config.beta}" if config.of_pairs else config.loss
     held_out = 0 if lessons.asked is None else len(lessons.asked.examples)
@@ -97,6 +98,7 @@ def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, s
     model = described(base, adapter, text_rules(config))
     new_tokens = config.sampling.max_new_tokens
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
+    config = in_steps(config, len(fitted.task.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"

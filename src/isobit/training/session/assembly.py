@@ -43,7 +43,7 @@ from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.resolved import Resolved, resolve
+from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.running.machine import date_of, machine_facts
@@ -151,6 +151,7 @@ def _put_together(
     config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
 ) -> Parts:
     model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
+    config = in_steps(config, len(task.train))
     other = (
         ()
         if recorded is None

@@ -29,6 +29,7 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import model_named
+from isobit.training.resolved import in_steps
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.sft.batches import given
@@ -142,6 +143,7 @@ def open_parts(
     check_evaluation(config, task)
     model = initial_model(config, task, ranks, began, checkpoint)
     lessons = lessons_of(task, model, config, quiet or not ranks.first)
+    config = in_steps(config, len(lessons.train))
     tokens = _micro_batch_tokens(config, lessons, model, ranks)
     config = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
     reference = _reference(config, model, task) if config.of_pairs else None
