@@ -159,6 +159,7 @@ METRICS: dict[str, str] = {
     "serve/requests": "requests of others that were answered during the step (serve.port)",
     "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
+    "prompts/skipped": "prompts that the curriculum passed over before those of the step",
     "weights_version": "syncs of the working weights since the model was loaded",
     "time/sync": "seconds: requantizing the working weights, and sending and checking them with "
     "separate engines",

@@ -85,6 +85,7 @@ def restore(
         queue,
         counted.get("unrecorded"),
         head=ranks.broadcast_result(lambda: head_of(checkpoint)),
+        solved={int(index): part for index, part in counted.get("solved", {}).items()},
     )
     if state.step > config.steps:
         raise IsobitError(

@@ -137,6 +137,7 @@ class Session(OpenRun):
             self.display.note,
             prompts_per_step=self.config.prompts_per_step,
             steps=self.config.steps,
+            curriculum=self.config.curriculum,
             reference_kl=parts.learner.reference_kl if self.objective.kl_in_reward else None,
             before_scoring=(lambda: None) if learned is None else learned.wait,
             meanwhile=None if parts.serving is None else parts.serving.meanwhile,
