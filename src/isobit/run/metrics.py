@@ -25,6 +25,8 @@ METRICS: dict[str, str] = {
     "is correct (unbiased)",
     "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most "
     "of k samples is correct",
+    "evaluation/stopped": "1 in the step whose evaluation ended the run (evaluation.stop_at, "
+    "evaluation.patience)",
     "accuracy/tag/*": "accuracy/held_out of the prompts with one value of the tag",
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",

@@ -334,16 +334,19 @@ def _held_out(
     held_out = PeriodicEvaluation(
         engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
     )
-    held_out.check_metric(config.evaluation.best_by)
+    held_out.check_metric("best_by", config.evaluation.best_by)
+    if config.evaluation.stops:
+        held_out.check_metric("stop_by", config.evaluation.stop_by)
     return held_out
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
-    temperature = evaluation.temperature or config.sampling.temperature
+    given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: value for name, value in given.items() if value is not None}
     return EvaluationPlan(
-        replace(config.sampling, seed=seed, temperature=temperature),
+        replace(config.sampling, seed=seed, **asked),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,

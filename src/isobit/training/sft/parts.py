@@ -13,7 +13,7 @@ from isobit.config import SftConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.model import Model, ModelConfig
 from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
@@ -208,10 +208,20 @@ def check_evaluation(config: SftConfig, task: Task) -> None:
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    if config.evaluation.stop_at is not None and not task.rewards:
+    evaluation = config.evaluation
+    name, accuracy = evaluation.stop_by, "accuracy/held_out"
+    known = ["loss/held_out", *([accuracy] if task.rewards else [])]
+    known += ["preference/held_out_accuracy"] if config.of_pairs else []
+    if evaluation.stops and name == accuracy and not task.rewards:
+        key = "patience" if evaluation.stop_at is None else "stop_at"
         raise IsobitError(
-            f"evaluation.stop_at: task {config.task.name!r} has no reward, so there is no accuracy "
-            "to reach"
+            f"evaluation.{key}: task {config.task.name!r} has no reward, so there is no accuracy "
+            "to reach; set evaluation.stop_by: loss/held_out"
+        )
+    if evaluation.stops and name not in known:
+        raise IsobitError(
+            f"evaluation.stop_by: the evaluation has no metric {brief(name)!r}; "
+            f"{did_you_mean(name, known)}"
         )
 
 
