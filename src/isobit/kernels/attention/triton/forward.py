@@ -43,6 +43,8 @@ _FEW_ROWS = 32
 """Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where
 `put_rows_first`."""
 _KEYS_PER_SPLIT = 512
+_INSTRUCTION = 16
+"""Channels that a matrix instruction takes at a time, of 16-bit operands."""
 _MOST_PARTIALS = (
     1 << 26
 )  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
@@ -151,10 +153,11 @@ def attention(
 
 
 def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> dict[str, object]:
-    """How a tile is multiplied: its sides, and whether codes are read in pairs."""
+    """How a tile is multiplied: its sides, and whether codes are read in pairs. Channels are at
+    least as many as one instruction takes, of pairs the even ones and the odd ones each."""
     keys_first = block.rows <= _FEW_ROWS
     paired = store.kv is not None and dtype == torch.bfloat16 and dim % 2 == 0
-    width = max(16, triton.next_power_of_2(dim))
+    width = max(2 * _INSTRUCTION if paired else _INSTRUCTION, triton.next_power_of_2(dim))
     values = width // 2 if paired else width
     if keys_first and dtype != torch.float32 and target().matrix != "warp":
         values = max(
