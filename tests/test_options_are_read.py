@@ -127,6 +127,10 @@ RUNS = (
     ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
     ("optimizer={name: muon}", "serve.port=0"),
     (
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+    ),
+    (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "
         "off_policy_mask_threshold: 0.1}",
         "optimizer={schedule: cosine, warmup_steps: 1}",
