@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from isobit.config import load_config
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
+from isobit.model import RewardModel
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests import warm
@@ -19,6 +20,7 @@ from tests.dialogues import TEMPLATE
 from tests.distributed.sessions import trained
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
+from tests.training.test_scoring import reward_model
 
 ENVIRONMENT = '''
 import os, random, time
@@ -44,6 +46,16 @@ class Counting:
         message = {"role": "user", "content": f"{self.digits} so far"}
         return Step((message,), self.digits / 10, done=self.number >= self.turns)
 '''
+
+
+COUNTED = """
+def roles(completions, **columns):
+    return [float(sum(m['role'] == 'user' for m in c)) for c in completions]
+
+
+def counted(environments, **columns):
+    return [float(e.number) for e in environments]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +197,20 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("step", "model.safetensors", "completions")}
 
 
-def test_a_run_replays_without_calling_a_tool(tmp_path: Path, chat_model: Path) -> None:
-    first = run(tmp_path, chat_model)
-    called = (tmp_path / "called.txt").read_text()
-    assert called
+def test_a_run_replays_without_an_environment(tmp_path: Path, chat_model: Path) -> None:
+    """Whose file may be gone, also where it scored; the control asks held-out prompts, and needs
+    it."""
+    (tmp_path / "rewards.py").write_text(COUNTED)
+    functions = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("roles", "counted")]
+    own = ["algorithm.decoupled_rewards=true"]  # which takes each reward by its name and weight
+    first = run(tmp_path, chat_model, *own, rewards={"functions": functions})
+    assert (tmp_path / "called.txt").read_text()
+    for name in ("counting.py", "called.txt", "rewards.py"):
+        (tmp_path / name).unlink()
     again = replay(first.run_dir, tmp_path / "again")
-    assert (tmp_path / "called.txt").read_text() == called
+    assert not (tmp_path / "called.txt").exists()
+    with pytest.raises(IsobitError, match=r"environment.factory.*counting.py"):
+        replay(first.run_dir, tmp_path / "control", ["evaluation.every=1"])
     for name in ("model.safetensors", "trainer/optimizer.safetensors", "completions"):
         assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
 
@@ -241,12 +261,7 @@ def test_dynamic_sampling_and_rollouts_ahead(tmp_path: Path, chat_model: Path) -
 
 def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path) -> None:
     """Every message under TRL's name, and the environment of each where they ask for it."""
-    (tmp_path / "rewards.py").write_text(
-        "def roles(completions, **columns):\n"
-        "    return [float(sum(m['role'] == 'user' for m in c)) for c in completions]\n"
-        "def counted(environments, **columns):\n"
-        "    return [float(e.number) for e in environments]\n"
-    )
+    (tmp_path / "rewards.py").write_text(COUNTED)
     functions = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("roles", "counted")]
     result = run(tmp_path, chat_model, rewards={"functions": functions})
     for row in rows_of(result.run_dir):
@@ -254,12 +269,54 @@ def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path)
         assert row["reward"] == pytest.approx(sum(row["rewards"].values()))
 
 
+def test_a_reward_model_scores_conversations(tmp_path: Path, chat_model: Path) -> None:
+    """Up to the model's last answer, beside the environment's own reward; the control is the last
+    answer alone. One whose template refuses them says so in one line."""
+    judge = reward_model(tmp_path / "judge", max_positions=256, alphabet=ALPHABET)
+    (judge / "chat_template.jinja").write_text(TEMPLATE)
+    models = {"models": [{"path": str(judge), "weight": 0.5}]}
+    result = run(tmp_path, chat_model, "steps=1", rewards=models)
+    model, wrong = RewardModel.load(judge), 0
+    for row in rows_of(result.run_dir):
+        messages = row["episode"]["messages"]
+        prompt = [{"role": "user", "content": row["prompt_rendered"][5:-9]}]
+        scores = model.score(
+            [model.encode(prompt, messages[:-1]), model.encode(prompt, messages[-2:-1])]
+        )
+        assert row["rewards"]["reward_model"] == scores[0]
+        assert row["reward"] == pytest.approx(row["rewards"]["Counting"] + 0.5 * scores[0])
+        wrong += scores[0] != scores[1]
+    assert wrong == sum(row["episode"]["turns"] > 1 for row in rows_of(result.run_dir)) > 0
+    refusing = "{{ raise_exception('no users after answers') if messages|length > 2 }}" + TEMPLATE
+    (judge / "chat_template.jinja").write_text(refusing)
+    with pytest.raises(
+        RunFailed, match=r"reward model reward_model, sample .*no users after"
+    ) as raised:
+        run(tmp_path / "refused", chat_model, "steps=1", rewards=models)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_reset_adds_is_in_the_prompt_of_rewards(tmp_path: Path, chat_model: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def asked(prompts, answer, **columns):\n"
+        "    return [float(p[-1]['content'].endswith(a[-1] + '?')) for p, a in zip(prompts, answer)]\n"
+    )
+    functions = [f"{tmp_path / 'rewards.py'}:asked"]
+    path = config_of(tmp_path, chat_model, rewards={"functions": functions}, steps=1)
+    own = tmp_path / "counting.py"
+    own.write_text(
+        own.read_text().replace("number = 0\n", "number = 0\n        return answer[-1] + '?'\n")
+    )
+    for row in rows_of(train(load_config(path)).run_dir):
+        assert row["rewards"]["asked"] == 1.0
+        assert row["episode"]["prompt"][0]["content"].endswith("?")
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"task.chat": False}, "set task.chat: true"),
         ({"environment.history": "fork"}, "history: fork is not offered yet"),
-        ({"rewards.models": [{"path": "x"}]}, "reward models do not read conversations"),
     ],
 )
 def test_what_is_not_offered_is_refused_in_one_line(

@@ -242,11 +242,6 @@ class Config:
                 "environment.history: fork is not offered yet; set history: append, and a chat "
                 "template that keeps the past as it wrote it (model.chat_template)"
             )
-        if self.rewards.models:
-            raise IsobitError(
-                "environment: reward models do not read conversations with tools yet; give "
-                "rewards.functions, or the environment's own reward"
-            )
 
     def _check_serve(self) -> None:
         """Raise IsobitError where the policy of a run cannot be served."""

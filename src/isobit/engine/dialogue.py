@@ -83,6 +83,8 @@ class Dialogue:
         )
         turn = turn_of(number, answer, self.tokenizer, self.parser, tools)
         message: Message = {"role": "assistant", "content": turn.content}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
         if turn.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": _given(c.arguments)}}

@@ -19,11 +19,12 @@ from itertools import groupby
 from typing import Any
 
 from isobit.data.dataset import Example, Message
+from isobit.data.dataset import Prompt as DataPrompt
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import OnGroup, Progress
 from isobit.engine.groups import AskedEngine, OpenGroups
 from isobit.engine.prompts import Prompt
-from isobit.engine.sequences import Stats, summed
+from isobit.engine.sequences import Stats, added_seconds, summed
 from isobit.engine.types import Completion, Request, Sampling
 from isobit.environments.base import Reply
 from isobit.environments.recorded import EpisodeRecord
@@ -60,6 +61,12 @@ class _Open:
         """As its environment has changed it."""
         changed = None if self.began is None else self.began.prompt
         return self.given if changed is None else changed
+
+    @property
+    def changed_prompt(self) -> DataPrompt | None:
+        """What its environment has made of the prompt; None: it is as it was given."""
+        changed = None if self.began is None else self.began.prompt
+        return None if changed is None or list(changed) == list(self.given) else changed
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -168,7 +175,8 @@ class Episodes:
         episode.problem = episode.problem or reply.problem
         for use in reply.uses:
             episode.uses.append((use.name, use.error))
-            self.stats.tool_s += use.seconds
+            took = {use.name: use.seconds}
+            self.stats.tool_s = added_seconds(self.stats.tool_s, took)
         if episode.began is None:
             episode.began = reply
             if all(each.began is not None for each in self._groups[episode.group]):
@@ -275,6 +283,7 @@ class Episodes:
             dict(rewards),
             episode.done,
             episode.problem,
+            episode.changed_prompt,
         )
         self.stats.episodes += 1
         reason = "length" if episode.cut else completion.finish_reason

@@ -8,6 +8,7 @@ which are the model's.
 from dataclasses import dataclass
 from typing import Annotated
 
+from isobit.data.dataset import Prompt
 from isobit.environments.recorded import EpisodeRecord
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
@@ -183,6 +184,12 @@ class Completion:
         return (
             [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
         )
+
+
+def asked_in(prompt: Prompt, completion: Completion) -> Prompt:
+    """The prompt of a row, or what an environment has made of it for this completion."""
+    changed = None if completion.episode is None else completion.episode.prompt
+    return prompt if changed is None else changed
 
 
 def said_in(completion: Completion) -> str | EpisodeRecord:

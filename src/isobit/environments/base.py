@@ -24,8 +24,9 @@ class Call:
 @dataclass(frozen=True)
 class Turn:
     """One answer of the model, as an environment sees it. `number` counts from 0; `text` is the
-    whole answer and `content` what is left of it without its calls and thoughts. `problems` say, a
-    line each, why what looks like a call is none. `truncated`: it ended at a length limit."""
+    whole answer, `content` what is left of it without its calls and thoughts, and `reasoning` its
+    thoughts. `problems` say, a line each, why what looks like a call is none. `truncated`: it ended
+    at a length limit."""
 
     number: int
     text: str
@@ -33,6 +34,7 @@ class Turn:
     calls: tuple[Call, ...] = ()
     problems: tuple[str, ...] = ()
     truncated: bool = False
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

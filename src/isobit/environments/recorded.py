@@ -21,7 +21,7 @@ class EpisodeRecord:
     that was carried out, its name and the line that says how it failed (None: it did not).
     `rewards`: what its environment and the reward functions that ask for it say, by name; None is
     unscored. `done`: the environment ended it, and no limit did. `problem`: how the environment
-    itself went wrong, in one line."""
+    itself went wrong, in one line. `prompt`: as reset has changed it; None: it is the row's."""
 
     turns: int
     messages: tuple[Message, ...]
@@ -29,21 +29,30 @@ class EpisodeRecord:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     done: bool = True
     problem: str | None = None
+    prompt: Prompt | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
-        return {
+        """Plain values for `json.dumps`; a prompt that is the row's is left out."""
+        values = {
             **vars(self),
             "messages": list(self.messages),
             "uses": [list(use) for use in self.uses],
             "rewards": dict(self.rewards),
         }
+        return {name: value for name, value in values.items() if name != "prompt" or value}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
         """The inverse of `to_json`."""
         uses = tuple((str(name), error) for name, error in values["uses"])
         return EpisodeRecord(**{**values, "messages": tuple(values["messages"]), "uses": uses})
+
+    def said(self) -> list[Message]:
+        """The conversation up to the model's last answer."""
+        found = list(self.messages)
+        while found and found[-1].get("role") != "assistant":
+            found.pop()
+        return found
 
     def observations(self) -> list[Sequence[Message]]:
         """The environment's messages after each turn."""

@@ -253,7 +253,8 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         exchanged = 2 * gradient_bucket(job.model, config.adapter)
     several = tokens < batch or config.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
-    taken = learning_bytes(model, level, kept=not several).at(rows, exchanged)
+    entropy = config.algorithm.may_use_entropy
+    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged)
     if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if (

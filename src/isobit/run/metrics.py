@@ -2,11 +2,12 @@
 definition.
 
 `python -m isobit.run.metrics` prints docs/metrics.md. A name that is not here cannot be logged.
-Names that end in `*` stand for a family (one per reward function, per k, per value of a tag, or per
-sign of the advantage).
+Names that end in `*` stand for a family (one per reward function, per tool, per k, per value of a
+tag, or per sign of the advantage).
 """
 
 import math
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
@@ -74,6 +75,8 @@ METRICS: dict[str, str] = {
     "tools answer",
     "tools/call_frequency": "calls of tools that were carried out, per episode (TRL)",
     "tools/failure_frequency": "those of them that failed, as a fraction (TRL)",
+    "tools/call_frequency/*": "tools/call_frequency of one tool; of `unknown`: names that no tool has",
+    "tools/failure_frequency/*": "tools/failure_frequency of one tool",
     "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - "
     "log rollout (NeMo RL)",
     "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) "
@@ -171,6 +174,7 @@ METRICS: dict[str, str] = {
     "samples beside it",
     "time/tools": "seconds: tools that were called between turns, added up; most of them during the "
     "rollout, beside it and beside one another",
+    "time/tools/*": "seconds of one tool, likewise",
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/serve": "seconds: answering others' requests, most of them during the rollout and part "
@@ -208,6 +212,11 @@ def check(metrics: Mapping[str, float]) -> None:
     """Assert that every name is defined."""
     unknown = [name for name in metrics if not _matches(name, tuple(METRICS))]
     assert not unknown, f"metrics without a definition: {unknown}"
+
+
+def member(name: str) -> str:
+    """A name that others gave, such as a tool's, as the last part of a metric's."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def is_timing(name: str) -> bool:

@@ -289,4 +289,6 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _short(metric: str) -> str:
-    return metric.rpartition("/")[2].removesuffix("_mib").replace("_", " ")
+    """The last part in words; of a family, a name that others gave, such as a tool's, as it is."""
+    last = metric.rpartition("/")[2]
+    return last if metric.count("/") > 1 else last.removesuffix("_mib").replace("_", " ")

@@ -72,6 +72,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
             + draw_all((*panels.OUTCOME, panels.MISMATCH_FIGURE), series),
         ),
         ("Learning", draw_all(panels.LEARNING, series)),
+        ("Turns", draw_all(panels.TURNS, series)),
         ("Mismatch", _mismatch(series)),
         ("Quantization", draw_all(panels.QUANTIZATION, series) + _each(runs, _heat)),
         ("Time and memory", draw_all(panels.COST, series)),

@@ -19,6 +19,7 @@ from isobit.engine.types import Completion
 from isobit.rl import Group, ResolvedObjective, Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
+from isobit.run.metrics import member
 from isobit.training.loop import Rollout, Rollouts, Sampled, Scored, roll_out
 from isobit.training.measuring.meter import Meter, added
 from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
@@ -205,7 +206,8 @@ def _counted(stats: Stats) -> dict[str, float]:
         "env/preemptions": stats.preemptions,
         "rollout/prompt_tokens": stats.prompt_tokens,
         "env/cached_tokens": stats.cached_tokens,
-        "time/tools": stats.tool_s,
+        "time/tools": sum(stats.tool_s.values()),
+        **{f"time/tools/{member(name)}": took for name, took in sorted(stats.tool_s.items())},
     }
 
 

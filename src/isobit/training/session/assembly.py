@@ -45,7 +45,7 @@ from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
-from isobit.training.rollouts.processes import Processes, open_processes
+from isobit.training.rollouts.processes import Processes, no_processes, open_processes
 from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
@@ -69,7 +69,8 @@ def open_parts(
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
-    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from;
+    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
+    nothing answers between turns unless held-out prompts are asked;
     `before_weights` is called with the task, the model's directory and the tools that prompts
     show, before a weight is read, instead of a warning where the run cannot fit. Raises
     IsobitError for whatever does not fit.
@@ -83,7 +84,10 @@ def open_parts(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    processes = open_processes(config, task, objects)
+    if recorded is None or config.evaluation.every or not config.environment.used:
+        processes = open_processes(config, task, objects)
+    else:
+        processes = no_processes(config, task, recorded)
     try:
         processes.check(config, task, quiet=quiet)
         base = base_of(config, began, quiet)
@@ -139,7 +143,7 @@ def _open_models(
         dialogue = open_dialogue(config, model, environments, fitted.longest)
     scorer = RewardScorer(
         processes.rewards,
-        reward_models(config, model.tokenizer.now, ranks),
+        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
         processes.earned,
         required=config.needs_rewards,
@@ -165,7 +169,7 @@ def _put_together(
         _reference(config, models.base, model, task) if objective.kl_coefficient > 0 else None
     )
     teaching = None
-    if config.reference.shown is not None and reference is not None:
+    if config.reference.shown is not None and reference is not None and recorded is None:
         teaching = Teaching.of(
             config.reference.shown, task, reference, ranks, config.sampling.max_new_tokens
         )
@@ -362,7 +366,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions and environments to say, and for reward models where there
     are none."""
-    return scorer.without_models if scorer.pool.specs else scorer
+    return scorer.without_models
 
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
