@@ -103,12 +103,18 @@ def resolve(
     until it is known what fits."""
     objective = objective_of(config, model.precision, reward_weights)
     mixture, recurrent = model.config.routed is not None, model.config.linear is not None
+    routes = mixture and (objective.recompute_old or objective.router_replay)
+    if routes and config.environment.used and config.environment.history == "fork":
+        raise IsobitError(
+            "environment.history: fork does not record which experts served the contexts of an "
+            "episode; set algorithm.router_replay: false and recompute_old_logprobs: never"
+        )
     wanted, tokens = config.optimizer.share_prompts, config.optimizer.micro_batch_tokens
     return Resolved(
         objective,
         micro_batch_tokens=1 if tokens == "auto" else tokens,
         share_prompts=shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent),
-        record_routes=mixture and (objective.recompute_old or objective.router_replay),
+        record_routes=routes,
         page_size=tokens_of_a_page(model.config, config.engine.page_size),
         order=model.ops.order,
         expects_equal_bits=promises_bits(model) and learns_like_recorded,

@@ -46,6 +46,7 @@ class SupervisedSample:
     completion_ids: tuple[int, ...]
     completion_mask: tuple[bool, ...] | None = None
     joined: bool = False
+    forks: tuple[int, ...] = ()
 
 
 class Teacher:
