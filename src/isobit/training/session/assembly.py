@@ -43,7 +43,7 @@ from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.resolved import Resolved, resolve
+from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, no_processes, open_processes
 from isobit.training.running.machine import date_of, machine_facts
@@ -155,6 +155,7 @@ def _put_together(
     config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
 ) -> Parts:
     model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
+    config = in_steps(config, len(task.train))
     other = (
         ()
         if recorded is None
@@ -337,16 +338,19 @@ def _held_out(
     held_out = PeriodicEvaluation(
         engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
     )
-    held_out.check_metric(config.evaluation.best_by)
+    held_out.check_metric("best_by", config.evaluation.best_by)
+    if config.evaluation.stops:
+        held_out.check_metric("stop_by", config.evaluation.stop_by)
     return held_out
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
-    temperature = evaluation.temperature or config.sampling.temperature
+    given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: value for name, value in given.items() if value is not None}
     return EvaluationPlan(
-        replace(config.sampling, seed=seed, temperature=temperature),
+        replace(config.sampling, seed=seed, **asked),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,
