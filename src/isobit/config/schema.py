@@ -111,11 +111,18 @@ class Config:
     @property
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
-        switched off."""
+        switched off; or the policy is its own teacher."""
         own = self.reference.path is None
-        return (
+        return self.reference.weights == "policy" or (
             own and self.adapter is not None and self.reference.precision in (None, self.precision)
         )
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether what is learned depends on rewards: not from a teacher, unless it is shown
+        completions that have one."""
+        shown = self.reference.shown
+        return not self.algorithm.distills or (shown is not None and shown.success is not None)
 
     @property
     def keeps_weights(self) -> bool:
@@ -164,6 +171,7 @@ class Config:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
+        _check_reference(self.reference, algorithm)
         _check_kl(algorithm)
         _check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
@@ -222,11 +230,21 @@ class Config:
 
     def _check_distillation(self) -> None:
         """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
-        algorithm = self.algorithm
-        if self.reference.path is None:
+        algorithm, shown = self.algorithm, self.reference.shown
+        if self.reference.path is None and shown is None:
             raise IsobitError(
                 "algorithm.advantage: distillation learns from a teacher: give its directory as "
-                "reference.path"
+                "reference.path, or what the model itself is shown as reference.shown"
+            )
+        if shown is not None and self.environment.used:
+            raise IsobitError(
+                "reference.shown: conversations with an environment take none yet: what an "
+                "environment says first is not in the data"
+            )
+        if shown is not None and shown.success is not None and self.sampling.group_size < 2:
+            raise IsobitError(
+                "reference.shown.success shows another completion of the group: set "
+                "sampling.group_size to 2 or more"
             )
         if not algorithm.kl_in_reward or algorithm.estimator != "k1":
             raise IsobitError(
@@ -279,6 +297,24 @@ def _check_loss(algorithm: Objective) -> None:
         raise IsobitError(
             f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
             "defines its ratio: leave one of them out"
+        )
+
+
+def _check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
+    """Raise IsobitError for a teacher that is shown something and taught by nobody, or a policy that
+    would be compared with itself."""
+    if reference.shown is not None and not algorithm.distills:
+        raise IsobitError(
+            "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
+        )
+    if reference.weights == "policy" and reference.shown is None:
+        raise IsobitError(
+            "reference.weights: policy has no distance to itself: say what it is shown as a teacher "
+            "(reference.shown), or take the initial weights"
+        )
+    if reference.weights == "policy" and (reference.path or reference.precision):
+        raise IsobitError(
+            "reference.weights: policy is the policy itself: leave reference.path and precision out"
         )
 
 
