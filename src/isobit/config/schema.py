@@ -13,6 +13,7 @@ from isobit.config.sections import (
     CHAT_TEMPLATE,
     CHAT_TEMPLATE_KWARGS,
     CONSISTENCY,
+    EPOCHS,
     ON_MISMATCH,
     PRECISION,
     AdapterConfig,
@@ -29,6 +30,7 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     SftRunConfig,
 )
+from isobit.data.curriculum import CurriculumConfig
 from isobit.data.dataset import check_variables
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
@@ -79,11 +81,13 @@ class Config:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
     steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
         at_least(0),
@@ -141,8 +145,6 @@ class Config:
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
-        if self.environment.used:
-            self._check_environment()
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
@@ -169,6 +171,7 @@ class Config:
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
             )
+        self._check_prompts()
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
@@ -197,6 +200,26 @@ class Config:
                 "recompute_old_logprobs: never makes equal"
             )
 
+    def _check_prompts(self) -> None:
+        """Raise IsobitError where epochs cannot be counted, or no fraction that is solved be
+        known."""
+        chosen = self.curriculum.mode != "none"
+        if self.epochs is not None and (self.algorithm.dynamic_sampling or chosen):
+            why = "curriculum" if chosen else "algorithm.dynamic_sampling"
+            raise IsobitError(
+                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
+                "steps is an epoch: give steps"
+            )
+        if chosen and self.algorithm.distills:
+            raise IsobitError(
+                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
+            )
+        if chosen and self.fleet.engines:
+            raise IsobitError(
+                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
+                "solved yet: set fleet.engines: 0, or leave it out"
+            )
+
     def _check_distillation(self) -> None:
         """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
         algorithm = self.algorithm
@@ -215,19 +238,6 @@ class Config:
             raise IsobitError(
                 "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
                 "decoupled_rewards and overlong_buffer out"
-            )
-
-    def _check_environment(self) -> None:
-        """Raise IsobitError for what takes no episodes of several turns yet."""
-        if self.environment.history == "fork":
-            raise IsobitError(
-                "environment.history: fork is not offered yet; set history: append, and a chat "
-                "template that keeps the past as it wrote it (model.chat_template)"
-            )
-        if self.rewards.models:
-            raise IsobitError(
-                "environment: reward models do not read conversations with tools yet; give "
-                "rewards.functions, or the environment's own reward"
             )
 
     def _check_serve(self) -> None:
@@ -389,6 +399,7 @@ class SftConfig:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     loss: Annotated[
         str,

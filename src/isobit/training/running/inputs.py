@@ -143,9 +143,11 @@ def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool]]:
+    files = [(f"{section}.files.{i}", file.path) for i, file in enumerate(task.files)]
     for key, path in (
         (f"{section}.path", task.path),
         (f"{section}.held_out_path", task.held_out_path),
+        *files,
     ):
         if path is not None and not path.startswith(OBJECT):
             yield key, Path(path), False

@@ -43,9 +43,9 @@ from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.resolved import Resolved, resolve
+from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
-from isobit.training.rollouts.processes import Processes, open_processes
+from isobit.training.rollouts.processes import Processes, no_processes, open_processes
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
@@ -68,7 +68,8 @@ def open_parts(
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
-    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from;
+    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
+    nothing answers between turns unless held-out prompts are asked;
     `before_weights` is called with the task, the model's directory and the tools that prompts
     show, before a weight is read, instead of a warning where the run cannot fit. Raises
     IsobitError for whatever does not fit.
@@ -82,7 +83,10 @@ def open_parts(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    processes = open_processes(config, task, objects)
+    if recorded is None or config.evaluation.every or not config.environment.used:
+        processes = open_processes(config, task, objects)
+    else:
+        processes = no_processes(config, task, recorded)
     try:
         processes.check(config, task, quiet=quiet)
         base = base_of(config, began, quiet)
@@ -138,7 +142,7 @@ def _open_models(
         dialogue = open_dialogue(config, model, environments, fitted.longest)
     scorer = RewardScorer(
         processes.rewards,
-        reward_models(config, model.tokenizer.now, ranks),
+        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
         processes.earned,
         required=not config.algorithm.distills,
@@ -151,6 +155,7 @@ def _put_together(
     config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
 ) -> Parts:
     model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
+    config = in_steps(config, len(task.train))
     other = (
         ()
         if recorded is None
@@ -333,16 +338,19 @@ def _held_out(
     held_out = PeriodicEvaluation(
         engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
     )
-    held_out.check_metric(config.evaluation.best_by)
+    held_out.check_metric("best_by", config.evaluation.best_by)
+    if config.evaluation.stops:
+        held_out.check_metric("stop_by", config.evaluation.stop_by)
     return held_out
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
-    temperature = evaluation.temperature or config.sampling.temperature
+    given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: value for name, value in given.items() if value is not None}
     return EvaluationPlan(
-        replace(config.sampling, seed=seed, temperature=temperature),
+        replace(config.sampling, seed=seed, **asked),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,
@@ -353,7 +361,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions and environments to say, and for reward models where there
     are none."""
-    return scorer.without_models if scorer.pool.specs else scorer
+    return scorer.without_models
 
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:

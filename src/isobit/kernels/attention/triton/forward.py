@@ -98,10 +98,11 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
+    out_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
     of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one score
-    more for each head.
+    more for each head. `out_type`: float32 for sums that are not rounded.
 
     q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All
     tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
@@ -123,7 +124,8 @@ def attention(
     tiles, splits = -(-layout.max_rows // tile_rows), -(-layout.max_keys // _KEYS_PER_SPLIT)
     parallel = tiles == 1 and splits > 1 and splits * q.numel() <= _MOST_PARTIALS
 
-    out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q, dtype=out_type)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     results = [out, lse, lse]
     if parallel:
         sizes = ((splits, rows, heads, dim), (splits, rows, heads), (splits, rows, heads))
