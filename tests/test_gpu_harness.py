@@ -270,6 +270,17 @@ def test_what_a_stage_does_not_run_restarts_nothing(
     }
 
 
+def test_small_cases_are_not_the_whole_of_a_stage(tmp_path: Path) -> None:
+    results = _bench(tmp_path, "grpo").results
+    end = {"session": "one", "stage": "grpo", "ended": "ended"}
+    results.case("grpo", "a", "done")
+    results.write(end | {"small": True})
+    assert results.whole("grpo", small=True)
+    assert not results.whole("grpo")
+    results.write(end | {"small": False})
+    assert results.whole("grpo")
+
+
 def test_what_code_computes_has_a_name(tmp_path: Path) -> None:
     """A comment, a docstring and a line's place do not change it; a number does."""
     texts = {

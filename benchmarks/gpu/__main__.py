@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 PLAN = (
-    Step("compiling", 110, 130),
+    Step("compiling", 110, 150),
     Step(CHECK, 80, 90),
     Step("bits", 170, 75),
     Step("grpo", 120, 120, small=True),
@@ -132,10 +132,13 @@ def _all(arguments: argparse.Namespace) -> int:
         os.environ["ISOBIT_CACHE"] = own  # no check that has passed before counts for this call
         os.environ[_SKIP] = "skip"  # until it has passed: it is a stage here, and ends no other
         if not arguments.rehearse:
-            print(kernel_cache.unpack((resume or out) / kernel_cache.ARCHIVE), flush=True)
+            carried = [folder / kernel_cache.ARCHIVE for folder in (out, resume or out)]
+            print(kernel_cache.unpack(next(filter(Path.exists, carried), carried[0])), flush=True)
         for step in _steps(arguments.stages, results):
             status = _step(step, end, arguments, results)
-            results.write({"session": session, "stage": step.stage, "ended": status})
+            results.write(
+                {"session": session, "stage": step.stage, "ended": status, "small": step.small}
+            )
             print(f"{step.stage}: {status}", flush=True)
             if step.stage == CHECK:
                 _after_the_check(arguments, results, end)
@@ -159,7 +162,7 @@ def _step(step: Step, end: float, arguments: argparse.Namespace, results: Result
     if step.stage == "compiling" and not arguments.rehearse:
         if kernel_cache.mark(compiling.code("keys first")).exists():
             return "ended: all kernels are there"
-    elif step.stage != CHECK and results.whole(step.stage):
+    elif step.stage != CHECK and results.whole(step.stage, step.small):
         return "ended before"
     if seconds < LEAST_S:
         return "left for the next call: the minutes are spent"
