@@ -12,7 +12,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
 from isobit.engine.types import Completion, Request, Sampling
-from isobit.environments.base import Reply, Step
+from isobit.environments.base import Reply, Step, ToolUse, Turn
 from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import RunFailed
 from isobit.model import Model
@@ -154,9 +154,9 @@ def test_the_learner_has_the_log_probabilities_of_all_turns(preset: str) -> None
     assert learned(model, changed) != recorded(samples)
 
 
-def learned(model: Model, samples: list[Sample]) -> list[float]:
+def learned(model: Model, samples: list[Sample], share_prompts: bool = False) -> list[float]:
     with torch.no_grad():
-        found: list[float] = forward(model, pack(samples), 1.0)[0].tolist()
+        found: list[float] = forward(model, pack(samples, share_prompts), 1.0)[0].tolist()
     return found
 
 
@@ -187,6 +187,21 @@ def test_an_environment_may_begin_otherwise_for_each_sample(model: Model) -> Non
             c.prompt_token_ids, replace(SAMPLING, n=1), c.prompt_id, c.sample_index
         )
         assert finish(engine)[request].logprobs == c.logprobs[start:stop]
+
+
+def test_seconds_are_added_up_by_tool(model: Model) -> None:
+    """Half a second a turn, of tools by the turn's number."""
+
+    class Named(FakeEnvironments):
+        def turn(self, key: int, turn: Turn) -> None:
+            super().turn(key, turn)
+            use = ToolUse(f"tool{turn.number % 2}", 0.5)
+            self.waiting[-1] = replace(self.waiting[-1], uses=(use,))
+
+    _, episodes = run(model, Named())
+    turns = sum(row["turns"] for row in ROWS)
+    odd = sum(row["turns"] // 2 for row in ROWS)
+    assert episodes.stats.tool_s == {"tool0": 1.5 * (turns - odd), "tool1": 1.5 * odd}
 
 
 def test_limits_end_an_episode(model: Model) -> None:
