@@ -1,6 +1,9 @@
 """How the C++ operators share work among threads (`native/threads.h`), by a program of its own."""
 
+import ctypes
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,40 @@ def test_the_program_finds_items_that_are_computed_twice_and_helpers_that_a_chil
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     assert not said(tmp_path / "a", overlapping)["covers"]
     assert not said(tmp_path / "b", ("team->forked != forks", "team->forked > forks"))["fork"]
+
+
+_SPUN = """
+import time
+import torch
+{first}
+torch.set_num_threads(2)
+x = torch.ones(1 << 18)
+x + x
+before = time.process_time()
+for _ in range(20):
+    x + x
+    time.sleep(0.01)
+print(time.process_time() - before)
+"""
+
+
+def spun(first: str, **variables: str) -> float:
+    """CPU seconds of 20 small operators of PyTorch, each with a rest of 10 ms after it, in a script
+    that imports torch first."""
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel") or (os.cpu_count() or 1) < 2:
+        pytest.skip("PyTorch has no GNU OpenMP here, or one core")
+    kept = {n: v for n, v in os.environ.items() if n not in ("GOMP_SPINCOUNT", "OMP_NUM_THREADS")}
+    command = [sys.executable, "-c", _SPUN.format(first=first)]
+    done = subprocess.run(
+        command, env=kept | variables, capture_output=True, text=True, check=True, timeout=120
+    )
+    return float(done.stdout)
+
+
+def test_pytorchs_threads_do_not_spin_where_torch_was_imported_first() -> None:
+    """They sleep through the rests. The controls: without isobit they spin through them, and as
+    long as a user says."""
+    opened = "from isobit.kernels.native.build import library; library()"
+    calm, spinning = spun(opened), spun("")
+    assert calm < spinning / 4
+    assert spun(opened, GOMP_SPINCOUNT="300000") > 2 * calm
