@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from isobit.kernels.triton.launch import KernelLaunch
 
@@ -87,6 +88,25 @@ def matrix_layouts(launch: KernelLaunch, capability: int = 90) -> set[str]:
 
 def triton_compile(launch: KernelLaunch, target: GPUTarget) -> Any:
     """What Triton's compiler makes of a launch."""
+    source, options = _source(launch)
+    return triton.compile(source, target=target, options=options)
+
+
+def triton_ir(launch: KernelLaunch, capability: int = 90) -> str:
+    """A launch in Triton's own IR, functions inlined, before anything is laid out for a GPU."""
+    target = GPUTarget("cuda", capability, 32)
+    source, given = _source(launch)
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options(given)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, functions, modules, context)
+    return str(backend.make_ttir(module, {}, options, capability))
+
+
+def _source(launch: KernelLaunch) -> tuple[ASTSource, dict[str, object]]:
+    """(a launch with the specialization that Triton would have chosen, its options)."""
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.constants
     for index, name in enumerate(launch.kernel.arg_names):
@@ -109,13 +129,13 @@ def triton_compile(launch: KernelLaunch, target: GPUTarget) -> Any:
             assert isinstance(value, float), f"{name}: {value!r}"
             signature[name] = "fp32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {
+    options: dict[str, object] = {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
         "enable_fp_fusion": False,
     }
     options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
-    return triton.compile(source, target=target, options=options)
+    return source, options
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int, int]:

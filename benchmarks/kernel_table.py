@@ -38,9 +38,11 @@ _PLAIN = ("bf16", "bf16[kv_cache=int8]")
 _PRESETS = ("fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16")
 
 
-def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:
+def launches(
+    config: ModelConfig, precision: str, lengths: Sequence[int] = (2048,) * 4
+) -> Iterator[tuple[str, KernelLaunch]]:
     """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill,
-    learner."""
+    learner; the last two over sequences of these `lengths`."""
     config = replace(config, num_layers=1, windows=config.windows[:1])
     ops = TritonOps("bitwise", "recorded", META)
     masters = {
@@ -52,16 +54,16 @@ def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelL
     for batch in (1, 64, 512):
         yield from (("decode", launch) for launch in _decode(transformer, batch))
     with record_launches() as found, torch.no_grad():
-        layout = Layout.packed([2048] * 4)
+        layout, rows = Layout.packed(lengths), sum(lengths)
         transformer.hidden(
-            torch.empty(8192, dtype=torch.int64), layout, [_store(transformer, layout)], "rollout"
+            torch.empty(rows, dtype=torch.int64), layout, [_store(transformer, layout)], "rollout"
         )
     yield from (("prefill", launch) for launch in found)
     with record_launches() as found:
         hidden = transformer.hidden(
-            torch.empty(8192, dtype=torch.int64, device=META), Layout.packed([2048] * 4)
+            torch.empty(rows, dtype=torch.int64, device=META), Layout.packed(lengths)
         )
-        targets = torch.empty(8192, dtype=torch.int64, device=META)
+        targets = torch.empty(rows, dtype=torch.int64, device=META)
         transformer.head_logprobs(hidden, targets)[0].sum().backward()
     yield from (("learn", launch) for launch in found)
 

@@ -29,6 +29,7 @@ SIZES = {
     "16 million": (6, 384, 1024, 16384, 100),
     "77 million": (12, 640, 1792, 32768, 24),
     "0.6 billion": (28, 1024, 3072, 151936, 8),
+    "77 million, entropy bonus": (12, 640, 1792, 32768, 24),
 }
 """Name to layers, hidden, intermediate, vocabulary, and new tokens of a completion."""
 MICRO_BATCH = 1024
@@ -55,7 +56,7 @@ def run(rounds: int) -> Result:
 def compare(folder: Path, name: str) -> tuple[int, int]:
     """(planned, measured) bytes."""
     _child(folder, "save", name)
-    config = _config(folder, SIZES[name][-1])
+    config = _config(folder, SIZES[name][-1], 0.01 if "entropy" in name else 0.0)
     return _planned(config), _child(folder, "train", str(config))[1]
 
 
@@ -65,7 +66,7 @@ def _planned(path: Path) -> int:
     return plan(job_of(config, this_machine(get_ops()), _PROMPT)).total
 
 
-def _config(folder: Path, new: int) -> Path:
+def _config(folder: Path, new: int, entropy: float) -> Path:
     (folder / "reward.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [float(sum(c in '56789' for c in text)) for text in completions]\n"
@@ -80,6 +81,7 @@ def _config(folder: Path, new: int) -> Path:
         "prompts_per_step": 4,
         "sampling": {"group_size": 4, "max_new_tokens": new, "ignore_eos": True},
         "optimizer": {"learning_rate": 1e-5, "micro_batch_tokens": MICRO_BATCH},
+        "algorithm": {"entropy_coefficient": entropy},
         "run": {"dir": str(folder / "run"), "checkpoint_every": 0, "report": False},
         "rewards": {"functions": [{"function": f"{folder / 'reward.py'}:digits"}]},
         "steps": 2,

@@ -22,7 +22,11 @@ import pytest
 from tests.pairwise import covering
 from tests.reach import ROOT, can_reach, changed_since, digest, reached
 
-TRITON = (ROOT / "tests/kernels/triton", ROOT / "tests/kernels/test_kernel_table.py")
+_COMPILED = ("test_kernel_table", "test_offsets", "test_small_heads")
+TRITON = (
+    ROOT / "tests/kernels/triton",
+    *(ROOT / f"tests/kernels/{name}.py" for name in _COMPILED),
+)
 WORKERS = ("-n", "2", "--dist", "worksteal")
 FAST, FULL = (*WORKERS, "-m", "not slow"), (*WORKERS, "--full")
 """What follows `python -m pytest` in the Makefile, for `test` and `test-full`: only after these a

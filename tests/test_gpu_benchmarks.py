@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,7 @@ def _stage(
     rows: list[dict[str, object]],
     rehearsal: bool = False,
     gpu: str = "H100",
+    broken: Sequence[str] = (),
 ) -> None:
     """As a session on that GPU would have written it."""
     session = f"{name} {rehearsal} {gpu}"
@@ -204,9 +206,11 @@ def _stage(
         "rehearsal": rehearsal,
         "source": "a",
     }
+    check = {"session": session, "stage": "check", "case": "all"}
+    check |= {"status": "failed" if broken else "done", "rows": [{"failures": broken}]}
     case = {"session": session, "stage": name, "case": "all", "status": "done", "rows": rows}
     with (folder / FILE).open("a") as file:
-        file.write(json.dumps(begin) + "\n" + json.dumps(case) + "\n")
+        file.writelines(json.dumps(line) + "\n" for line in (begin, check, case))
 
 
 def _step(
@@ -223,7 +227,8 @@ def _step(
         "kv_bytes": 10,
         "parameter_bytes": 5,
     }
-    return {"case": "a", "contestant": contestant, "differing_tokens": 0.0, **values, **memory}
+    return {"case": "a", "contestant": contestant, "differing_tokens": 0.0, "sound": True, **values,
+            **memory}  # fmt: skip
 
 
 def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
@@ -315,6 +320,16 @@ def test_a_rehearsal_measures_nothing(tmp_path: Path) -> None:
         [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)],
     )
     assert targets(tmp_path)[1].values == (2.0,)
+
+
+def test_figures_count_where_the_check_passed_and_something_was_computed(tmp_path: Path) -> None:
+    """Kernels that do nothing return the same zeros to rollout and learner."""
+    steps = [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)]
+    _stage(tmp_path, "grpo", [{**step, "sound": False} for step in steps])
+    _stage(tmp_path, "decode", [{"case": "a", "contestant": "fp8", "share": 0.5}], broken=["zeros"])
+    assert all(target.measured == NOT_MEASURED for target in targets(tmp_path))
+    _stage(tmp_path, "grpo", steps, gpu="H200")
+    assert targets(tmp_path)[0].values == (0.0, 0.0)
 
 
 def test_the_page_says_what_was_compared_and_reached(tmp_path: Path) -> None:

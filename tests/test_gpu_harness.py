@@ -1,13 +1,14 @@
 """What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and
 that nothing is lost where a process ends."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,37 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bits, kernels, sanitizer, tests, timing
+from benchmarks.gpu import (
+    bits,
+    check,
+    grpo,
+    kernel_cache,
+    kernels,
+    results,
+    sanitizer,
+    supervise,
+    tests,
+    timing,
+    two_processes,
+)
 from benchmarks.gpu.bits import compared
-from benchmarks.gpu.common import GPU_LOST, Bench, Case
-from benchmarks.gpu.results import FILE, Results
+from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
+from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
+from isobit.kernels.triton.launch import record_launches
+from isobit.run.source import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
+_machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
+
+
+@pytest.fixture(autouse=True)
+def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine, the commit and the digests of the source stay: git and 600 files are asked for
+    them once, and not in every test."""
+    monkeypatch.setattr(results, "gpu_machine", _machine)
+    monkeypatch.setattr(results, "digests", _digests)
 
 
 class Clock:
@@ -143,9 +168,9 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
-    results = Results(folder, session, rehearsal=True, **more)
-    results.begin()
-    return Bench(stage, results)
+    own = Results(folder, session, rehearsal=True, **more)
+    own.begin()
+    return Bench(stage, own)
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -158,6 +183,7 @@ def _broken(*_: object) -> None:
     )  # Triton's are no RuntimeErrors
 
 
+@pytest.mark.slow  # the next test has the same of one case
 def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One contestant that does not compile, and one case that does not start."""
     ops = kernels.get_ops("triton")
@@ -227,22 +253,65 @@ def test_a_run_goes_on_where_another_was_cut_off(
         True,
         True,
     ]
-    monkeypatch.setattr("benchmarks.gpu.results.source_digest", lambda: "other code")
+    monkeypatch.setattr(
+        "benchmarks.gpu.results.digests", lambda: dict.fromkeys(ROOMS, "other code")
+    )
     changed = _bench(tmp_path, session="four")
     assert [changed.wants(name) for name in "abcd"] == [True] * 4
     assert changed.results.rows("kernels") == []
 
 
 def test_a_stage_without_time_says_what_is_missing(tmp_path: Path) -> None:
-    results = Results(tmp_path, "one")
-    results.begin()
-    assert not Bench("decode", results, budget_s=-1.0).wants("a")
+    own = Results(tmp_path, "one")
+    own.begin()
+    assert not Bench("decode", own, budget_s=-1.0).wants("a")
     assert (_lines(tmp_path)[-1]["status"], _lines(tmp_path)[-1]["case"]) == ("missing", "a")
-    assert not results.whole("decode")
+    assert not own.whole("decode")
 
 
-def _arguments(**more: object) -> Namespace:
-    return Namespace(rehearse=True, retry=False, prompts=1, group=1, new_tokens=1, **more)
+def test_what_a_stage_does_not_run_restarts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stage in ("kernels", "grpo"):
+        with _bench(tmp_path, stage, f"first {stage}").case("a") as case:
+            case.row("x", 1.0)
+    code = digests() | {"rl": "edited"}
+    monkeypatch.setattr("benchmarks.gpu.results.digests", lambda: code)
+    found = {stage: _bench(tmp_path, stage, f"then {stage}") for stage in ("kernels", "grpo")}
+    assert {stage: bench.wants("a") for stage, bench in found.items()} == {
+        "kernels": False,
+        "grpo": True,
+    }
+
+
+def test_small_cases_are_not_the_whole_of_a_stage(tmp_path: Path) -> None:
+    results = _bench(tmp_path, "grpo").results
+    end = {"session": "one", "stage": "grpo", "ended": "ended"}
+    results.case("grpo", "a", "done")
+    results.write(end | {"small": True})
+    assert results.whole("grpo", small=True)
+    assert not results.whole("grpo")
+    results.write(end | {"small": False})
+    assert results.whole("grpo")
+
+
+def test_what_code_computes_has_a_name(tmp_path: Path) -> None:
+    """A comment, a docstring and a line's place do not change it; a number does."""
+    texts = {
+        "one": "def f(x):\n    return x + 1\n",
+        "said": '"""A module."""\n\n\ndef f(x):  # more\n    """What it is."""\n\n    return x + 1\n',
+        "two": "def f(x):\n    return x + 2\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text(text)
+    one, said, two = (code_digest(tmp_path / name) for name in texts)
+    assert one == said != two
+
+
+def _run(bench: Bench, silence: float = 60.0, seconds: float = 100.0, **more: Any) -> str:
+    limits = supervise.Limits(seconds, 1e18, silence)
+    return supervise.run_stage(bench.name, lambda left: ["unused"], limits, bench.results, **more)
 
 
 def test_where_a_process_dies_the_next_one_goes_on(
@@ -251,16 +320,16 @@ def test_where_a_process_dies_the_next_one_goes_on(
     bench = _bench(tmp_path, "bits")
     ends = iter([-11, GPU_LOST, 0])
 
-    def run(words: object, limit: float) -> int:
+    def run(*given: object) -> tuple[int, str]:
         status = next(ends)
         name = f"case before {status}"
         bench.results.case("bits", name, "started")
         if status != -11:
             bench.results.case("bits", name, "failed" if status else "done")
-        return status
+        return status, ""
 
-    monkeypatch.setattr(command, "_run", run)
-    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results) == "ended"
+    monkeypatch.setattr(supervise, "watched", run)
+    assert _run(bench) == "ended"
     found = {case: line["status"] for (_, case), line in bench.results.of_this_machine().items()}
     assert found == {
         "case before -11": "failed",
@@ -275,22 +344,155 @@ def test_a_stage_that_is_stopped_leaves_its_case_for_the_next_call(
 ) -> None:
     bench = _bench(tmp_path, "bits")
     bench.results.case("bits", "a", "started")
-    monkeypatch.setattr(command, "_run", lambda words, limit: None)
-    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results).startswith(
-        "stopped after"
-    )
+    monkeypatch.setattr(supervise, "watched", lambda *given: (None, "late"))
+    assert _run(bench).startswith("stopped after")
     assert _lines(tmp_path)[-1]["status"] == "cut"
     assert _bench(tmp_path, "bits", "two").wants("a")
 
 
+_HANGS = """
+import json, sys, time
+path, session = sys.argv[1:]
+lines = [json.loads(line) for line in open(path)]
+ended = {line["case"] for line in lines if line.get("status") in ("done", "failed")}
+
+def write(case, status, **more):
+    line = {"session": session, "stage": "bits", "case": case, "status": status, **more}
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\\n")
+
+write("around", "started", around=True)
+for name in "abc":
+    if name not in ended:
+        write(name, "started")
+        if name == "b":
+            time.sleep(60)
+        write(name, "done")
+write("around", "done")
+"""
+
+
+def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
+    """Its process is ended, it has failed and is not run again, and another process goes on; the
+    case around it is run again."""
+    bench = _bench(tmp_path, "bits")
+    program = tmp_path / "stage.py"
+    program.write_text(_HANGS)
+    words = [sys.executable, str(program), str(bench.results.path), "one"]
+    limits = supervise.Limits(100.0, 1e18, 1.5)
+    assert supervise.run_stage("bits", lambda left: words, limits, bench.results) == "ended"
+    found = {case: line for (_, case), line in bench.results.of_this_machine().items()}
+    assert {case: line["status"] for case, line in found.items()} == {
+        **dict.fromkeys(("a", "c", "around"), "done"),
+        "b": "failed",
+    }
+    assert found["b"]["failures"][0]["error"] == "hang"
+    again = _bench(tmp_path, "bits", "two")
+    assert not again.wants("b")
+
+
+def test_a_stage_in_which_all_hangs_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _bench(tmp_path, "bits")
+    names = iter("abcdef")
+
+    def run(*given: object) -> tuple[None, str]:
+        bench.results.case("bits", next(names), "started")
+        return None, "silent"
+
+    monkeypatch.setattr(supervise, "watched", run)
+    assert _run(bench) == "stopped: 3 cases hung; the others are left for the next call"
+    assert next(names) == "d"
+    monkeypatch.setattr(supervise, "watched", lambda *given: (None, "silent"))
+    assert _run(bench, 5.0) == "stopped: outside of any case it said nothing for 5 s"
+
+
 def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+    mark, file = tmp_path / "mark", tmp_path / "lines"
     child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert command._run([sys.executable, "-c", code], 0.5) is None
-    assert command._run([sys.executable, "-c", "raise SystemExit(5)"], 60.0) == 5
+    assert supervise.watched([sys.executable, "-c", code], file, 0.5, 60) == (None, "late")
+    assert supervise.watched([sys.executable, "-c", code], file, 60, 0.5) == (None, "silent")
+    ends = [sys.executable, "-c", "raise SystemExit(5)"]
+    assert supervise.watched(ends, file, 60.0, 60.0) == (5, "")
     subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
     assert not mark.exists()
+
+
+def _check(folder: Path, session: str, tried: dict[str, list[str]]) -> Results:
+    bench = _bench(folder, "check", session)
+    with bench.case(check.CASE) as case:
+        check.record(case, tried)
+    return bench.results
+
+
+@pytest.mark.parametrize(
+    ("tried", "side", "failed", "says"),
+    [
+        ({EXCHANGED: []}, EXCHANGED, [], "the check passed"),
+        ({ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands change bits"),
+        ({EXCHANGED: ["x"], ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands"),
+        ({EXCHANGED: ["x"]}, EXCHANGED, ["x"], "THE CHECK FAILED, and no figure counts: x"),
+        ({EXCHANGED: ["x"], ONE_SIDE: ["y"]}, ONE_SIDE, ["y"], "FAILED"),
+    ],
+)
+def test_the_check_says_how_it_goes_on(
+    tried: dict[str, list[str]], side: str, failed: list[str], says: str, tmp_path: Path
+) -> None:
+    results = _check(tmp_path, "one", tried)
+    assert check.verdict(results) == (side, failed)
+    assert says in check.said(results)
+    assert _lines(tmp_path)[-1]["status"] == ("failed" if failed else "done")
+
+
+def test_a_check_that_died_has_not_passed(tmp_path: Path) -> None:
+    results = _bench(tmp_path, "check").results
+    results.case("check", check.CASE, "started")
+    assert check.verdict(results)[1] == ["the check has not come to its end"]
+    results.case("check", check.CASE, "failed", failures=[{"error": "hang", "message": "no"}])
+    assert check.verdict(results)[1] == ["the check has not come to its end"]
+
+
+def test_every_call_begins_with_the_check(tmp_path: Path) -> None:
+    results = _check(tmp_path, "one", {EXCHANGED: []})
+    assert [step.stage for step in command._steps(["kernels"], results)][:2] == [
+        "check",
+        "ceilings",
+    ]
+    first = [step.stage for step in command.PLAN]
+    assert first[:4] == ["compiling", "check", "bits", "grpo"]
+    assert sum(step.seconds for step in command.PLAN[:4]) <= 9 * 60
+
+
+def test_compiled_kernels_are_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kernel what a launch needs, found where the other machine's cache is elsewhere."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    archive = tmp_path / "out" / kernel_cache.ARCHIVE
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(here))
+    assert kernel_cache.pack(archive) == "no kernels to carry"
+    (here / "KEY").mkdir(parents=True)
+    for name in ("k.cubin", "k.json", "k.ptx", "k.ttir"):
+        (here / "KEY" / name).write_text(name)
+    paths = {name: str(here / "KEY" / name) for name in ("k.cubin", "k.json", "k.ptx")}
+    (here / "KEY" / "__grp__k.json").write_text(json.dumps({"child_paths": paths}))
+    kernel_cache.mark("code").touch()
+    assert kernel_cache.pack(archive).startswith("4 files of kernels")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(there))
+    there.mkdir()
+    assert kernel_cache.unpack(archive).startswith("4 files of kernels")
+    assert {path.name for path in (there / "KEY").iterdir()} == {
+        "k.cubin",
+        "k.json",
+        "__grp__k.json",
+    }
+    group = json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"]
+    assert group["k.cubin"] == str(there / "KEY" / "k.cubin")
+    assert kernel_cache.mark("code").exists()
+    assert not kernel_cache.mark("other").exists()
+    monkeypatch.setattr(kernel_cache, "_MOST", 10)
+    assert "not carried" in kernel_cache.pack(tmp_path / "small" / kernel_cache.ARCHIVE)
+    assert list((tmp_path / "small").iterdir()) == []
 
 
 def test_floors_are_of_what_this_machine_reached(tmp_path: Path) -> None:
@@ -341,7 +543,7 @@ def test_a_tile_that_changed_a_bit_would_be_found(
         line = _lines(tmp_path)[-1]
         assert line["status"] == expected
         wrong_rows = {row["contestant"][:6] for row in line["rows"] if not row["holds"]}
-        assert wrong_rows == ({"N = 64"} if expected == "failed" else set())
+        assert wrong_rows == ({"N = 64", "64 tok"} if expected == "failed" else set())
 
 
 _SUITE = """
@@ -363,6 +565,8 @@ def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
+    if not workers:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others' take a second
     monkeypatch.setattr(tests, "_REHEARSED", ("test_suite.py",))
     original = tests._pytest
     monkeypatch.setattr(tests, "_pytest", lambda chosen, _, bench: original(chosen, workers, bench))
@@ -515,3 +719,51 @@ def test_what_is_compiled_ahead_is_found_when_it_is_launched(tmp_path: Path) -> 
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_where_nothing_is_trained_no_master_is_kept(preset: str, tmp_path: Path) -> None:
+    """And the working weights are those that masters would have made: every byte."""
+    config = replace(shapes(_bench(tmp_path))["toy"], num_layers=1)
+    frozen, trained = (random_model(config, preset, trained=some) for some in (False, True))
+    assert frozen.named_parameters() == {}
+    assert sum(p.numel() for p in trained.parameters()) > 10_000
+    stored = (model.transformer.learner_storage() for model in (frozen, trained))
+    pairs = list(zip(*stored, strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+@pytest.fixture
+def _idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are launched and do nothing, over memory that is zero."""
+    empty, like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **more: empty(*a, **more).zero_())
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **more: like(*a, **more).zero_())
+    new = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **more: new(*a, **more).zero_())
+    with record_launches():
+        yield
+
+
+@pytest.mark.usefixtures("_idle")
+def test_kernels_that_do_nothing_pass_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollout and learner then agree in every bit. The control is the rehearsal of
+    tests/test_gpu_benchmarks.py, in which these stages' cases are done."""
+    stages: dict[str, Callable[[Bench], None]] = {
+        "check": check.run,
+        "grpo": lambda bench: grpo.run(bench, small=True),
+        "bits": bits.run,
+    }
+    monkeypatch.setattr(two_processes, "run", lambda bench: None)  # others, which compute
+    for name, run in stages.items():
+        run(_bench(tmp_path, name, name))
+    lines = [line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")]
+    assert {line["stage"] for line in lines} >= {"check", "grpo", "bits"}
+    records = ("cuBLAS", "the matrix instruction")  # which claim nothing here
+    done = [line["case"] for line in lines if line["status"] == "done"]
+    assert [case for case in done if not case.startswith(records)] == []
+    steps = [row for line in lines for row in line["rows"] if "differing_tokens" in row]
+    assert steps
+    assert not any(row["sound"] for row in steps)

@@ -1,49 +1,68 @@
-"""Everything that needs a GPU: whether the bits are right, then whether the tests pass, then how
-fast it is.
+"""Everything that needs a GPU: whether the bits are right, then how fast it is, then whether the
+tests pass.
 
 `python3 -m benchmarks.gpu first --out DIR` runs all stages in the order of the first minutes on a
-new machine, each in a separate process. Every case is written to DIR/results.jsonl when it ends;
-the same command again goes on with what is left, so it may be cut off at any time, and `--minutes`
-is what one call may take. A case that fails is recorded and ends nothing else; the exit status is
-then 1. `--rehearse` runs all of it at toy sizes on a CPU.
+new machine, each in a separate process; every call begins with the check of a first start. Every
+case is written to DIR/results.jsonl when it ends; the same command again goes on with what is left,
+so it may be cut off at any time, and `--minutes` is what one call may take. A case that fails, or
+hangs, is recorded and ends nothing else; the exit status is then 1. Compiled kernels lie beside the
+results, and `--resume` takes both along. `--rehearse` runs all of it at toy sizes on a CPU.
 """
 
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.gpu.common import GPU_LOST, Bench, run_limited
-from benchmarks.gpu.results import ENDED, FILE, Results, gpu_machine
+from benchmarks.gpu import check, compiling, kernel_cache
+from benchmarks.gpu.common import Bench
+from benchmarks.gpu.results import CHECK, ENDED, FILE, Line, Results, gpu_machine
+from benchmarks.gpu.supervise import LEAST_S, Limits, run_stage
 from benchmarks.gpu.targets import table
+from isobit.kernels.backends.self_check import EXCHANGED
 
-STAGES = {
-    "ceilings": 60,
-    "compiling": 90,
-    "bits": 240,
-    "tests": 330,
-    "sanitizer": 150,
-    "kernels": 180,
-    "decode": 200,
-    "learner": 150,
-    "grpo": 330,
-}
-"""In the order of the first minutes on a machine; the most seconds that each takes of one call."""
-GROUPS = {"first": tuple(STAGES), "times": ("kernels", "decode", "learner", "grpo")}
-_LEAST_S = 15.0  # a stage with less is left for the next call
+
+class Step(NamedTuple):
+    """A stage in its turn: the most seconds that it takes of one call, and those without a result
+    after which its process is ended. `small`: only its small cases."""
+
+    stage: str
+    seconds: float
+    silence: float
+    small: bool = False
+
+
+PLAN = (
+    Step("compiling", 110, 150),
+    Step(CHECK, 80, 90),
+    Step("bits", 170, 75),
+    Step("grpo", 120, 120, small=True),
+    Step("ceilings", 45, 40),
+    Step("decode", 100, 75),
+    Step("kernels", 120, 60),
+    Step("learner", 120, 120),
+    Step("grpo", 240, 150),
+    Step("tests", 300, 120),
+    Step("sanitizer", 150, 170),
+)
+"""What is worth most comes first: the bits, and with one small step of GRPO under `fp8` and `bf16`
+seven of the ten targets; a call may end before the rest."""
+STAGES = tuple(dict.fromkeys(step.stage for step in PLAN))
+GROUPS = {"first": STAGES, "times": ("ceilings", "decode", "kernels", "learner", "grpo")}
+_SKIP = "ISOBIT_GPU_CHECK"
+_REHEARSAL_S = 600.0  # of a stage in the interpreter
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # inherited by the stages
-    os.environ["ISOBIT_GPU_CHECK"] = "skip"  # it is a case of the bits here, and fails no other
     # one cache of compiled kernels for all processes
     os.environ.setdefault(
         "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "isobit-triton-cache"))
@@ -58,37 +77,22 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "stages",
-        nargs="*",
-        metavar="STAGE",
-        default=["first"],
-        help=f"of {_names()}; default: first",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help=f"{FILE} is there, or goes there"
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help=f"go on from a copy of the {FILE} there"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=30.0,
-        help="for this call; what is left is left for the next",
-    )
-    parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="toy sizes on the CPU: shows only that it runs"
-    )
-    parser.add_argument(
-        "--prompts", type=int, help="of a GRPO step; default: what the GPU's memory holds"
-    )
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--new-tokens", type=int, default=512, help="of a completion")
-    parser.add_argument(
-        "--child", metavar="SESSION", help=argparse.SUPPRESS
-    )  # what a stage's own process is given
+    add = parser.add_argument
+    stages = f"of {_names()}; default: first"
+    add("stages", nargs="*", metavar="STAGE", default=["first"], help=stages)
+    add("--out", type=Path, required=True, metavar="DIR", help=f"{FILE} is there, or goes there")
+    add("--resume", type=Path, metavar="DIR", help=f"go on from copies of {FILE} and kernels there")
+    minutes = "for this call; what is left is left for the next"
+    add("--minutes", type=float, default=30.0, help=minutes)
+    add("--retry", action="store_true", help="also what failed before")
+    toys = "toy sizes on the CPU: shows only that it runs"
+    add("--rehearse", action="store_true", help=toys)
+    add("--prompts", type=int, help="of a GRPO step; default: what the GPU's memory holds")
+    add("--group", type=int, default=8, help="completions of a prompt")
+    add("--new-tokens", type=int, default=512, help="of a completion")
+    # what a stage's own process is given
+    add("--child", metavar="SESSION", help=argparse.SUPPRESS)
+    add("--small", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.stages) - {*STAGES, *GROUPS}):
         parser.error(f"unknown stage {unknown[0]!r}; there are {_names()}")
@@ -108,113 +112,108 @@ def _stage(arguments: argparse.Namespace) -> None:
     (name,) = arguments.stages
     results = Results(arguments.out, arguments.child, arguments.rehearse, arguments.retry)
     bench = Bench(name, results, arguments.minutes * 60)
-    sizes = {
-        "prompts": arguments.prompts,
-        "group": arguments.group,
-        "new_tokens": arguments.new_tokens,
-    }
-    import_module(f"benchmarks.gpu.{name}").run(bench, **(sizes if name == "grpo" else {}))
+    given = ("prompts", "group", "new_tokens", "small") if name == "grpo" else ()
+    import_module(f"benchmarks.gpu.{name}").run(
+        bench, **{option: getattr(arguments, option) for option in given}
+    )
     sys.exit(int(bench.failed))
 
 
 def _all(arguments: argparse.Namespace) -> int:
-    """Every stage in turn; 1 if anything has failed."""
+    """Every step in turn; 1 if anything has failed."""
     end = time.perf_counter() + arguments.minutes * 60
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if (
-        arguments.resume is not None
-        and (arguments.resume / FILE).exists()
-        and not (arguments.out / FILE).exists()
-    ):
-        shutil.copyfile(arguments.resume / FILE, arguments.out / FILE)
+    out, resume = arguments.out, arguments.resume
+    out.mkdir(parents=True, exist_ok=True)
+    if resume is not None and (resume / FILE).exists() and not (out / FILE).exists():
+        shutil.copyfile(resume / FILE, out / FILE)
     session = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
-    results = Results(arguments.out, session, arguments.rehearse, arguments.retry)
+    results = Results(out, session, arguments.rehearse, arguments.retry)
     results.begin()
-    stages = arguments.stages
-    if "ceilings" not in stages and not results.rows("ceilings"):
-        stages = ["ceilings", *stages]  # floors are formed from them
-    for name in stages:
-        seconds = min(STAGES[name], end - time.perf_counter())
-        if results.whole(name):
-            status = "ended before"
-        elif seconds < _LEAST_S:
-            status = "left for the next call: the minutes are spent"
-        else:
-            status = _run_stage(name, seconds, end, arguments, results)
-        results.write({"session": session, "stage": name, "ended": status})
-        print(f"{name}: {status}", flush=True)
-    return _summary(stages, results)
+    with tempfile.TemporaryDirectory(prefix="isobit-gpu-") as own:
+        os.environ["ISOBIT_CACHE"] = own  # no check that has passed before counts for this call
+        os.environ[_SKIP] = "skip"  # until it has passed: it is a stage here, and ends no other
+        if not arguments.rehearse:
+            carried = [folder / kernel_cache.ARCHIVE for folder in (out, resume or out)]
+            print(kernel_cache.unpack(next(filter(Path.exists, carried), carried[0])), flush=True)
+        for step in _steps(arguments.stages, results):
+            status = _step(step, end, arguments, results)
+            results.write(
+                {"session": session, "stage": step.stage, "ended": status, "small": step.small}
+            )
+            print(f"{step.stage}: {status}", flush=True)
+            if step.stage == CHECK:
+                _after_the_check(arguments, results, end)
+        if not arguments.rehearse:
+            print(kernel_cache.pack(out / kernel_cache.ARCHIVE), flush=True)
+    return _summary(results)
 
 
-def _run_stage(
-    name: str, seconds: float, end: float, arguments: argparse.Namespace, results: Results
-) -> str:
-    """A process that plans for so many seconds, and is stopped where it takes a quarter more, or
-    when none are left.
-
-    Where the process dies, the case that was open has failed, and another process goes on with the
-    next."""
-    started = time.perf_counter()
-    while True:
-        left = seconds - (time.perf_counter() - started)
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu",
-            name,
-            "--child",
-            results.session,
-            "--out",
-            str(results.folder),
-        ]
-        command += ["--minutes", str(left / 60), *(["--rehearse"] if arguments.rehearse else [])]
-        command += ["--retry"] if arguments.retry else []
-        for option in ("prompts", "group", "new_tokens"):
-            value = getattr(arguments, option)
-            command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-        limit = (
-            600
-            if arguments.rehearse
-            else max(min(1.25 * left, end - time.perf_counter()), _LEAST_S)
-        )
-        status = _run(command, limit)
-        open_case = results.open_case(name)
-        if status is None:
-            if open_case is not None:
-                results.case(
-                    name, open_case, "cut", why=f"the stage was stopped after {limit:.0f} s"
-                )
-            return f"stopped after {limit:.0f} s"
-        if status in (0, 1) and open_case is None:
-            return "ended" if status == 0 else "ended, with failures"
-        if open_case is not None:
-            what = {
-                "contestant": "the case",
-                "error": "process",
-                "message": f"it ended with status {status}",
-            }
-            results.case(name, open_case, "failed", failures=[what])
-        elif status != GPU_LOST:
-            return f"failed with exit status {status}"
-        if seconds - (time.perf_counter() - started) < _LEAST_S:
-            return "stopped: the GPU was lost, and the time is spent"
+def _steps(stages: Sequence[str], results: Results) -> list[Step]:
+    """Those of the stages that were asked for, with the check, and kernels compiled for it; and
+    with the ceilings that floors are formed from."""
+    wanted = {*stages, CHECK}
+    wanted |= set() if results.rehearsal else {"compiling"}
+    wanted |= set() if results.rows("ceilings") else {"ceilings"}
+    return [step for step in PLAN if step.stage in wanted]
 
 
-def _run(command: Sequence[str], limit: float) -> int | None:
-    """The exit status of a process, or None: it and all that it has started were stopped at the
-    limit."""
-    try:
-        return run_limited(command, limit).returncode
-    except subprocess.TimeoutExpired:
-        return None
+def _step(step: Step, end: float, arguments: argparse.Namespace, results: Results) -> str:
+    """Run a step, unless it has been; how it ended."""
+    seconds = min(step.seconds, end - time.perf_counter())
+    if step.stage == "compiling" and not arguments.rehearse:
+        if kernel_cache.mark(compiling.code(EXCHANGED)).exists():
+            return "ended: all kernels are there"
+    elif step.stage != CHECK and results.whole(step.stage, step.small):
+        return "ended before"
+    if seconds < LEAST_S:
+        return "left for the next call: the minutes are spent"
+
+    def command(left: float) -> list[str]:
+        return _command(step, left, arguments, results)
+
+    limits = Limits(seconds, end, step.silence)
+    if arguments.rehearse:
+        limits = Limits(_REHEARSAL_S, time.perf_counter() + _REHEARSAL_S, _REHEARSAL_S)
+    status = run_stage(step.stage, command, limits, results)
+    if step.stage == "compiling" and not arguments.rehearse:
+        print(kernel_cache.pack(results.folder / kernel_cache.ARCHIVE), flush=True)
+    return status
 
 
-def _summary(stages: Sequence[str], results: Results) -> int:
-    """What a reader wants to see first: what failed, what is missing, and the targets. 1 if
-    anything failed."""
+def _command(step: Step, left: float, arguments: argparse.Namespace, results: Results) -> list[str]:
+    words = [sys.executable, "-m", "benchmarks.gpu", step.stage, "--child", results.session]
+    words += ["--out", str(results.folder), "--minutes", str(left / 60)]
+    words += [f"--{name}" for name in ("rehearse", "retry") if getattr(arguments, name)]
+    words += ["--small"] if step.small else []
+    for option in ("prompts", "group", "new_tokens"):
+        value = getattr(arguments, option)
+        words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    return words
+
+
+def _after_the_check(arguments: argparse.Namespace, results: Results, end: float) -> None:
+    """What it found, and how the stages go on: with rows on the sides where it has passed."""
+    side, failed = check.verdict(results)
+    print(f"\n{check.said(results)}\n", flush=True)
+    if failed:
+        return
+    del os.environ[_SKIP]  # from here on every process finds the pass, and the side
+    if side != EXCHANGED and not kernel_cache.mark(compiling.code(side)).exists():
+        again = next(step for step in PLAN if step.stage == "compiling")
+        limits = Limits(again.seconds, end, again.silence)
+        print("compiling, for that side:", run_stage(
+            again.stage, lambda left: _command(again, left, arguments, results), limits, results
+        ), flush=True)  # fmt: skip
+
+
+def _summary(results: Results) -> int:
+    """What a reader wants to see first: the check, what failed, what is missing, and the targets. 1
+    if anything failed."""
     found = results.of_this_machine()
+    own = [line for line in results.lines() if line["session"] == results.session]
+    ends = {line["stage"]: line["ended"] for line in own if "ended" in line}
     bad = 0
-    for name in stages:
+    for name in ends:
         lines = {case: line for (stage, case), line in found.items() if stage == name}
         count = {
             s: sum(line["status"] == s for line in lines.values())
@@ -227,17 +226,15 @@ def _summary(stages: Sequence[str], results: Results) -> int:
                 print(f"  failed: {case}: {_why(line)}")
             elif line["status"] != "done":
                 print(f"  {line['status']}: {case}: {line.get('why', '')}")
-    own = [line for line in results.lines() if line["session"] == results.session]
-    ends = {line["stage"]: line["ended"] for line in own if "ended" in line}
     print(f"\n{table(results.folder)}\n\nstages of this call: {ends}")
-    return int(
-        bad > 0 or any(not end.startswith(("ended", "stopped", "left")) for end in ends.values())
-    )
+    print(check.said(results))
+    good = ("ended", "stopped after", "left")
+    return int(bad > 0 or any(not end.startswith(good) for end in ends.values()))
 
 
-def _why(line: dict) -> str:  # type: ignore[type-arg]
+def _why(line: Line) -> str:
     wrong = [
-        f"{row['contestant']} does not hold"
+        f"{row['contestant']} does not hold: {'; '.join(row.get('failures', []))}".rstrip(": ")
         for row in line.get("rows", [])
         if not row.get("holds", True)
     ]

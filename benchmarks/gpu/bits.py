@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from torch import Tensor
 from benchmarks.gpu import two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
 from benchmarks.gpu.decode import decode_step
+from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
-from isobit.kernels.backends import self_check
+from isobit.kernels.attention.triton.forward import keys_first
 from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.product.triton.cublas import cublas_product, takes
 from isobit.kernels.product.triton.plan import ProductPlan, plan
-from isobit.kernels.triton.launch import target
 from isobit.model import ModelConfig
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
@@ -34,6 +35,8 @@ _HEAD_INT8 = QuantSpec(INT8, "row", "fp32")
 ROWS_OF_TILES = 128
 TILES = ((64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 4))
 """(rows of the weight, tokens, warps, stages) of a tile: every one that a plan may choose."""
+TOKENS_FIRST = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 4))
+"""Those of FP8 that have tokens on the long side of the instruction."""
 
 
 MODELS = ("Qwen3-0.6B", "Qwen3-8B")
@@ -48,55 +51,57 @@ def sizes_of(models: Mapping[str, ModelConfig]) -> dict[str, tuple[int, int]]:
     }
 
 
+Check = Callable[[Case, Bench], None]
+
+
 def run(bench: Bench) -> None:
-    """Products, what stands around them, whole models, graphs, and cuBLAS."""
+    """What says most first: a rollout against the learner, attention, the widest model's products in
+    FP8; then all the others."""
+    for name, check in _cases(bench):
+        if bench.wants(name):
+            with bench.case(name) as case:
+                check(case, bench)
+        if name == "cuBLAS against Triton":
+            two_processes.run(bench)
+
+
+def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
+    yield "the matrix instruction against the model of Hopper's", _instruction
     models = shapes(bench)
     small, large = ("toy", "toy") if bench.rehearsal else MODELS
-    layers = sizes_of({name: models[name] for name in (large, small)})
-    if not bench.rehearsal:  # tests/kernels/triton/test_self_check.py has it in the interpreter
-        _case(bench, "the check at a first start", _start_up)
-    for layer, (outputs, inputs) in layers.items():
-        for kind in ("fp8", "bf16"):
-            _case(bench, f"tiles, {kind}, {layer}", partial(_tiles, kind, outputs, inputs))
-    for layer, (outputs, inputs) in layers.items():
-        for kind in ("fp8", "bf16"):
-            _case(
-                bench, f"rows, {kind}, {layer}", partial(_rows_of_products, kind, outputs, inputs)
-            )
-    _case(bench, "rows of the output head", _head)
-    _case(bench, "rows of experts", _experts)
-    _case(bench, "rows of norms and gates", _between)
-    for name, kv in (("bf16", None), ("e4m3", _HEAD), ("int8", _HEAD_INT8)):
-        _case(bench, f"attention, {name} cache: decoding against packed", partial(_attention, kv))
     flows = [(small, "fp8")] if bench.rehearsal else [
-        (small, "fp8"), (small, "bf16"), ("Qwen3-30B-A3B", "fp8"), (large, "fp8"),
+        (small, "fp8"), (large, "fp8"), (small, "bf16"), ("Qwen3-30B-A3B", "fp8"),
         (large, "fp8-unified"),
     ]  # fmt: skip
-    for name, preset in flows:
-        _case(
-            bench,
-            f"replay against eager, {name}, {preset}",
-            partial(_replay, replace(models[name], num_layers=2), preset),
-        )
-        _case(
-            bench,
-            f"engine against learner, {name}, {preset}",
-            partial(_engine, replace(models[name], num_layers=2), preset),
-        )
-    _case(bench, "cuBLAS against Triton", _cublas)
-    two_processes.run(bench)
+    whole = [
+        (f"{what}, {name}, {preset}", partial(check, replace(models[name], num_layers=2), preset))
+        for name, preset in flows
+        for what, check in (("engine against learner", _engine), ("replay against eager", _replay))
+    ]
+    yield from whole[:2]
+    for name, kv in (("int8", _HEAD_INT8), ("e4m3", _HEAD), ("bf16", None)):
+        yield f"attention, {name} cache: decoding against packed", partial(_attention, kv)
+    products = [
+        (f"{what}, {kind}, {layer}", partial(check, kind, *size))
+        for name in dict.fromkeys((large, small))
+        for kind in ("fp8", "bf16")
+        for layer, size in sizes_of({name: models[name]}).items()
+        for what, check in (("tiles", _tiles), ("rows", _rows_of_products))
+    ]
+    first = len(sizes_of({large: models[large]})) * 2
+    yield from products[:first]
+    yield from whole[2:]
+    yield "rows of the output head", _head
+    yield "rows of norms and gates", _between
+    yield "rows of experts", _experts
+    yield "cuBLAS against Triton", _cublas
+    yield from products[first:]
 
 
-def _case(bench: Bench, name: str, check: Callable[[Case, Bench], None]) -> None:
-    if bench.wants(name):
-        with bench.case(name) as case:
-            check(case, bench)
-
-
-def _start_up(case: Case, bench: Bench) -> None:
-    """What `backend: auto` asks before it takes a GPU (`isobit.kernels.backends.self_check`)."""
-    found = self_check.failures(get_ops("triton"), target().fp8)
-    case.row("failures", failures=found, holds=not found)
+def _instruction(case: Case, bench: Bench) -> None:
+    """What the tests compute with where there is no GPU (`instruction.py`)."""
+    for row in compare_instruction(bench.device):
+        case.row(**row)
 
 
 def compared(
@@ -148,13 +153,13 @@ def _take(x: Operand, start: int, stop: int) -> Operand:
 
 
 @contextmanager
-def forced(tile: tuple[int, int, int, int]) -> Iterator[None]:
+def forced(tile: tuple[int, int, int, int], tokens_first: bool = False) -> Iterator[None]:
     """Inside, every product has this tile, and its chunks are summed as the plan says."""
     tile_n, tile_m, warps, stages = tile
 
-    def chosen_tile(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan:
-        chosen = plan(rows, columns, inner, dtype)
-        return replace(chosen, tile_n=tile_n, tile_m=tile_m, num_warps=warps, num_stages=stages)
+    def chosen_tile(*given: Any) -> ProductPlan:
+        chosen = replace(plan(*given), num_warps=warps, num_stages=stages)
+        return replace(chosen, tile_n=tile_n, tile_m=tile_m, tokens_first=tokens_first)
 
     before, product_module.plan = product_module.plan, chosen_tile
     try:
@@ -177,6 +182,11 @@ def _tiles(kind: str, outputs: int, inputs: int, case: Case, bench: Bench) -> No
     for tile, y in found.items():
         if tile != TILES[0]:
             compared(case, f"N = {tile[1]}, {tile[0]} rows of the weight, against N = 16", y, first)
+    for tile in TOKENS_FIRST if kind == "fp8" and keys_first() else ():
+        what = f"{tile[1]} tokens on the long side, {tile[0]} rows of the weight"
+        with case.attempt(what), forced(tile, True):
+            y = product_module.product(x, w, None, torch.float32)
+            compared(case, f"{what}, against N = 16", y, first)
     changed = _with_one_weight_changed(w)
     with forced(TILES[0]):
         control = product_module.product(x, changed, None, torch.float32)

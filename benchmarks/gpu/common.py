@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,11 +27,13 @@ from benchmarks.work import Rates
 from isobit import Model
 from isobit.kernels import get_ops
 from isobit.model import Experts, ModelConfig, Tokenizer
+from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 
 GIB = 1 << 30
+_Made = TypeVar("_Made")
 PRESETS = ("bf16", "fp8-rollout", "fp8")
 GPU_LOST = 3
 """The exit status of a process whose GPU no longer answers: an illegal address, say, which stays
@@ -149,10 +152,11 @@ class Bench:
         self.results.case(self.name, case, "missing", why=why)
 
     @contextmanager
-    def case(self, name: str) -> Iterator[Case]:
-        """Inside, the case runs; its line is written when it ends, however it ends."""
+    def case(self, name: str, around: bool = False) -> Iterator[Case]:
+        """Inside, the case runs; its line is written when it ends, however it ends. `around` other
+        cases: where one of these hangs, this one is run again for the others."""
         case, start = Case(name, self.rehearsal), time.perf_counter()
-        self.results.case(self.name, name, "started")
+        self.results.case(self.name, name, "started", **({"around": True} if around else {}))
         lost = False
         try:
             yield case
@@ -175,19 +179,23 @@ class Bench:
             sys.exit(GPU_LOST)
         release()
 
-    @contextmanager
-    def setting_up(self, what: str) -> Iterator[None]:
-        """Around what several cases share: an error in it is a failed case of its own."""
-        try:
-            yield
-        except Exception as error:
-            self.failed = True
-            self.results.case(
-                self.name, what, "failed", failures=[{"contestant": "the case", **described(error)}]
-            )
-            if not answers(self.rehearsal):
-                sys.exit(GPU_LOST)
-        release()
+    def built(self, what: str, make: Callable[[], _Made]) -> _Made | None:
+        """What several cases share, a case of its own that is run again for those that are left;
+        None where it has failed, now or before, and without the time."""
+        line = self.results.of_this_machine().get((self.name, what))
+        if (
+            line is not None
+            and line["status"] == "failed"
+            and self.results.settled(self.name, what)
+        ):
+            return None
+        if self.left_s <= 0 and not self.rehearsal:
+            self.miss(what, f"the {self.budget_s:.0f} s of this stage were spent")
+            return None
+        found: list[_Made] = []
+        with self.case(what):
+            found.append(make())
+        return found[0] if found else None
 
 
 def run_limited(
@@ -202,7 +210,8 @@ def run_limited(
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the driver may hold it
+                process.wait(20)
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -278,19 +287,39 @@ def shapes(bench: Bench) -> dict[str, ModelConfig]:
     return {"toy": toy}
 
 
-def random_model(config: ModelConfig, precision: str, consistency: str = "bitwise") -> Model:
-    """Weights of the model, random; made on the device, since nobody waits for 8 billion on a
-    CPU."""
+def random_model(
+    config: ModelConfig, precision: str, consistency: str = "bitwise", trained: bool = True
+) -> Model:
+    """Weights of the model, random; made on the device, since nobody waits for 8 billion on a CPU.
+    Where it is not `trained`, no master is kept: an adapter of nothing freezes it."""
     ops = get_ops("triton", consistency)
-    generator = torch.Generator(ops.device).manual_seed(0)
-    masters = {
-        name: torch.ones(shape, device=ops.device)
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator, device=ops.device) * 0.02
-        for name, shape in parameter_shapes(config).items()
-    }
+    masters: Mapping[str, torch.Tensor] = _RandomMasters(config, ops.device)
+    frozen = None if trained else Adapter(1, 1.0, (), {})
+    if trained:
+        masters = dict(masters)
     tokenizer = Tokenizer.characters("0123456789+-*=")
-    return Model(Transformer(config, precision_from(precision), ops, masters), tokenizer)
+    flow = precision_from(precision)
+    return Model(Transformer(config, flow, ops, masters, adapter=frozen), tokenizer)
+
+
+class _RandomMasters(Mapping[str, torch.Tensor]):
+    """Made when they are asked for, each from its own name; vectors are ones."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._shapes, self._device = parameter_shapes(config), device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator, device=self._device) * 0.02
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def that_fits(

@@ -4,61 +4,79 @@ the shared cache.
 Compiled when first launched, by one process at a time, they would take minutes of a lease. The
 launches are recorded as in `benchmarks/kernel_table.py`, and Triton compiles what it would compile
 for them (`JITFunction.warmup`), so that the launch finds it. Each is loaded too: one that wants
-more shared memory than the GPU has is found here.
+more shared memory than the GPU has is found here. The check's kernels come first, then those that
+most models have. A machine that is new to the script has none: what another compiled is carried
+there (`kernel_cache.py`), and a mark in the cache says that nothing is left to compile.
 
 `python -m benchmarks.gpu.compiling INDEX COUNT` is one worker: it compiles every COUNTth kernel,
 and prints a line of JSON for each.
 """
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cross_compile import kernel_name
-from benchmarks.gpu import bits
+from benchmarks.gpu import bits, kernel_cache
 from benchmarks.gpu.common import Bench, described
+from benchmarks.gpu.results import digests
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.kernel_table import META, MODELS, launches, signature
+from benchmarks.kernel_table import META, launches, signature
+from isobit.kernels import get_ops
+from isobit.kernels.backends import self_check
 from isobit.kernels.backends.triton import TritonOps
-from isobit.kernels.gpu import ARCHITECTURES, find_gpu
+from isobit.kernels.gpu import find_gpu, versions
 from isobit.kernels.product.triton import product as product_module
-from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
+from isobit.kernels.triton.launch import KernelLaunch, record_launches, target
 
+MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-1.7B", "Qwen3-30B-A3B")
 PRESETS = ("fp8", "bf16", "fp8-unified")
 _MOST_WORKERS = 14  # each has a context on the GPU, of half a gigabyte
 
 
+def code(side: str) -> str:
+    """A name for what is compiled: of the source, the versions, the architecture, and the sides of
+    the rows."""
+    gpu = find_gpu()
+    found = versions() | {"gpu": "none" if gpu is None else gpu.architecture}
+    known = [*digests().values(), *found.values(), side, Path(__file__).read_text()]
+    return hashlib.sha256(" ".join(known).encode()).hexdigest()[:16]
+
+
 def run(bench: Bench) -> None:
-    """One case; a row for every kernel that failed, and one for all."""
-    what = "kernels of real models"
-    if not bench.wants(what):
-        return
-    with bench.case(what) as case:
+    """One case, on every machine that has not all of them; a row for every kernel that failed, and
+    one for all."""
+    _open_gpu()
+    with bench.case("kernels of real models") as case:
         start = time.perf_counter()
         count = 1 if bench.rehearsal else min(_MOST_WORKERS, os.cpu_count() or 2)
-        found = _by_workers(count, bench)
+        found, whole = _by_workers(count, bench)
         for line in found:
             if "failure" in line:
                 case.failures.append(
                     {"contestant": f"{line['kernel']} {line['constants']}", **line["failure"]}
                 )
         case.row(
-            "compiled", time.perf_counter() - start, kernels=len(found), workers=count,
+            "compiled", time.perf_counter() - start, kernels=len(found), workers=count, whole=whole,
             seconds_of_all=sum(line["took_s"] for line in found),
         )  # fmt: skip
         if not found:
             raise RuntimeError("no worker has compiled anything: see what it printed")
+        if whole and not bench.rehearsal:
+            kernel_cache.mark(code(self_check.side())).touch()
 
 
-def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
-    """What all of them have done in the stage's time; a rehearsal lists the kernels, and compiles
-    none."""
+def _by_workers(count: int, bench: Bench) -> tuple[list[dict[str, Any]], bool]:
+    """What all of them have done in the stage's time, and whether that is all; a rehearsal lists
+    the kernels, and compiles none."""
     command = [sys.executable, "-m", "benchmarks.gpu.compiling"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     listed = ["--list"] if bench.rehearsal else []
@@ -72,34 +90,56 @@ def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
         for i in range(count)
     ]
     lines: list[dict[str, Any]] = []
+    whole = True
     for worker in workers:
         try:
             out, _ = worker.communicate(timeout=300 if bench.rehearsal else max(bench.left_s, 1))
         except subprocess.TimeoutExpired:  # what is left is compiled when it is launched
             worker.kill()
             out, _ = worker.communicate()
+        whole &= worker.returncode == 0
         lines += [
             json.loads(line)
             for line in out.splitlines()
             if line.startswith("{") and line.endswith("}")
         ]
-    return lines
+    return lines, whole
 
 
 def distinct() -> list[KernelLaunch]:
     """One launch of every kernel that Triton compiles for itself, in an order that is the same in
     every process."""
-    gpu = find_gpu()
-    if gpu is not None and gpu.capability in ARCHITECTURES:
-        compile_for(ARCHITECTURES[gpu.capability])
+    _open_gpu()
     first: dict[tuple[object, ...], KernelLaunch] = {}
+    for launch in (*_check(), *_models(), *_tiles()):
+        first.setdefault((*signature(launch), *_alignments(launch)), launch)
+    return list(first.values())
+
+
+def _open_gpu() -> None:
+    """Its tiles, and the sides of the rows, in this process."""
+    if find_gpu() is not None:
+        get_ops("triton")
+
+
+def _alignments(launch: KernelLaunch) -> Iterator[bool]:
+    """Of tensors in memory, which others are like: whether a kernel may load 16 bytes at once."""
+    for value in launch.arguments:
+        if isinstance(value, torch.Tensor):
+            yield value.is_meta or value.data_ptr() % 16 == 0
+
+
+def _check() -> list[KernelLaunch]:
+    """The check of a first start; nothing is computed, so that what it finds means nothing."""
+    with record_launches() as found:
+        self_check.failures(TritonOps("bitwise", "recorded", torch.device("cpu")), target().fp8)
+    return found
+
+
+def _models() -> Iterator[KernelLaunch]:
     for name in MODELS:
         for preset in PRESETS:
-            for _, launch in launches(SHAPES[name], preset):
-                first.setdefault(signature(launch), launch)
-    for launch in _tiles():
-        first.setdefault(signature(launch), launch)
-    return [first[key] for key in sorted(first, key=repr)]
+            yield from (launch for _, launch in launches(SHAPES[name], preset))
 
 
 def _tiles() -> list[KernelLaunch]:
@@ -109,8 +149,10 @@ def _tiles() -> list[KernelLaunch]:
         for outputs, inputs in bits.sizes_of({name: SHAPES[name] for name in bits.MODELS}).values():
             for kind in ("fp8", "bf16"):
                 x, w = bits.operands(kind, bits.ROWS_OF_TILES, outputs, inputs, ops)
-                for tile in bits.TILES:
-                    with bits.forced(tile):
+                firsts = bits.TOKENS_FIRST if kind == "fp8" else ()
+                tiles = [*((tile, False) for tile in bits.TILES), *((t, True) for t in firsts)]
+                for tile, tokens_first in tiles:
+                    with bits.forced(tile, tokens_first):
                         product_module.product(x, w, None, torch.float32)
     return found
 

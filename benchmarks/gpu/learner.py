@@ -1,6 +1,8 @@
 """The learner: forward and backward of packed sequences, the optimizer's step, and prefill, by
 preset."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.gpu.common import (
@@ -38,15 +40,16 @@ def run(bench: Bench) -> None:
                     for c, s in sizes.items()
                     if not bench.results.settled(bench.name, f"{c}, {who}")
                 }
-                if not left or not bench.wants(f"{name}, {who}: the model"):
+                model = left and bench.built(
+                    f"{name}, {who}: the model", partial(random_model, config, preset, consistency)
+                )
+                if not model:
                     continue
-                with bench.setting_up(f"{name}, {who}: the model"):
-                    model = random_model(config, preset, consistency)
-                    for what, (length, sequences) in left.items():
-                        if bench.wants(f"{what}, {who}"):
-                            with bench.case(f"{what}, {who}") as case:
-                                _measure(case, what, model, length, sequences, bench)
-                    del model
+                for what, (length, sequences) in left.items():
+                    if bench.wants(f"{what}, {who}"):
+                        with bench.case(f"{what}, {who}") as case:
+                            _measure(case, what, model, length, sequences, bench)
+                del model
 
 
 def _measure(

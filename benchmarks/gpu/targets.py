@@ -1,8 +1,9 @@
 """The project's targets on one GPU, each beside what the stages have found.
 
 A ratio is formed within one case (a model and a size) and on one GPU, `bf16` over `fp8`, both
-bitwise; over several cases the lowest and the highest are given. A rehearsal measures nothing. Left
-out: what counts as a case (the stages).
+bitwise; over several cases the lowest and the highest are given. A rehearsal measures nothing, nor
+does a session whose check failed, nor a step whose log-probabilities prove nothing. Left out: what
+counts as a case (the stages).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +42,8 @@ class Target:
 
 def targets(folder: Path) -> list[Target]:
     """Every target, from the results in `folder`."""
-    steps, learned = measured(folder, "grpo"), _updates(measured(folder, "learner"))
+    steps = [row for row in measured(folder, "grpo") if row.get("sound")]
+    learned = _updates(measured(folder, "learner"))
     shares = tuple(
         row["share"]
         for row in measured(folder, "decode")

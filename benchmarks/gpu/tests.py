@@ -1,7 +1,7 @@
 """The tests that need a GPU, each a case of its own, so that a run which is cut off goes on where
 it was.
 
-Three groups, by what they take: those of bits at the width of real models and of captured steps,
+Two groups, by what they take: those of bits at the width of real models and of captured steps,
 three at a time, which 80 GB hold; and those of kernels, whose time is the compiler's, one for every
 two processors. All share one cache of compiled kernels, and neighbours in the list stay in one
 process, so that few kernels are compiled twice.
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu.common import GPU_LOST, Bench, answers
 from benchmarks.gpu.results import Results
+from isobit.kernels import get_ops
 
 GROUPS: dict[str, tuple[tuple[str, ...], int]] = {
     "bits": (
@@ -50,7 +51,7 @@ def run(bench: Bench) -> None:
         group = f"pytest: {name}"
         if not bench.wants(group):
             continue
-        with bench.case(group) as case:
+        with bench.case(group, around=True) as case:
             status = _pytest(chosen, workers, bench)
             counts = _counts(bench.results, chosen)
             # a pytest that was stopped has recorded what it got to; without any record it has not
@@ -123,6 +124,10 @@ class Recorder:
         self.took: dict[str, float] = {}
         self.skipped: set[str] = set()
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Where it never ends, this is how that is known (`supervise.py`)."""
+        self.results.case(STAGE, nodeid, "started")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
         self.took[name] = self.took.get(name, 0.0) + report.duration
@@ -159,6 +164,8 @@ class Guard:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        get_ops("triton")  # its tiles, and the sides of the rows that the check has found
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Guard(), "isobit-guard")
     else:

@@ -192,6 +192,7 @@ def test_a_call_that_goes_wrong_is_one_observation(
     assert (problem is None) == (reply.problem is None)
     assert problem is None or problem in str(reply.problem)
     assert (reply.uses[0].error is None) == ("error" not in content)
+    assert reply.uses[0].name == (tool if tool in ("act", "wait") else "unknown")
     assert contents(turned(pool, 0, 1, call("act", {"what": "x"}))) == ["done x"]
     pool.end(0)
 

@@ -5,10 +5,7 @@ In a separate process, since this one interprets Triton.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ import pytest
 from benchmarks.gpu.page import KERNELS, PAGE, filled
 from isobit.kernels.gpu import ARCHITECTURES
 
-ROOT = Path(__file__).resolve().parents[2]
+from .compiler import python
+
 _PROGRAM = """
 import json
 from benchmarks.kernel_table import compiled
@@ -148,28 +146,11 @@ print(made.spilled_bytes, made.instruction_class)
 """
 
 
-def _python(program: str, tmp_path: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**environment, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning; of
     each kernel the variant with the largest tiles, which spills first."""
-    return json.loads(_python(_PROGRAM, tmp_path_factory.mktemp("kernels")))
+    return json.loads(python(_PROGRAM, tmp_path_factory.mktemp("kernels")))
 
 
 @pytest.mark.slow
@@ -182,7 +163,7 @@ def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:
 def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
     """Those that read or write its codes: nothing spills, and attention's products run on the
     warpgroups'."""
-    rows = json.loads(_python(_INT8, tmp_path))
+    rows = json.loads(python(_INT8, tmp_path))
     kernels = {row["kernel"] for row in rows}
     assert kernels == {
         "heads.forward.attention_inputs",
@@ -198,7 +179,7 @@ def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> None:
     """Those of a gpt-oss-20b: nothing spills, and products run on the warpgroups'."""
-    rows = json.loads(_python(_GPT_OSS, tmp_path))
+    rows = json.loads(python(_GPT_OSS, tmp_path))
     classes = {row["kernel"]: row["instruction_class"] for row in rows}
     assert classes == {
         "attention.forward.attend": "HGMMA",
@@ -217,7 +198,7 @@ def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
     multiplied in float32, so on no matrix instructions."""
     rows = [
         row
-        for row in json.loads(_python(_NIBBLES, tmp_path))
+        for row in json.loads(python(_NIBBLES, tmp_path))
         if row["kernel"] == "product.nibble_product"
     ]
     assert len(rows) == 6 * sum(architecture.fp8 for architecture in ARCHITECTURES.values())
@@ -229,14 +210,14 @@ def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_rounding_of_masters_compiles_for_every_architecture(tmp_path: Path) -> None:
     """No forward runs it, so no table lists it. Small and large integers are two variants."""
-    assert json.loads(_python(_STOCHASTIC, tmp_path)) == [0] * 2 * len(ARCHITECTURES)
+    assert json.loads(python(_STOCHASTIC, tmp_path)) == [0] * 2 * len(ARCHITECTURES)
 
 
 @pytest.mark.slow
 def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> None:
     """At the sizes of a Qwen3.5-9B: nothing spills. The delta rule is two kernels, one that keeps
     states and one that does not, so a decoded token has the instructions of a chunk."""
-    rows = json.loads(_python(_DELTA, tmp_path))
+    rows = json.loads(python(_DELTA, tmp_path))
     convolutions = ["delta.convolution.backward", *["delta.convolution.convolve"] * 3]
     rules = ["delta.forward.delta_rule", "delta.forward.delta_rule"]
     every = len(ARCHITECTURES)
@@ -250,7 +231,7 @@ def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
     """One row and 8,192: the same instruction, on as many warps along the vocabulary, so one tree
     over it; the larger tile has the other warps along the rows. The control: a tile of 64 tokens
     has fewer warps there."""
-    few, many, other = json.loads(_python(_HEAD, tmp_path))
+    few, many, other = json.loads(python(_HEAD, tmp_path))
     shape = r"warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[16, 64, 16\]"
     found = [re.search(shape, layout) for layout in (few, many, other)]
     assert [match and match.groups() for match in found] == [("8", "1"), ("8", "2"), ("4", "2")]
@@ -282,7 +263,7 @@ def test_shared_memory_fits_a_multiprocessor(kernels: list[dict[str, Any]]) -> N
 @pytest.mark.slow
 def test_the_compiler_reports_spills_and_fallbacks(tmp_path: Path) -> None:
     """The control: a kernel with too large a tile spills."""
-    spilled, kind = _python(_SPILLING, tmp_path).split()
+    spilled, kind = python(_SPILLING, tmp_path).split()
     assert int(spilled) > 0
     assert kind == "HGMMA"
 

@@ -230,6 +230,34 @@ def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) 
     assert measured != pytest.approx(_of_a_step(job.on(ranks // 2)), rel=0.1), "the control"
 
 
+def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> None:
+    """To 10 %: what a step takes beyond the weights, where the head is its largest part. The control
+    is the plan of a loss without a bonus; one of the user's own may use the entropy."""
+    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
+    tiny_model("fp8", alphabet=letters).save(tmp_path / "model")
+    given = (
+        "optimizer.micro_batch_tokens=1024",
+        "optimizer.share_prompts=false",
+        "prompts_per_step=16",
+        "sampling.group_size=16",
+        "sampling.max_new_tokens=16",
+        "sampling.ignore_eos=true",
+        "algorithm.entropy_coefficient=0.01",
+    )
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True) as session:
+        loaded = live.live
+        for _ in range(2):  # the first makes the moments
+            live.take()
+            training_step(session)
+        measured = live.take() - loaded
+    job = job_of(session.parts.config, HERE, session.parts.engine.longest_prompt)
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    without = job.changed("algorithm.entropy_coefficient=0")
+    assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
+    assert _of_a_step(without.changed("algorithm.loss=own.py:loss")) == _of_a_step(job)
+
+
 def _of_a_step(job: Job) -> int:
     """What a step takes of a rank beside weights and masters."""
     planned = plan(job)

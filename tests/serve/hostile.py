@@ -3,6 +3,10 @@ line. What is answered is answered the same again; honest requests among them ha
 they have alone, and an honest run the same adapter.
 
     python -m tests.serve.hostile --cases 10000
+    python -m tests.serve.hostile --cases 10000 --train full
+
+Where the whole model is trained, answers are those of its present weights, so an honest request is
+asked where an honest run has trained them.
 """
 
 import argparse
@@ -251,6 +255,7 @@ class Hostile:
         self.seconds = list[float]()
         self.worlds, self._left = 0, 0
         self._digest = ""
+        self._whole, self._honest = server.gateway.whole, None
         self._world: World | None = None
 
     def step(self) -> None:
@@ -280,7 +285,15 @@ class Hostile:
         self._world, self._left = new_world(self._server), _OF_A_WORLD
         self.worlds += 1
         self._digest = self._digest or self._world.digest
-        assert self._world.digest == self._digest, "an honest run has another adapter"
+        assert self._world.digest == self._digest, "an honest run has another digest"
+        self.check_honest(self._whole)
+
+    def check_honest(self, asked: bool) -> None:
+        """An honest request is answered as the first time, if it is `asked`."""
+        if asked:
+            answer = self._server.post(*HONEST).json()["choices"]
+            self._honest = self._honest or answer
+            assert answer == self._honest, "another answer"
 
     def _follow(self, world: World, case: Case, response: httpx.Response) -> None:
         sampled = case.valid in SAMPLING and '"seed"' in response.text
@@ -323,14 +336,13 @@ def run(server: Running, cases: int, seed: int) -> Hostile:
     logging.getLogger().addHandler(handler)
     try:
         with httpx.Client(timeout=TIMEOUT) as client:
-            honest = server.post(*HONEST).json()["choices"]
             hostile = Hostile(server, client, seed)
+            hostile.check_honest(not server.gateway.whole)
             for case in range(cases):
                 hostile.step()
                 if case % 50 == 49:
                     raw(server, rng)
-                if case % 100 == 99:
-                    assert server.post(*HONEST).json()["choices"] == honest, "another answer"
+                hostile.check_honest(case % 100 == 99 and not server.gateway.whole)
             hostile.end()
     finally:
         logging.getLogger().removeHandler(handler)
@@ -341,10 +353,11 @@ def run(server: Running, cases: int, seed: int) -> Hostile:
 LIMITS = Limits(body_bytes=60000)
 
 
-def result(found: Hostile) -> Result:
-    """The figures, which `benchmarks/results/serve_hostile.json` has; other answers than there
-    should be have raised before."""
-    made, seconds = Result("serve_hostile"), sorted(found.seconds)
+def result(found: Hostile, whole: bool = False) -> Result:
+    """The figures, which a file in `benchmarks/results` has, of a server that trains adapters or the
+    `whole` model; other answers than there should be have raised before."""
+    name, trained = ("serve_hostile_full", "model") if whole else ("serve_hostile", "adapter")
+    made, seconds = Result(name), sorted(found.seconds)
     case = f"{len(seconds):,} hostile requests"
     made.rows = [Row(case, "a request", statistics.median(seconds), seconds[0])]
     made.parts = {
@@ -355,7 +368,7 @@ def result(found: Hostile) -> Result:
     made.claims = [
         Claim("answers with a status from 500 on", faults, "<=", 0),
         Claim("seconds of the slowest answer", seconds[-1], "<=", TIMEOUT),
-        Claim("honest runs among them, with one adapter", found.worlds, ">=", 1),
+        Claim(f"honest runs among them, with one {trained}", found.worlds, ">=", 1),
     ]
     return made
 
@@ -365,16 +378,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write serve_hostile.json")
+    parser.add_argument("--train", choices=("adapters", "full"), default="adapters")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write the figures")
     given = parser.parse_args()
+    whole = given.train == "full"
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(
-            base_model(Path(folder) / "base"), limits=LIMITS, state=Path(folder) / "state"
+            base_model(Path(folder) / "base"),
+            limits=LIMITS,
+            state=Path(folder) / "state",
+            whole=whole,
         ) as server,
     ):
         found = run(server, given.cases, given.seed)
-    figures = result(found)
+    figures = result(found, whole)
     figures.print()
     if given.out is not None:
         figures.write(given.out)

@@ -63,7 +63,14 @@ SAMPLING = [
     Valid(
         "POST",
         "/v1/completions",
-        {"prompt": ["a", [5, 6]], "echo": True, "prompt_logprobs": 2, "logprobs": 1, "seed": 2},
+        {
+            "prompt": ["a", [5, 6]],
+            "echo": True,
+            "prompt_logprobs": 2,
+            "logprobs": 1,
+            "seed": 2,
+            "stream": False,
+        },
     ),
     Valid(
         "POST",
@@ -89,6 +96,8 @@ SAMPLING = [
             "tool_choice": "auto",
             "chat_template_kwargs": {"thinking": False},
             "logprobs": True,
+            "prompt_logprobs": 1,
+            "stream": False,
             "top_k": 4,
             "min_p": 0.1,
         },
@@ -96,7 +105,10 @@ SAMPLING = [
     Valid(
         "POST",
         "/inference/v1/generate",
-        {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "temperature": 0.0}},
+        {
+            "token_ids": [5, 6, 7],
+            "sampling_params": {"max_tokens": 3, "temperature": 0.0, "prompt_logprobs": 1},
+        },
     ),
     Valid("POST", "/tokenize", {"prompt": "abc", "add_special_tokens": True}),
     Valid("POST", "/detokenize", {"tokens": [4, 5, 6]}),
@@ -109,7 +121,7 @@ SAMPLING = [
 
 @dataclass
 class World:
-    """What a tenant has. `digest`: SHA-256 of the adapter that its run has trained to; `counts`: by
+    """What a tenant has. `digest`: SHA-256 of the weights that its run has trained to; `counts`: by
     line, the number of its next request."""
 
     server: Running
@@ -126,7 +138,9 @@ class World:
 
 
 def new_world(server: Running) -> World:
-    """Made by honest requests alone, so that each has the same adapter."""
+    """Made by honest requests alone, so that each has the same adapter, or the same weights where
+    the whole model is trained."""
+    whole = server.gateway.whole
 
     def post(path: str, value: Any = None, **more: Any) -> httpx.Response:
         found = server.post(f"{PREFIX}/{path}", value, **more)
@@ -140,7 +154,7 @@ def new_world(server: Running) -> World:
         return found
 
     session = post("create_session", SESSION).json()["session_id"]
-    done("create_model", _create(session, 0))
+    done("create_model", _create(session, 0, whole))
     run = f"{session}:train:0"
     done("forward_backward", content=gradients(run, 1))
     done("optim_step", _step(run, 2))
@@ -148,6 +162,8 @@ def new_world(server: Running) -> World:
     for number, (kind, name) in enumerate(kinds, 3):
         done(f"save_weights{kind}", _save(run, number, name))
     begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    if whole:  # of which only the present weights are sampled from
+        begin["model_path"] = f"tinker://{run}/weights/a"
     sampler = post("create_sampling_session", begin).json()["sampling_session_id"]
     sampled = post("asample", _sample(sampler, 0)).json()["request_id"]
     urls = server.get(
@@ -156,13 +172,13 @@ def new_world(server: Running) -> World:
     (link,) = [url for url in urls.json()["urls"].values() if url.partition("?")[0].endswith("s")]
     archive = server.get(f"{PREFIX}/training_runs/{run}/checkpoints/weights/a/archive")
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
-        file = files.extractfile("adapter_model.safetensors")
+        file = files.extractfile(f"{'' if whole else 'adapter_'}model.safetensors")
         assert file is not None
         digest = hashlib.sha256(file.read()).hexdigest()
     routes = [
         *SAMPLING,
         *_of_sessions(session, begin, sampler, sampled),
-        *_of_runs(session, run),
+        *_of_runs(session, run, whole),
         *_kept(session, run, link),
     ]
     counts = Counter({"run": 7, "model": 1, "sampling": 1, "sample": 1})
@@ -172,12 +188,13 @@ def new_world(server: Running) -> World:
 SESSION = {"tags": ["a"], "user_metadata": {"a": 1}, "sdk_version": "0.38.0", "display_name": "b"}
 
 
-def _create(session: str, number: int) -> dict[str, Any]:
+def _create(session: str, number: int, whole: bool) -> dict[str, Any]:
+    rank = 0 if whole else 2
     return {
         "session_id": session,
         "model_seq_id": number,
         "base_model": "tiny",
-        "lora_config": {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True},
+        "lora_config": {"rank": rank, "seed": 1, "train_mlp": True, "train_attn": True},
         "optimizer_config": {"type": "adamw"},
         "user_metadata": {"a": "b"},
     }
@@ -244,13 +261,13 @@ def _of_sessions(session: str, begin: dict[str, Any], sampler: str, sampled: str
     ]
 
 
-def _of_runs(session: str, run: str) -> list[Valid]:
+def _of_runs(session: str, run: str, whole: bool) -> list[Valid]:
     path = f"tinker://{run}/weights/a"
     load = {"model_id": run, "seq_id": 3, "path": path, "optimizer": True}
     begin = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
     save = {**_save(run, 2, "b"), "user_metadata": {"a": "b"}}
     return [
-        _post("create_model", _create(session, 1), "model"),
+        _post("create_model", _create(session, 1, whole), "model"),
         _post("get_info", {"model_id": run}),
         _post("unload_model", {"model_id": run}, ends=True),
         _post("optim_step", _step(run, 1), "run"),

@@ -128,3 +128,15 @@ def test_negative_control_a_wrong_answer(
         monkeypatch.setattr(module, "_adam_of", faster)
     with pytest.raises(AssertionError, match=r"then|another"):
         run(open_server, 300, 1)
+
+
+def test_hostile_requests_to_a_server_that_trains_the_whole_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its honest runs end with the same weights, by which an honest request is answered as
+    before."""
+    with serving(folder / "base", limits=LIMITS, state=tmp_path / "state", whole=True) as server:
+        found = run(server, 260, 2)
+    assert {200, 400, 404} <= found.statuses.keys()
+    assert found.worlds >= 2
+    assert all(claim.holds for claim in result(found, whole=True).claims)

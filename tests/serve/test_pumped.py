@@ -14,8 +14,19 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.serve import pumped
 from isobit.serve.device import STOPPING
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
+from isobit.serve.jobs import (
+    Begun,
+    Done,
+    Event,
+    Failed,
+    Post,
+    SampleJob,
+    Scored,
+    Token,
+    WorkJob,
+)
 from isobit.serve.pumped import PumpedDevice
+from isobit.serve.scoring import Scoring
 
 from .helpers import bits
 
@@ -36,9 +47,12 @@ class Asked:
         for post, event in events:
             post(event)
 
-    def ask(self, **more: Any) -> tuple[SampleJob, list[Event]]:
+    def ask(
+        self, scoring: Scoring | None = None, sampled: bool = True, **more: Any
+    ) -> tuple[SampleJob, list[Event]]:
         events: list[Event] = []
-        job = SampleJob("t", PROMPT, Sampling(**{**SAMPLING, **more}), None, True, events.append)
+        given = "t", PROMPT, Sampling(**{**SAMPLING, **more}), None, True, events.append
+        job = SampleJob(*given, scoring, sampled)
         self.device.submit(job)
         return job, events
 
@@ -88,6 +102,34 @@ def test_a_request_that_spans_an_update_has_the_new_bits(asked: Asked) -> None:
     assert (after[0], bits(after)) == (Begun(1), new)
     assert torch.tensor(old[1]).ne(torch.tensor(new[1])).any()
     assert asked.device.answered == {"requests": 2, "tokens": 24}
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_scores_of_a_prompt_are_of_the_weights_of_its_answer(asked: Asked, sampled: bool) -> None:
+    """Also where these change between two parts of them. The control is complete before it."""
+
+    def expected() -> list[float]:
+        found: list[float] = asked.model.logprobs([list(PROMPT)])[0].tolist()
+        return found
+
+    old, kinds = expected(), [Begun, Scored, *[Token] * 12 * sampled, *[Done] * sampled]
+    _, before = asked.ask(Scoring(len(PROMPT), 2), sampled)
+    asked.pump()
+    _, after = asked.ask(Scoring(len(PROMPT), 2), sampled)
+    asked.pump(2)
+    assert asked.device.num_open == 1
+    assert after == []
+    asked.device.begin_again()
+    asked.change(1)
+    asked.pump()
+    for events, version, logprobs in ((before, 0, old), (after, 1, expected())):
+        assert [type(event) for event in events] == kinds
+        assert events[0] == Begun(version)
+        assert isinstance(events[1], Scored)
+        assert events[1].scores.logprobs[1:] == logprobs
+    assert old != expected()
+    if sampled:
+        assert bits(after) == asked.alone()
 
 
 def test_negative_control_what_stays_open_is_refused_by_the_engine(asked: Asked) -> None:

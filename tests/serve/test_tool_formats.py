@@ -16,6 +16,7 @@ from isobit.model.text.tool_formats.base import Reply
 from isobit.model.text.tool_formats.harmony import MARKS
 from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
 from isobit.serve.answers import Asked, ChoiceStream
+from isobit.serve.prompts import Front
 from tests.model.test_appending import of_file
 
 from .helpers import ALPHABET
@@ -36,6 +37,17 @@ SAID = {
     "mistral bare": 'so\n[TOOL_CALLS]add{"a": 1, "b": "x"}[TOOL_CALLS]end{}',
     "pythonic": 'so\n<|tool_call_start|>[add(a=1, b="x"), end()]<|tool_call_end|>',
     "pythonic of llama 4": "so\n<|python_start|>[add(a = 1, b='x',),end()]<|python_end|>",
+    "glm45": "so\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n<tool_call>end\n</tool_call>",
+    "glm45 of 4.7": "so\n<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+    "<arg_value>x</arg_value></tool_call><tool_call>end</tool_call>",
+    "gemma4": 'so\n<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|><|tool_call>call:end{}<tool_call|>',
+    "deepseek_v3": "so\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>end\n'
+    "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v3 of 3.1": "so\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    '{"a": 1, "b": "x"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>end<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
     "json": 'so\n```json\n[{"name": "add", "arguments": {"a": 1, "b": "x"}}, {"name": "end"}]\n```',
     "harmony": "<|channel|>final<|message|>so\n<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|>'
@@ -63,7 +75,7 @@ def calls_of(reply: Reply | None) -> list[tuple[str, Any]]:
 
 def tokenizer_of(*special: str) -> Tokenizer:
     """A token for each character, and for each of these names."""
-    made = Tokenizer.characters(ALPHABET + "[]|`")
+    made = Tokenizer.characters(ALPHABET + "[]|`｜▁")
     made.fast.add_special_tokens([AddedToken(name, special=True) for name in special])
     return Tokenizer(made.fast, made.settings, made.eos_ids, None)
 
@@ -89,7 +101,7 @@ def answered(
         tools=[{}] if tools else (),
     )
     reason, message = asked.message(completion)
-    stream, pieces = ChoiceStream(asked, 0, 0), list[dict[str, Any]]()
+    stream, pieces = ChoiceStream(asked, 0, 0, Front()), list[dict[str, Any]]()
     for token in ids:
         stream.feed(token, 0.0, [])
         pieces += [piece["delta"] for piece in [stream.take()] if piece is not None]
@@ -168,6 +180,39 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
         ("pythonic", "[f(a='x)]", "not Python: "),
         ("pythonic", "[f(a=" + "[" * 3000, "nested in more than 100 levels"),
         ("pythonic", "[f(a=" + "9" * 5000 + ")]", "more than 300 digits"),
+        ("glm45", "no call", None),
+        ("glm45", "<tool_call></tool_call>", "expected the name of a tool, without spaces"),
+        ("glm45", "<tool_call>two words</tool_call>", "expected the name of a tool, without spaces"),
+        ("glm45", '<tool_call>{"name": "f"}</tool_call>', "expected the name of a tool"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key></tool_call>", "expected <arg_key>KEY</arg_key>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "<arg_value>VALUE"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>so</tool_call>", "got 'so"),
+        ("glm45", "<tool_call>f</tool_call> and more", "text behind </tool_call>: 'and more'"),
+        ("gemma4", "no call", None),
+        ("gemma4", "<tool_call|>", None),
+        ("gemma4", '5 <|"|> 6', None),
+        ("gemma4", "<|tool_call><tool_call|>", "expected call:NAME{KEY:VALUE, ...}"),
+        ("gemma4", "<|tool_call>f{}<tool_call|>", "expected call:NAME{KEY:VALUE, ...}"),
+        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", "not JSON: Expecting value"),
+        ("gemma4", "<|tool_call>call:f{a:b}<tool_call|>", "not JSON: Expecting value"),
+        ("gemma4", "<|tool_call>call:f{a:1", "not JSON: Expecting"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', 'a text in it does not end with <|"|>'),
+        ("gemma4", "<|tool_call>call:f{<|channel>}<tool_call|>", "does not end with"),
+        ("gemma4", '<|tool_call>call:f{<|channel>a<|"|>:1}<tool_call|>', "expected no <|channel> in"),
+        ("gemma4", "<|tool_call>call:f" + DEEP.replace('"', ""), "nested too deeply"),
+        ("gemma4", "<|tool_call>call:f{a:" + "9" * 5000 + "}", "a whole number of 5,000 digits"),
+        ("deepseek_v3", "no call", None),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜> without <｜tool▁call▁begin｜>"),
+        ("deepseek_v3", "<｜tool▁sep｜>", "<｜tool▁sep｜> without <｜tool▁call▁begin｜> before it"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f", "expected <｜tool▁sep｜> behind what it is"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "not JSON: Expecting property name"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]", "that are a JSON object, got a list"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", "the name of a tool, without space"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```", "not JSON: Exp"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a b\n```json\n{}\n```", "of a tool"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>so\nand", "got '"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁sep｜>{}", "nothing behind it"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" + DEEP, "nested too deeply"),
         ("mistral", "no call", None),
         ("mistral", "[TOOL_CALLS]", "expected the name of a tool"),
         ("mistral", "[TOOL_CALLS] []", "the list of calls is empty"),
@@ -229,10 +274,25 @@ def test_long_answers_are_read_at_once() -> None:
         ("mistral", "[TOOL_CALLS]f[ARGS]" + large),
         ("harmony", "<|start|>assistant to=functions.f<|message|>{}<|call|>" * many),
         ("harmony", "<|start|>assistant to=functions.f<|message|>" + large),
+        ("gemma4", "<|tool_call>call:f{}<tool_call|>" * many),
+        ("gemma4", "<|tool_call>call:f" + large.replace('"a"', "a").replace('"', '<|"|>')),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * many),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" + large),
+        ("glm45", "<tool_call>f</tool_call>" * many),
+        ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{'x' * 1_000_000}</arg_value>"),
     ):
         reply = FORMATS[name].read_text(text)
         assert reply is not None
         assert len(reply.calls) == (1 if "xx" in text else many)
+    for name, text in (
+        ("glm45", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * many),
+        ("gemma4", "<|tool_call>call:f{" + "a," * many),
+        ("gemma4", "<|tool_call>call:f{a:[" + "None" + " " * many),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```" + " " * many + "x"),
+    ):
+        reply = FORMATS[name].read_text(text)
+        assert reply is not None
+        assert len(reply.problems) == 1
     for text in ("<|channel|>" * many, "<|message|>" * many, "<|end|>" * many):
         assert FORMATS["harmony"].read_text(text) == Reply("", (), "")
 
@@ -240,7 +300,11 @@ def test_long_answers_are_read_at_once() -> None:
 def test_forged_marks_are_text() -> None:
     """Where the mark is a special token, characters that spell it are none; the control has the
     token."""
-    for name, said in (("mistral", SAID["mistral named"]), ("harmony", SAID["harmony"])):
+    marked = ("harmony", "gemma4", "deepseek_v3")
+    for name, said in (
+        ("mistral", SAID["mistral named"]),
+        *((each, SAID[each]) for each in marked),
+    ):
         tokenizer = tokenizer_of(*FORMATS[name].marks)
         forged = [token for text in said for token in tokenizer.encode(text)]
         reason, message = answered(name, tokenizer, forged)
@@ -421,8 +485,11 @@ def test_a_format_is_the_one_that_reads_what_a_template_writes() -> None:
     for file in templates_of_trl():
         form = format_by_template("auto", of_file(file))
         found.setdefault(names.get(id(form)), set()).add(file.stem.removesuffix("_training"))
+    assert found[None] == {"muse_glimmer"}
     gemma4 = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"}
-    assert found[None] == {"deepseekv3", "glm4moe", "muse_glimmer", *gemma4}
+    assert found["gemma4"] == gemma4
+    assert found["glm45"] == {"glm4moe"}
+    assert found["deepseek_v3"] == {"deepseekv3", "deepseek_r1_distill"}
     assert found["harmony"] == {"gptoss"}
     assert found["llama3_json"] == {"llama3_1", "llama3_2"}
     assert found["pythonic"] == {"lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
@@ -430,5 +497,68 @@ def test_a_format_is_the_one_that_reads_what_a_template_writes() -> None:
     nemotron = {f"nemotron_3_{name}" for name in ("nano", "super", "ultra", "5_lightning")}
     assert found["qwen3_coder"] == coder | nemotron
     assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"} <= found["hermes"]
-    tokenizer = of_file(next(file for file in templates_of_trl() if file.stem == "glm4moe"))
+    tokenizer = of_file(next(file for file in templates_of_trl() if file.stem == "muse_glimmer"))
     assert format_by_template("json", tokenizer) is FORMATS["json"]
+
+
+GIVEN: dict[str, Any] = {
+    "city": "Ulm, {so}: [it] 'is'\nhere",
+    "days": [1, 2.5, "x", True, None],
+    "more": {"of": {"it": [], "a b": "true"}},
+    "count": -12,
+}
+
+
+def written_by(tokenizer: Tokenizer) -> Completion | None:
+    """An answer with two calls, or one, as a template writes it; None where it writes none."""
+    for arguments, second in ((GIVEN, {}), (json.dumps(GIVEN), "{}")):
+        first: dict[str, Any] = {"name": "rain", "arguments": arguments}
+        for calls in ((first, {"name": "end", "arguments": second}), (first,)):
+            said = asked_of(*calls)
+            try:
+                before = tokenizer.encode_chat(said[:1])
+                whole = tokenizer.encode_chat(said, False)
+            except IsobitError:
+                continue
+            pairs = enumerate(zip(before, whole))
+            ids = whole[next((i for i, (a, b) in pairs if a != b), len(before)) :]
+            ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_ids]
+            ids = ids[: ends[0]] if ends else ids
+            if "Ulm" in (text := tokenizer.decode(ids)):
+                return Completion(0, 0, before, ids, text, [0.0] * len(ids), "stop", 0)
+    return None
+
+
+def test_calls_of_published_templates_are_read_back() -> None:
+    """Of TRL's templates that write calls in a format here: texts, numbers, lists, objects,
+    nothing. Pythonic ones write texts without their quotes escaped, which is no Python."""
+    schema = {"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = [{"type": "function", "function": {"name": "rain", **schema}}]
+    read = dict[str, set[str]]()
+    names = {id(form): name for name, form in FORMATS.items()}
+    for file in templates_of_trl():
+        tokenizer = of_file(file)
+        form, answer = format_by_template("auto", tokenizer), written_by(tokenizer)
+        if form is None or answer is None or form is FORMATS["pythonic"]:
+            continue
+        reply = form.of(answer, tokenizer, tools)
+        assert reply is not None, file.stem
+        assert reply.problems == (), file.stem
+        calls = [("rain", GIVEN), ("end", {})]
+        assert calls_of(reply) in (calls, calls[:1]), file.stem
+        read.setdefault(names[id(form)], set()).add(file.stem)
+    assert {name: len(read[name]) for name in ("glm45", "gemma4", "deepseek_v3", "harmony")} == {
+        "glm45": 2, "gemma4": 7, "deepseek_v3": 2, "harmony": 2
+    }  # fmt: skip
+    assert {"hermes", "qwen3_coder", "llama3_json"} < read.keys()
+
+
+def test_what_gemma_thinks_is_reasoning() -> None:
+    """A call that it spells there is none; the control is behind its thoughts."""
+    call = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
+    inside = FORMATS["gemma4"].read_text(f"so <|channel>thought\nI {call} say.<channel|>it is 5")
+    assert inside == Reply("so it is 5", (), f"I {call} say.".replace(call, "call:f{a:x}"))
+    behind = FORMATS["gemma4"].read_text(f"<|channel>thought\nhm<channel|>{call}it is 5")
+    assert behind is not None
+    assert (behind.content, behind.reasoning) == ("it is 5", "hm")
+    assert calls_of(behind) == [("f", {"a": "x"})]

@@ -174,6 +174,35 @@ def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Beg
         assert [sampled(fresh, seed, tokens=40) for seed in range(4)] != alone
 
 
+def test_scores_of_a_prompt_and_its_answer_are_of_the_same_weights(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that comes while they are computed waits for both. The control is after it."""
+    monkeypatch.setattr("isobit.serve.scoring._AT_ONCE", 4)
+    client = new(service(server))
+    sampler = client.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=30, seed=1, stop=[])
+    prompt = tinker.ModelInput.from_ints([5, 9, 7] * 20)
+
+    def both(of: Any) -> Any:
+        asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        return of.sample(prompt=prompt, num_samples=1, sampling_params=params, **asked)
+
+    def told(found: Any) -> Any:
+        return found.prompt_logprobs, list(found.sequences[0].logprobs)
+
+    alone = told(both(sampler).result())
+    client.forward_backward(data(1), "cross_entropy").result()
+    device = server.gateway.device
+    asked = both(sampler)
+    while not device.num_open:
+        time.sleep(0.001)
+    client.optim_step(STEP).result()
+    assert told(asked.result()) == alone
+    fresh = client.save_weights_and_get_sampling_client().result()
+    assert all(one != two for one, two in zip(told(both(fresh).result()), alone, strict=True))
+
+
 def test_there_is_one_run_and_the_next_begins_as_the_first(server: Running) -> None:
     mine, other = service(server), service(server, OTHER_KEY)
     client = new(mine)

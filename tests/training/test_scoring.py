@@ -1,6 +1,7 @@
 """Functions and reward models in one sum, and whole runs under them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from tests.models import tiny_model
 from tests.runs import digit_reward_file, dry_run_text, fingerprint, write_config
 
 
-def reward_model(path: Path, max_positions: int = 64) -> Path:
+def reward_model(path: Path, max_positions: int = 64, **made: Any) -> Path:
     """A classifier over the tiny model's tokens, made of a tiny model of other weights."""
-    tiny_model("float32", "qwen3", seed=9, scale=5).save(path)
+    tiny_model("float32", "qwen3", seed=9, scale=5, **made).save(path)
     tensors = read_weights(path)
     score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     write_weights(path, {**tensors, "score.weight": score})

@@ -141,6 +141,7 @@ def clients(port: int) -> Iterator[list[Client]]:
     """Some that ask for different things at the same time, and one that stops in the middle of its
     request."""
     chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 6}
+    chat |= {"prompt_logprobs": 2}
     with (
         Client(port, "/v1/completions", **ASKED, logprobs=0, n=2) as first,
         Client(port, "/v1/chat/completions", **chat, return_token_ids=True, logprobs=True) as two,
@@ -191,6 +192,12 @@ def sequences(answer: dict[str, Any]) -> list[tuple[list[int], list[int], list[f
     ]
 
 
+def scores_of(answer: dict[str, Any], prompt: list[int]) -> list[float]:
+    """Of the tokens of a prompt, from the second one on, if they were asked for."""
+    told = zip(prompt[1:], (answer.get("prompt_logprobs") or [])[1:])
+    return [each[str(token)]["logprob"] for token, each in told]
+
+
 def assert_bits(answers: list[dict[str, Any]], run: Path, base: Path | None = None) -> None:
     """Log-probabilities are those of the checkpoint of their version, an adapter of `base` where
     that is given, and of no other."""
@@ -207,6 +214,9 @@ def assert_bits(answers: list[dict[str, Any]], run: Path, base: Path | None = No
                 (found,) = model.logprobs([[*prompt, *tokens]])
                 equal = torch.equal(found[len(prompt) - 1 :], torch.tensor(told))
                 assert equal == (step == version), (step, version)
+                if scores := scores_of(answer, prompt):
+                    equal = torch.equal(found[: len(prompt) - 1], torch.tensor(scores))
+                    assert equal == (step == version), (step, version)
 
 
 def test_nothing_of_the_run_changes_and_answers_have_their_weights_bits(
@@ -223,6 +233,7 @@ def test_nothing_of_the_run_changes_and_answers_have_their_weights_bits(
     answers = [*first.answers[-3:], *chat.answers[-3:], *(answer for _, answer in heard)]
     assert {answer["weights_version"] for answer in answers} == {0, 1, 2, 3}
     assert_bits(answers, tmp_path / "run")
+    assert all(len(scores_of(each, each["prompt_token_ids"])) > 3 for each in chat.answers)
     statuses = [*first.statuses, *chat.statuses, *streamed.statuses]
     assert set(statuses) <= {200, 503}
     answered = sum(row.get("serve/requests", 0) for row in result.metrics)

@@ -1,10 +1,12 @@
 """Metrics of a step against numbers worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from isobit.environments.recorded import EpisodeRecord
 from isobit.model.hub.names import layer_and_role
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch
@@ -39,6 +41,30 @@ def test_rewards_lengths_and_spread() -> None:
     assert found["length/truncated_fraction"] == 0.25
     assert found["reward/function/a"] == pytest.approx(4 / 3)
     assert found["reward/function/b"] == 2
+
+
+def test_calls_are_counted_by_tool() -> None:
+    """Of three episodes; a name that no metric takes is written with underscores."""
+    uses = [
+        (("add", None), ("add", "no"), ("a/b c", None)),
+        (("add", None), ("unknown", "Tool x not found.")),
+        (),
+    ]
+    batch = StepBatch(1, False, 1)
+    episodes = [EpisodeRecord(2, ({"role": "assistant", "content": ""},), each) for each in uses]
+    batch.add([[replace(sample(1.0, 2), episode=episode) for episode in episodes]])
+    found = batch_metrics(batch)
+    by_tool = {name: value for name, value in found.items() if name.startswith("tools/")}
+    assert by_tool == {
+        "tools/call_frequency": 5 / 3,
+        "tools/failure_frequency": 2 / 5,
+        "tools/call_frequency/a_b_c": 1 / 3,
+        "tools/failure_frequency/a_b_c": 0,
+        "tools/call_frequency/add": 1,
+        "tools/failure_frequency/add": 1 / 3,
+        "tools/call_frequency/unknown": 1 / 3,
+        "tools/failure_frequency/unknown": 1,
+    }
 
 
 def test_quantization_of_weights_is_that_of_the_last_sync() -> None:

@@ -10,15 +10,17 @@ import pytest
 import yaml
 
 from isobit.config import load_config
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
+from isobit.model import RewardModel
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests import warm
 from tests.conftest import RunIsobit
-from tests.dialogues import TEMPLATE
+from tests.dialogues import SHORTENING, TEMPLATE
 from tests.distributed.sessions import trained
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
+from tests.training.test_scoring import reward_model
 
 ENVIRONMENT = '''
 import os, random, time
@@ -44,6 +46,16 @@ class Counting:
         message = {"role": "user", "content": f"{self.digits} so far"}
         return Step((message,), self.digits / 10, done=self.number >= self.turns)
 '''
+
+
+COUNTED = """
+def roles(completions, **columns):
+    return [float(sum(m['role'] == 'user' for m in c)) for c in completions]
+
+
+def counted(environments, **columns):
+    return [float(e.number) for e in environments]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -180,17 +192,42 @@ def test_eval_asks_a_run_with_its_environment(
     assert sum(rewards) / 4 == pytest.approx(result.metrics[-1]["reward/held_out"])
 
 
+def test_flows_are_compared_with_environments(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """Each run asks its own; what is finished is known again, and asks nobody."""
+    config = config_of(tmp_path, chat_model, steps=1)
+    command = ["compare", config, "--presets", "fp8,fp8-rollout", "--out", tmp_path / "out"]
+    code, said, errors = run_isobit(*command, "--quiet")
+    assert code == 0, errors
+    assert "fp8-rollout" in said
+    for preset in ("fp8", "fp8-rollout"):
+        rows = rows_of(tmp_path / "out" / preset / "seed-0")
+        assert max(row["episode"]["turns"] for row in rows) > 1
+    called = (tmp_path / "called.txt").read_text()
+    assert run_isobit(*command, "--quiet")[:2] == (0, said)
+    assert (tmp_path / "called.txt").read_text() == called
+
+
 def comparable(found: dict[str, Any]) -> dict[str, Any]:
     """What does not count pages."""
     return {name: found[name] for name in ("step", "model.safetensors", "completions")}
 
 
-def test_a_run_replays_without_calling_a_tool(tmp_path: Path, chat_model: Path) -> None:
-    first = run(tmp_path, chat_model)
-    called = (tmp_path / "called.txt").read_text()
-    assert called
+def test_a_run_replays_without_an_environment(tmp_path: Path, chat_model: Path) -> None:
+    """Whose file may be gone, also where it scored; the control asks held-out prompts, and needs
+    it."""
+    (tmp_path / "rewards.py").write_text(COUNTED)
+    functions = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("roles", "counted")]
+    own = ["algorithm.decoupled_rewards=true"]  # which takes each reward by its name and weight
+    first = run(tmp_path, chat_model, *own, rewards={"functions": functions})
+    assert (tmp_path / "called.txt").read_text()
+    for name in ("counting.py", "called.txt", "rewards.py"):
+        (tmp_path / name).unlink()
     again = replay(first.run_dir, tmp_path / "again")
-    assert (tmp_path / "called.txt").read_text() == called
+    assert not (tmp_path / "called.txt").exists()
+    with pytest.raises(IsobitError, match=r"environment.factory.*counting.py"):
+        replay(first.run_dir, tmp_path / "control", ["evaluation.every=1"])
     for name in ("model.safetensors", "trainer/optimizer.safetensors", "completions"):
         assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
 
@@ -213,11 +250,15 @@ def test_a_run_is_verified_without_calling_a_tool(
 
 def falsify(run: Path) -> None:
     """Another observation in one row of the newest step, tokens and hashes as they were."""
-    from isobit.run.completions import pack
-
     rows = rows_of(run)
     row = next(row for row in rows if row["step"] == 2 and row["episode"]["turns"] > 1)
     row["episode"]["messages"][1]["content"] = "9 so far!"
+    rewrite(run, rows)
+
+
+def rewrite(run: Path, rows: list[dict[str, Any]]) -> None:
+    from isobit.run.completions import pack
+
     steps = sorted({row["step"] for row in rows})
     packed = [pack(as_written(row) for row in rows if row["step"] == step) for step in steps]
     (run / COMPLETIONS).write_bytes(b"".join(packed))
@@ -239,14 +280,38 @@ def test_dynamic_sampling_and_rollouts_ahead(tmp_path: Path, chat_model: Path) -
     assert all(row["episode"]["turns"] for row in rows)
 
 
+def test_a_template_that_changes_the_past_forks(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """Its contexts are one sample: no token differs, a group has as many samples as ever, and the
+    run is repeated, replayed and verified; the control is a context that was not the recorded."""
+    (tmp_path / "shortening.jinja").write_text(SHORTENING)
+    changes: dict[str, Any] = {"evaluation": {"every": 2, "samples": 3}}
+    template = f"model.chat_template={tmp_path / 'shortening.jinja'}"
+    fork = [template, "environment.history=fork", "steps=2"]
+    result = run(tmp_path, chat_model, *fork, **changes)
+    rows = rows_of(result.run_dir)
+    assert len(rows) == 2 * 16
+    assert all(row["mismatch/differing_tokens"] == 0 for row in result.metrics if row["step"])
+    assert sum("forks" in row for row in rows) > 8
+    slow = run(tmp_path / "slow", chat_model, *fork, slow=0.02, **changes)
+    assert fingerprint(slow.run_dir) == fingerprint(result.run_dir)
+    again = replay(result.run_dir, tmp_path / "again", ["evaluation.every=0"])
+    for name in ("model.safetensors", "completions"):
+        assert fingerprint(again.run_dir)[name] == fingerprint(result.run_dir)[name]
+    code, said, _ = run_isobit("verify", result.run_dir)
+    assert code == 0, said
+    row = next(row for row in rows if row["step"] == 1 and row.get("forks"))
+    row["completion_ids"][row["forks"][0] + 1] += 1
+    rewrite(result.run_dir, rows)
+    code, said, errors = run_isobit("verify", result.run_dir)
+    assert code == 1
+    assert "differ" in said + errors
+
+
 def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path) -> None:
     """Every message under TRL's name, and the environment of each where they ask for it."""
-    (tmp_path / "rewards.py").write_text(
-        "def roles(completions, **columns):\n"
-        "    return [float(sum(m['role'] == 'user' for m in c)) for c in completions]\n"
-        "def counted(environments, **columns):\n"
-        "    return [float(e.number) for e in environments]\n"
-    )
+    (tmp_path / "rewards.py").write_text(COUNTED)
     functions = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("roles", "counted")]
     result = run(tmp_path, chat_model, rewards={"functions": functions})
     for row in rows_of(result.run_dir):
@@ -254,12 +319,53 @@ def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path)
         assert row["reward"] == pytest.approx(sum(row["rewards"].values()))
 
 
+def test_a_reward_model_scores_conversations(tmp_path: Path, chat_model: Path) -> None:
+    """Up to the model's last answer, beside the environment's own reward; the control is the last
+    answer alone. One whose template refuses them says so in one line."""
+    judge = reward_model(tmp_path / "judge", max_positions=256, alphabet=ALPHABET)
+    (judge / "chat_template.jinja").write_text(TEMPLATE)
+    models = {"models": [{"path": str(judge), "weight": 0.5}]}
+    result = run(tmp_path, chat_model, "steps=1", rewards=models)
+    model, wrong = RewardModel.load(judge), 0
+    for row in rows_of(result.run_dir):
+        messages = row["episode"]["messages"]
+        prompt = [{"role": "user", "content": row["prompt_rendered"][5:-9]}]
+        scores = model.score(
+            [model.encode(prompt, messages[:-1]), model.encode(prompt, messages[-2:-1])]
+        )
+        assert row["rewards"]["reward_model"] == scores[0]
+        assert row["reward"] == pytest.approx(row["rewards"]["Counting"] + 0.5 * scores[0])
+        wrong += scores[0] != scores[1]
+    assert wrong == sum(row["episode"]["turns"] > 1 for row in rows_of(result.run_dir)) > 0
+    refusing = "{{ raise_exception('no users after answers') if messages|length > 2 }}" + TEMPLATE
+    (judge / "chat_template.jinja").write_text(refusing)
+    with pytest.raises(
+        RunFailed, match=r"reward model reward_model, sample .*no users after"
+    ) as raised:
+        run(tmp_path / "refused", chat_model, "steps=1", rewards=models)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_reset_adds_is_in_the_prompt_of_rewards(tmp_path: Path, chat_model: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def asked(prompts, answer, **columns):\n"
+        "    return [float(p[-1]['content'].endswith(a[-1] + '?')) for p, a in zip(prompts, answer)]\n"
+    )
+    functions = [f"{tmp_path / 'rewards.py'}:asked"]
+    path = config_of(tmp_path, chat_model, rewards={"functions": functions}, steps=1)
+    own = tmp_path / "counting.py"
+    own.write_text(
+        own.read_text().replace("number = 0\n", "number = 0\n        return answer[-1] + '?'\n")
+    )
+    for row in rows_of(train(load_config(path)).run_dir):
+        assert row["rewards"]["asked"] == 1.0
+        assert row["episode"]["prompt"][0]["content"].endswith("?")
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"task.chat": False}, "set task.chat: true"),
-        ({"environment.history": "fork"}, "history: fork is not offered yet"),
-        ({"rewards.models": [{"path": "x"}]}, "reward models do not read conversations"),
     ],
 )
 def test_what_is_not_offered_is_refused_in_one_line(

@@ -105,6 +105,35 @@ def test_what_is_left_out_of_learning_is_shown() -> None:
     assert "50% of the samples teach" in line
 
 
+def test_turns_and_tools_are_shown() -> None:
+    """Where there are environments: the control has none. Only tools that the last step called, the
+    slowest first, and names without control characters."""
+    assert "turns" not in "\n".join(drawn(history()))
+    view = history(**{"env/turns": 1.0})
+    view.add({"step": 13, "env/turns": 2.5, "tools/call_frequency/gone": 1.0})
+    row = {"step": 14, "env/turns": 2.5, "tools/call_frequency": 1.5, "env/problems": 0.125}
+    calls = {"add": 1.25, "look_\x1bup": 0.25}
+    row |= {f"tools/call_frequency/{name}": count for name, count in calls.items()}
+    row |= {"tools/failure_frequency": 0.1, "tools/failure_frequency/add": 0.08}
+    view.add(row | {"time/tools/add": 0.25, "time/tools/look_\x1bup": 3.0})
+    line = next(line for line in drawn(view) if line.startswith("turns"))
+    assert "2.5" in line
+    assert "1.5 calls, 10% failed, 12% with problems" in line
+    line = next(line for line in drawn(view) if line.startswith("tools"))
+    assert line.split() == [
+        "tools",
+        "look_",
+        "up",
+        "3.00",
+        "s",
+        "add",
+        "0.25",
+        "s",
+        "(8%",
+        "failed)",
+    ]
+
+
 def test_a_mismatch_is_not_called_zero() -> None:
     text = "\n".join(drawn(history(differing=7.0)))
     assert "exactly zero" not in text

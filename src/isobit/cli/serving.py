@@ -82,7 +82,7 @@ def serve(
         str,
         typer.Option(
             help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-            "mistral, harmony, pythonic or json"
+            "mistral, harmony, pythonic, glm45, gemma4, deepseek_v3 or json"
         ),
     ] = "auto",
     train: Train = None,

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from isobit.config.contradictions import check_adapter, check_kl, check_loss, check_reference
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
     CHAT_TEMPLATE_KWARGS,
     CONSISTENCY,
+    EPOCHS,
     ON_MISMATCH,
     PRECISION,
     AdapterConfig,
@@ -29,6 +31,7 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     SftRunConfig,
 )
+from isobit.data.curriculum import CurriculumConfig
 from isobit.data.dataset import check_variables
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
@@ -48,7 +51,7 @@ from isobit.options.declare import (
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
-from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective, with_preset
+from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -79,11 +82,13 @@ class Config:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
     steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
         at_least(0),
@@ -107,11 +112,18 @@ class Config:
     @property
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
-        switched off."""
+        switched off; or the policy is its own teacher."""
         own = self.reference.path is None
-        return (
+        return self.reference.weights == "policy" or (
             own and self.adapter is not None and self.reference.precision in (None, self.precision)
         )
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether what is learned depends on rewards: not from a teacher, unless it is shown
+        completions that have one."""
+        shown = self.reference.shown
+        return not self.algorithm.distills or (shown is not None and shown.success is not None)
 
     @property
     def keeps_weights(self) -> bool:
@@ -141,13 +153,11 @@ class Config:
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
-        if self.environment.used:
-            self._check_environment()
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
             )
-        _check_adapter(self.adapter, self.optimizer)
+        check_adapter(self.adapter, self.optimizer)
         if self.serve.port is not None:
             self._check_serve()
         if sampling.filtered and algorithm.kl_coefficient:
@@ -162,13 +172,15 @@ class Config:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
-        _check_kl(algorithm)
-        _check_loss(algorithm)
+        check_reference(self.reference, algorithm)
+        check_kl(algorithm)
+        check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
             )
+        self._check_prompts()
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
@@ -197,13 +209,43 @@ class Config:
                 "recompute_old_logprobs: never makes equal"
             )
 
+    def _check_prompts(self) -> None:
+        """Raise IsobitError where epochs cannot be counted, or no fraction that is solved be
+        known."""
+        chosen = self.curriculum.mode != "none"
+        if self.epochs is not None and (self.algorithm.dynamic_sampling or chosen):
+            why = "curriculum" if chosen else "algorithm.dynamic_sampling"
+            raise IsobitError(
+                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
+                "steps is an epoch: give steps"
+            )
+        if chosen and self.algorithm.distills:
+            raise IsobitError(
+                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
+            )
+        if chosen and self.fleet.engines:
+            raise IsobitError(
+                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
+                "solved yet: set fleet.engines: 0, or leave it out"
+            )
+
     def _check_distillation(self) -> None:
         """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
-        algorithm = self.algorithm
-        if self.reference.path is None:
+        algorithm, shown = self.algorithm, self.reference.shown
+        if self.reference.path is None and shown is None:
             raise IsobitError(
                 "algorithm.advantage: distillation learns from a teacher: give its directory as "
-                "reference.path"
+                "reference.path, or what the model itself is shown as reference.shown"
+            )
+        if shown is not None and self.environment.used:
+            raise IsobitError(
+                "reference.shown: conversations with an environment take none yet: what an "
+                "environment says first is not in the data"
+            )
+        if shown is not None and shown.success is not None and self.sampling.group_size < 2:
+            raise IsobitError(
+                "reference.shown.success shows another completion of the group: set "
+                "sampling.group_size to 2 or more"
             )
         if not algorithm.kl_in_reward or algorithm.estimator != "k1":
             raise IsobitError(
@@ -215,19 +257,6 @@ class Config:
             raise IsobitError(
                 "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
                 "decoupled_rewards and overlong_buffer out"
-            )
-
-    def _check_environment(self) -> None:
-        """Raise IsobitError for what takes no episodes of several turns yet."""
-        if self.environment.history == "fork":
-            raise IsobitError(
-                "environment.history: fork is not offered yet; set history: append, and a chat "
-                "template that keeps the past as it wrote it (model.chat_template)"
-            )
-        if self.rewards.models:
-            raise IsobitError(
-                "environment: reward models do not read conversations with tools yet; give "
-                "rewards.functions, or the environment's own reward"
             )
 
     def _check_serve(self) -> None:
@@ -242,50 +271,6 @@ class Config:
                 "serve.port needs consistency: bitwise or exact; under fast an answer depends on "
                 "what else is sampled"
             )
-
-
-def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
-    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
-    if adapter is not None and optimizer.name == "muon":
-        raise IsobitError(
-            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
-            "each; set optimizer.name: adamw, or leave the adapter out"
-        )
-
-
-def _check_loss(algorithm: Objective) -> None:
-    """Raise IsobitError where a part of the objective has no meaning beside its loss or advantage."""
-    if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
-        raise IsobitError(
-            f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
-            "clip: leave one of them out"
-        )
-    if algorithm.advantage == "maxrl" and (algorithm.kl_in_reward or algorithm.overlong_buffer):
-        raise IsobitError(
-            "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
-            "overlong_buffer can make less: leave one of them out"
-        )
-    if algorithm.loss in OWN_RATIO and algorithm.ratio != "token":
-        raise IsobitError(
-            f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
-            "defines its ratio: leave one of them out"
-        )
-
-
-def _check_kl(algorithm: Objective) -> None:
-    """Raise IsobitError where a KL penalty has no effect, or its estimator no meaning."""
-    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
-        raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-    if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
-        raise IsobitError(
-            "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
-            "take k2 or k3, or charge it to the reward with kl_in_reward: true"
-        )
-    if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
-        raise IsobitError(
-            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
-            "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +374,7 @@ class SftConfig:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     loss: Annotated[
         str,
@@ -432,4 +418,4 @@ class SftConfig:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"
             )
-        _check_adapter(self.adapter, self.optimizer)
+        check_adapter(self.adapter, self.optimizer)

@@ -1,6 +1,7 @@
 """Requests on their way through the engine: each with its sequences, and the steps that compute
 these."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -15,8 +16,8 @@ class Stats:
     """What was done since the engine had no open request. Tokens count what was computed: a
     preempted sequence's are counted again, and those of prompts that were found in the cache are
     not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
-    asked the cache (`Engine.clamped`). `episodes` with an environment are over, and tools that
-    these called took `tool_s` seconds, added up."""
+    asked the cache (`Engine.clamped`). `episodes` with an environment are over, and the tools that
+    these called took `tool_s` seconds, added up by the tool's name."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -31,12 +32,22 @@ class Stats:
     kv_clamped: int = 0
     kv_written: int = 0
     episodes: int = 0
-    tool_s: float = 0.0
+    tool_s: Mapping[str, float] = field(default_factory=dict)
+
+
+COUNTS = tuple(each.name for each in fields(Stats) if each.name != "tool_s")
+"""What of `Stats` is a number."""
 
 
 def summed(left: Stats, right: Stats) -> Stats:
     """What was done on two occasions."""
-    return Stats(**{f.name: getattr(left, f.name) + getattr(right, f.name) for f in fields(Stats)})
+    counts = {name: getattr(left, name) + getattr(right, name) for name in COUNTS}
+    return Stats(**counts, tool_s=added_seconds(left.tool_s, right.tool_s))
+
+
+def added_seconds(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name, of both together."""
+    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
 @dataclass(eq=False)

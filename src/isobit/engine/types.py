@@ -8,6 +8,7 @@ which are the model's.
 from dataclasses import dataclass
 from typing import Annotated
 
+from isobit.data.dataset import Prompt
 from isobit.environments.recorded import EpisodeRecord
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
@@ -160,7 +161,8 @@ class Completion:
     string) or "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for
     them, are the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under
     the same distribution, the likeliest first; tokens that it excludes are not among them, and a
-    given token has none. `episode`: what happened in a conversation with an environment.
+    given token has none. `episode`: what happened in a conversation with an environment. `forks`:
+    the places in `token_ids` where a context of its own begins, which sees nothing before it.
     """
 
     prompt_id: int
@@ -176,6 +178,7 @@ class Completion:
     adapter: str | None = None
     top_logprobs: list[Top] | None = None
     episode: EpisodeRecord | None = None
+    forks: tuple[int, ...] = ()
 
     @property
     def sampled(self) -> list[bool]:
@@ -183,6 +186,12 @@ class Completion:
         return (
             [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
         )
+
+
+def asked_in(prompt: Prompt, completion: Completion) -> Prompt:
+    """The prompt of a row, or what an environment has made of it for this completion."""
+    changed = None if completion.episode is None else completion.episode.prompt
+    return prompt if changed is None else changed
 
 
 def said_in(completion: Completion) -> str | EpisodeRecord:

@@ -24,8 +24,9 @@ class Call:
 @dataclass(frozen=True)
 class Turn:
     """One answer of the model, as an environment sees it. `number` counts from 0; `text` is the
-    whole answer and `content` what is left of it without its calls and thoughts. `problems` say, a
-    line each, why what looks like a call is none. `truncated`: it ended at a length limit."""
+    whole answer, `content` what is left of it without its calls and thoughts, and `reasoning` its
+    thoughts. `problems` say, a line each, why what looks like a call is none. `truncated`: it ended
+    at a length limit."""
 
     number: int
     text: str
@@ -33,6 +34,7 @@ class Turn:
     calls: tuple[Call, ...] = ()
     problems: tuple[str, ...] = ()
     truncated: bool = False
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Reply:
     each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
     apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
     line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
+    `context`: the tokens that the next turn begins with, where a record says them.
     """
 
     key: int
@@ -85,6 +88,7 @@ class Reply:
     prompt: Prompt | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    context: Sequence[int] | None = None
 
 
 class Environments(Protocol):

@@ -24,8 +24,9 @@ from isobit.errors import IsobitError, brief
 from isobit.workers.loading import find_function, last_line
 
 MOST_CHARACTERS = 32_768
-UNPARSED = "unknown"
-"""The name in the message that answers what looked like a call and was none, as TRL's."""
+UNKNOWN = "unknown"
+"""The name in the message that answers what looked like a call and was none, as TRL's; and the one
+under which calls of tools that there are not are counted."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ async def answers(
 
 def unparsed(problem: str) -> Answer:
     """The answer to what looked like a call and was none."""
-    return Answer(_message(UNPARSED, {"error": problem}))
+    return Answer(_message(UNKNOWN, {"error": problem}))
 
 
 async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> Answer:
@@ -125,7 +126,8 @@ async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> An
         error = str(mistake)
     except Late as late:
         error, problem = f"no result in time: {late}", f"tool {name}: no result in time: {late}"
-    use = ToolUse(name, round(clock() - began, 6), brief(" ".join(error.split()), 300))
+    used = name if tool is not None else UNKNOWN
+    use = ToolUse(used, round(clock() - began, 6), brief(" ".join(error.split()), 300))
     return Answer(_message(call.name, {"error": error}), use, problem)
 
 

@@ -15,7 +15,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
-from isobit.engine.types import Completion, Sampling, said_in
+from isobit.engine.types import Completion, Sampling, asked_in, said_in
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
@@ -209,7 +209,8 @@ def _grade(
 ) -> list[Graded]:
     texts = [said_in(completion) for completion in completions]
     ids = [completion.token_ids for completion in completions]
-    rewards = scorer.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
+    prompts = [asked_in(e.prompt, c) for e, c in zip(examples, completions, strict=True)]
+    rewards = scorer.score(prompts, texts, [e.columns for e in examples], ids)
     return [
         Graded(
             c.text,

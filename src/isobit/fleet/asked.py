@@ -7,11 +7,11 @@ its bits do not depend on who does. Left out: which engine gets what (`fleet.py`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from isobit.engine.endings import joined
 from isobit.engine.prompts import Prompt, encode_prompt
-from isobit.engine.sequences import Stats
+from isobit.engine.sequences import COUNTS, Stats
 from isobit.engine.types import Completion, Request, Sampling
 from isobit.fleet import wire
 from isobit.fleet.fleet import Fleet
@@ -37,7 +37,7 @@ class FleetEngine:
     @property
     def stats(self) -> Stats:
         """What was done since the first request that found none open."""
-        pairs = [(f.name, getattr(self._batch.stats, f.name)) for f in fields(Stats)]
+        pairs = [(name, getattr(self._batch.stats, name)) for name in COUNTS]
         return Stats(**{name: now - getattr(self._before, name) for name, now in pairs})
 
     @property
@@ -87,7 +87,11 @@ class FleetEngine:
             request = self._open.pop(index, None)
             if request is not None:
                 before = request.extends
-                for one in self._batch.done[index]:
+                done, self._batch.done[index] = self._batch.done[index], []
+                self._batch.requests[index][
+                    "prompt"
+                ] = []  # a turn's tokens, which nobody asks again
+                for one in done:
                     found.append((request, one if before is None else joined(before, one)))
         return found
 

@@ -202,6 +202,9 @@ class Ops(Protocol):
         """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient,
         along its columns."""
 
+    def quantize_both_ways(self, x: Tensor, spec: QuantSpec, name: str) -> tuple[QTensor, QTensor]:
+        """(`quantize`, `quantize_along_tokens`) of x [T, C]: the bits of the two operators."""
+
     def gradient_product(
         self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
@@ -306,6 +309,12 @@ class Ops(Protocol):
         self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(gradient of summed [R, C], gradient of weight [C] float32)."""
+
+    def rms_norm_backward_added(
+        self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`rms_norm_backward`, its first result plus `added` [R, C]: the bits of the two in
+        turn."""
 
     def rotary(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False

@@ -78,15 +78,19 @@ class RewardModel:
         config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
-    def encode(self, prompt: Prompt, completion: str) -> list[int]:
+    def encode(self, prompt: Prompt, completion: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of prompt and completion: a chat through the chat template, or the two texts
-        joined."""
+        joined. A completion of several turns is the messages that follow the prompt, the
+        assistant's first. Raises IsobitError for a conversation that the template refuses."""
         if isinstance(prompt, str):
+            assert isinstance(completion, str)
             return self.tokenizer.encode_text(prompt + completion)
-        chat = list(prompt)
+        chat, said = list[Mapping[str, Any]](prompt), completion
+        first, *rest = [{"content": said}] if isinstance(said, str) else said
+        begun = ""
         if prompt and prompt[-1]["role"] == "assistant":  # which the completion goes on with
-            completion = chat.pop()["content"] + completion
-        chat.append({"role": "assistant", "content": completion})
+            begun = chat.pop()["content"]
+        chat += [{**first, "role": "assistant", "content": begun + first["content"]}, *rest]
         return self.tokenizer.encode_chat(chat, add_generation_prompt=False)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import ModelConfig
@@ -56,28 +57,28 @@ class Phase:
 @dataclass(frozen=True)
 class LearningMemory:
     """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the
-    output head, and the layers' backward; `head_row`: bytes of a row of logits, of which at most
-    `head_rows` are there at a time."""
+    output head with few rows of logits at a time, and the layers' backward; `logits`: what the head
+    alone takes by the rows of logits at a time, of which there are at most `head_rows`."""
 
     phases: tuple[Phase, ...]
-    head_row: float
+    logits: Phase
     head_rows: int
 
     def at(self, tokens: int, exchanged: int = 0) -> int:
         """`exchanged`: bytes that a layer's gradients take besides while ranks send them."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
-        rows = min(tokens, self.head_rows) - _FEW
-        return max(forward, head + int(self.head_row * rows), layers + exchanged)
+        more = self.logits.at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
+        return max(forward, head + more, layers + exchanged)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes at the moments of the phases of two passes, over few tokens and more; `row`: of a row
-    of logits, where there are more of them at a time."""
+    """Bytes at the moments of the phases of two passes, over few tokens and more; `logits`: of the
+    head, by the rows of logits at a time."""
 
     few: tuple[list[int], ...]
     more: tuple[list[int], ...]
-    row: float
+    logits: Phase = Phase((LinearBytes(0.0, 0.0),))
 
     def of_layers(self, others: "Passes", times: float) -> "Passes":
         """Of a model with more layers of one kind than this one's: `others` are of one with some
@@ -87,7 +88,7 @@ class Passes:
             tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
             for mine, theirs in ((self.few, others.few), (self.more, others.more))
         )
-        return Passes(few, more, others.row)
+        return Passes(few, more, others.logits)
 
 
 def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
@@ -97,20 +98,25 @@ def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
     return [b + round((b - a) * times) for a, b in pairs]
 
 
-def measure(transformer: Transformer, recompute: Recompute = False) -> LearningMemory:
+def measure(
+    transformer: Transformer, recompute: Recompute = False, entropy: bool = False
+) -> LearningMemory:
     """Forward and backward of a few tokens on a CPU."""
-    return carried(passes(transformer, recompute), transformer.config, host=True)
+    found = passes(transformer, recompute, entropy=entropy)
+    return carried(found, transformer.config, host=True)
 
 
-def passes(transformer: Transformer, recompute: Recompute, kept: bool = False) -> Passes:
+def passes(
+    transformer: Transformer, recompute: Recompute, kept: bool = False, entropy: bool = False
+) -> Passes:
     """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
-    come."""
+    come; the loss is of log-probabilities alone, or of their `entropy` too."""
     short, long = _lengths(transformer.config)
     _forward(
         transformer, long
     )  # what is made at first use, such as rotary tables, is no part of a pass
-    few, more = (_pass(transformer, tokens, recompute, kept) for tokens in (short, long))
-    return Passes(tuple(few), tuple(more), _row_of_logits(transformer, long))
+    few, more = (_pass(transformer, tokens, recompute, kept, entropy) for tokens in (short, long))
+    return Passes(tuple(few), tuple(more), _by_rows_of_logits(transformer, entropy))
 
 
 def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
@@ -118,14 +124,14 @@ def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory
     GPU."""
     short, long = _lengths(config)
     phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(found.few, found.more))
-    return LearningMemory(phases, found.row, head_rows(config.vocab_size, host))
+    return LearningMemory(phases, found.logits, head_rows(config.vocab_size, host))
 
 
 def forward_passes(transformer: Transformer) -> Passes:
     """The same of a forward without gradients, as of a rollout, without its logits."""
     _forward(transformer, _lengths(transformer.config)[0])
     few, more = (_forward(transformer, tokens) for tokens in _lengths(transformer.config))
-    return Passes((few,), (more,), 0.0)
+    return Passes((few,), (more,))
 
 
 def carried_forward(found: Passes, config: ModelConfig) -> Phase:
@@ -174,6 +180,7 @@ def _pass(
     tokens: int,
     recompute: Recompute,
     kept: bool = False,
+    entropy: bool = False,
     chunk: int = _FEW,
 ) -> list[list[int]]:
     """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
@@ -192,25 +199,35 @@ def _pass(
         hidden = transformer.hidden(ids, layout, use="learner", tape=tape, recompute=recompute)
         take()
         hidden.register_hook(lambda _: take())
-        logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
-        logprobs.sum().backward()
+        loss = _loss(transformer, hidden, ids.to(device), chunk, entropy)
+        loss.backward()
         take()
-        del hidden, logprobs
+        del hidden, loss
     return found
 
 
-def _row_of_logits(transformer: Transformer, tokens: int) -> float:
-    """Bytes of one more row of logits at a time, in forward and backward of the output head."""
-    peaks, device = [], transformer.ops["learner"].device
-    shape = (tokens, transformer.config.hidden_size)
+def _loss(
+    transformer: Transformer, hidden: Tensor, ids: Tensor, chunk: int, entropy: bool
+) -> Tensor:
+    """Of log-probabilities, and of their `entropy`, `chunk` rows of logits at a time."""
+    logprobs, entropies = transformer.head_logprobs(hidden, ids, chunk=chunk)
+    return logprobs.sum() + entropies.sum() if entropy else logprobs.sum()
+
+
+def _by_rows_of_logits(transformer: Transformer, entropy: bool) -> Phase:
+    """Bytes at the moments of forward and backward of the output head alone, by the rows of logits
+    at a time: twice as many rows as that, since the second chunk finds the gradient of the
+    first."""
+    found, device = [], transformer.ops["learner"].device
     dtype = transformer.precision.learner.compute.dtype
     for chunk in (_FEW, _MORE):
+        shape = (2 * chunk, transformer.config.hidden_size)
         hidden = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        ids = torch.zeros(2 * chunk, dtype=torch.int64, device=device)
         with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
-            transformer.head_logprobs(hidden, ids, chunk=chunk)[0].sum().backward()
-            peaks.append(meter.peak)
-    return max(peaks[1] - peaks[0], 0) / (_MORE - _FEW)
+            _loss(transformer, hidden, ids, chunk, entropy).backward()
+            found.append(meter.moments)
+    return _phase(found[0], found[1], _FEW, _MORE - _FEW)
 
 
 @contextmanager
@@ -228,7 +245,7 @@ def _gradients_dropped(transformer: Transformer, kept: bool = False) -> Iterator
             hook.remove()
 
 
-def _shared_out(config: ModelConfig, tokens: int) -> torch.Tensor | None:
+def _shared_out(config: ModelConfig, tokens: int) -> Tensor | None:
     """Experts for each token and layer in turn: [T, layers, k]."""
     if config.routed is None:
         return None

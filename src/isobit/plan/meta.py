@@ -114,10 +114,13 @@ def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
 
 
 @lru_cache
-def learning_bytes(given: Described, recompute: Recompute, kept: bool = False) -> LearningMemory:
+def learning_bytes(
+    given: Described, recompute: Recompute, kept: bool = False, entropy: bool = False
+) -> LearningMemory:
     """Of micro-batches under a level of activation checkpointing; with the gradients, where they
-    are `kept`."""
-    return carried(_of_all_layers(given, recompute, kept), given.config, host=given.host)
+    are `kept`; where the loss is of the `entropy` too."""
+    found = _of_all_layers(given, recompute, kept, entropy)
+    return carried(found, given.config, host=given.host)
 
 
 @lru_cache
@@ -127,10 +130,10 @@ def forward_bytes(given: Described) -> Phase:
     return carried_forward(forward_passes(transformer(more)), given.config)
 
 
-def _of_all_layers(given: Described, recompute: Recompute, kept: bool) -> Passes:
+def _of_all_layers(given: Described, recompute: Recompute, kept: bool, entropy: bool) -> Passes:
     if (others := _fewer_layers(given)) is None:
-        return passes(transformer(given), recompute, kept)
-    few, more = (passes(transformer(each), recompute, kept) for each in others)
+        return passes(transformer(given), recompute, kept, entropy)
+    few, more = (passes(transformer(each), recompute, kept, entropy) for each in others)
     return few.of_layers(
         more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
     )

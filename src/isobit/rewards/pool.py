@@ -437,7 +437,7 @@ class RewardBatch:
 
 
 def _messages(episode: EpisodeRecord) -> list[dict[str, Any]]:
-    """All that was said; of one turn its text alone, as of a completion without an environment."""
+    """All that was said; of one turn no calls, as of a completion without an environment."""
     if len(episode.messages) == 1:
-        return [{"role": "assistant", "content": episode.messages[0]["content"]}]
+        return [{k: v for k, v in episode.messages[0].items() if k != "tool_calls"}]
     return list(episode.messages)

@@ -2,11 +2,12 @@
 definition.
 
 `python -m isobit.run.metrics` prints docs/metrics.md. A name that is not here cannot be logged.
-Names that end in `*` stand for a family (one per reward function, per k, per value of a tag, or per
-sign of the advantage).
+Names that end in `*` stand for a family (one per reward function, per tool, per k, per value of a
+tag, or per sign of the advantage).
 """
 
 import math
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
@@ -25,6 +26,8 @@ METRICS: dict[str, str] = {
     "is correct (unbiased)",
     "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most "
     "of k samples is correct",
+    "evaluation/stopped": "1 in the step whose evaluation ended the run (evaluation.stop_at, "
+    "evaluation.patience)",
     "accuracy/tag/*": "accuracy/held_out of the prompts with one value of the tag",
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",
@@ -62,6 +65,8 @@ METRICS: dict[str, str] = {
     "stays 0, nothing is learned",
     "groups/resampled": "groups dropped by dynamic sampling",
     "groups/unscored": "completions without a reward",
+    "groups/unshown": "of a distillation: completions whose teacher was shown nothing, or more than "
+    "its context takes (reference.shown); they are not learned from",
     "length/mean": "tokens per completion, the end-of-sequence token included",
     "length/truncated_fraction": "completions that ended at the length limit",
     "env/turns": "turns of the model in an episode with an environment, mean",
@@ -72,6 +77,8 @@ METRICS: dict[str, str] = {
     "tools answer",
     "tools/call_frequency": "calls of tools that were carried out, per episode (TRL)",
     "tools/failure_frequency": "those of them that failed, as a fraction (TRL)",
+    "tools/call_frequency/*": "tools/call_frequency of one tool; of `unknown`: names that no tool has",
+    "tools/failure_frequency/*": "tools/failure_frequency of one tool",
     "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - "
     "log rollout (NeMo RL)",
     "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) "
@@ -159,6 +166,7 @@ METRICS: dict[str, str] = {
     "serve/requests": "requests of others that were answered during the step (serve.port)",
     "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
+    "prompts/skipped": "prompts that the curriculum passed over before those of the step",
     "weights_version": "syncs of the working weights since the model was loaded",
     "time/sync": "seconds: requantizing the working weights, and sending and checking them with "
     "separate engines",
@@ -169,6 +177,7 @@ METRICS: dict[str, str] = {
     "samples beside it",
     "time/tools": "seconds: tools that were called between turns, added up; most of them during the "
     "rollout, beside it and beside one another",
+    "time/tools/*": "seconds of one tool, likewise",
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/serve": "seconds: answering others' requests, most of them during the rollout and part "
@@ -206,6 +215,11 @@ def check(metrics: Mapping[str, float]) -> None:
     """Assert that every name is defined."""
     unknown = [name for name in metrics if not _matches(name, tuple(METRICS))]
     assert not unknown, f"metrics without a definition: {unknown}"
+
+
+def member(name: str) -> str:
+    """A name that others gave, such as a tool's, as the last part of a metric's."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def is_timing(name: str) -> bool:

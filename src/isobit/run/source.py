@@ -1,9 +1,10 @@
 """A name for the source of isobit that a process runs with: two of the same name compute the same,
-on the same machine.
+on the same machine. `code_digest` names what a room computes, whatever its comments say.
 
 Left out: the libraries beneath, whose versions are recorded by name (`isobit.kernels.versions`).
 """
 
+import ast
 import hashlib
 from functools import cache
 from pathlib import Path
@@ -22,3 +23,22 @@ def source_digest(root: Path = Path(isobit.__file__).parent) -> str:
             data = path.read_bytes()
             found.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
     return found.hexdigest()
+
+
+@cache
+def code_digest(root: Path) -> str:
+    """SHA-256 over the syntax of every Python file under `root`: comments, layout and texts that
+    stand alone, as docstrings do, change nothing."""
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        tree = _Bare().visit(ast.parse(path.read_bytes()))
+        found.update(f"{path.relative_to(root).as_posix()} {ast.dump(tree)}\n".encode())
+    return found.hexdigest()
+
+
+class _Bare(ast.NodeTransformer):
+    """Leaves out texts that are statements."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if text else node

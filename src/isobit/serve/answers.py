@@ -12,13 +12,18 @@ from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools, special_tokens
 from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
+from isobit.serve.prompts import KEY, Front, Told, echoed, likely
+from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
+from isobit.serve.words import token_words
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: those that were given, whose calls are read."""
+    writes messages and calls; `tools`: those that were given, whose calls are read; `told`: what of
+    its prompts, whose `texts` the client gave, None: their tokens; that alone, unless answers are
+    `sampled`."""
 
     model: str
     tokenizer: Tokenizer
@@ -30,6 +35,9 @@ class Asked:
     tokens_by_id: bool = False
     form: ToolFormat | None = None
     tools: Tools = ()
+    told: Told = field(default_factory=Told)
+    texts: Sequence[str | None] = ()
+    sampled: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -43,6 +51,39 @@ class Asked:
             "weights_version": version,
             "seed": self.sampling.seed,
         }
+
+    @property
+    def _tops(self) -> int | None:
+        """How many of the likeliest tokens answers tell; None: no log-probabilities at all."""
+        return self.sampling.top_logprobs if self.logprobs else None
+
+    def scorings(self) -> list[Scoring | None]:
+        """What is asked of each prompt itself."""
+        return self.told.scorings(self.prompts, self._tops, self.sampled)
+
+    def front(self, prompt: int, scores: Scores | None) -> Front:
+        """What is told of a prompt by its `scores`, None: none were asked for. Slow where many
+        tokens are told."""
+        tokens, told = self.prompts[prompt], self.told
+        text, logprobs, beside = "", None, dict[str, Any]()
+        if told.echo:
+            given = self.texts[prompt]
+            text = self.tokenizer.decode(tokens) if given is None else given
+            if self._tops is not None:
+                assert scores is not None
+                logprobs = echoed(self.tokenizer, tokens, scores, self._tops, self.tokens_by_id)
+        if self.token_ids:
+            beside["prompt_token_ids"] = list(tokens)
+        if told.likeliest is not None:
+            assert scores is not None
+            beside[KEY] = likely(self.tokenizer, tokens, scores, told.likeliest)
+        return Front(text, logprobs, beside)
+
+    def nothing(self, prompt: int, version: int) -> list[Completion]:
+        """The answers to a prompt where none are sampled."""
+        ids = list(self.prompts[prompt])
+        samples = range(self.sampling.n)
+        return [Completion(prompt, each, ids, [], "", [], "length", version) for each in samples]
 
     def _word(self, before: int, token: int) -> str:
         return token_words(self.tokenizer, before, [token], self.tokens_by_id)[0]
@@ -60,22 +101,20 @@ class Asked:
             "total_tokens": prompt + sampled,
         }
 
-    def choice(self, prompt: int, completion: Completion) -> dict[str, Any]:
+    def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:
         """A complete answer."""
         found: dict[str, Any] = {"index": self.index(prompt, completion.sample_index)}
         reason, message = self.message(completion)
-        found |= {"message": message} if self.chat else {"text": completion.text}
+        found |= {"message": message} if self.chat else {"text": front.text + completion.text}
         found["logprobs"] = None
         if self.logprobs:
             before = self.prompts[prompt][-1]
             drawn = completion.token_ids, completion.logprobs, completion.top_logprobs or ()
-            found["logprobs"] = self.shown(before, *drawn, 0)
+            found["logprobs"] = front.before(self.shown(before, *drawn, len(front.text)))
         found["finish_reason"] = reason
         if self.token_ids:
             found["token_ids"] = completion.token_ids
-            if not self.chat:
-                found["prompt_token_ids"] = list(self.prompts[prompt])
-        return found
+        return found if self.chat else found | front.beside
 
     def message(self, completion: Completion) -> tuple[str, dict[str, Any]]:
         """(finish reason, the answer as a message), with its thoughts where it is written in
@@ -144,20 +183,12 @@ def chat_logprobs(
     return {"content": [{**each, "top_logprobs": top} for each, top in zip(drawn, tops)]}
 
 
-def token_words(tokenizer: Tokenizer, before: int, tokens: Sequence[int], by_id: bool) -> list[str]:
-    """How tokens are called: by the text that each adds to the one in front of it, or
-    `token_id:5`."""
-    if by_id:
-        return [f"token_id:{token}" for token in tokens]
-    pairs = zip((before, *tokens), tokens)
-    return [tokenizer.decode_completion([last], [token], special=True) for last, token in pairs]
-
-
 class ChoiceStream:
     """The pieces of one choice. Joined, they are the `choice` of the answer that is not
     streamed."""
 
-    def __init__(self, asked: Asked, prompt: int, sample: int) -> None:
+    def __init__(self, asked: Asked, prompt: int, sample: int, front: Front) -> None:
+        self._front = front
         self._asked, self._index = asked, asked.index(prompt, sample)
         self._text = _text_of(asked, prompt)
         self._tokens: list[int] = []
@@ -165,16 +196,17 @@ class ChoiceStream:
         self._tops: list[Top] = []
         self._certain: dict[str, str] = {}  # text that is in no piece yet, by its kind
         self._told: dict[str, int] = {}  # characters of each kind that were certain
-        self._offset = 0
+        self._offset = len(front.text)
         self._before = asked.prompts[prompt][-1]
 
-    def begin(self, prompt: Sequence[int]) -> dict[str, Any] | None:
-        """The first piece."""
+    def begin(self) -> dict[str, Any] | None:
+        """The first piece, with what is told of the prompt; None: nothing is."""
+        front = self._front
         if self._asked.chat:
             return self._piece({"role": "assistant", "content": ""})
-        return (
-            {**self._piece(""), "prompt_token_ids": list(prompt)} if self._asked.token_ids else None
-        )
+        if front == Front():
+            return None
+        return {**self._piece(front.text), "logprobs": front.logprobs, **front.beside}
 
     def feed(self, token: int, logprob: float, top: Top) -> None:
         """One more token was sampled."""

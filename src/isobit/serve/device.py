@@ -3,7 +3,8 @@
 Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the
 engine the thread does one piece of work, if there is any that need not wait for samples, and gives
 the engine as many requests as it can run at once, so that the line in which others wait is the
-tenants' and not the engine's. What a step has sampled is posted together.
+tenants' and not the engine's. What a step has sampled is posted together. A request that asks for
+scores of its prompt has these first, a part between two steps (`scoring.py`).
 
 A step that fails because logits are not finite does not say whose they were. All open requests are
 then begun again, one at a time: results do not depend on what runs beside them, so each goes on
@@ -14,18 +15,31 @@ import logging
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Request, Top
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Token, Turns, WorkJob
+from isobit.serve.jobs import (
+    Begun,
+    Done,
+    Event,
+    Failed,
+    Post,
+    SampleJob,
+    Scored,
+    Token,
+    Turns,
+    WorkJob,
+)
+from isobit.serve.scoring import Scores, scores_in_parts
 from isobit.serve.snapshots import Snapshot, Snapshots
 
 Deliver = Callable[[Sequence[tuple[Post, Event]]], None]
 _LOG = logging.getLogger("isobit.serve")
 STOPPING = Failed(503, "the server is shutting down; ask another one, or again later")
+_FAULT = Failed(500, "the server failed; its log says why")
 
 
 @dataclass(frozen=True)
@@ -40,8 +54,9 @@ class _Cancel:
 
 @dataclass(eq=False)
 class _Open:
-    """A request in the engine. `drawn`: tokens of each sample since it was begun, of which `told`
-    are known to its client; `done`: samples that are complete."""
+    """A request in the engine, or on its way to it while its prompt is scored, `parts` by part,
+    until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `told` are
+    known to its client; `done`: samples that are complete."""
 
     job: SampleJob
     snapshot: Snapshot
@@ -49,6 +64,14 @@ class _Open:
     drawn: Counter[int] = field(default_factory=Counter)
     told: Counter[int] = field(default_factory=Counter)
     done: set[int] = field(default_factory=set)
+    parts: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
+    scores: Scores | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for is there."""
+        scored = self.job.scoring is None or self.scores is not None
+        return scored and len(self.done) == self.job.num_answers
 
 
 @dataclass
@@ -79,6 +102,7 @@ class Device:
         self._samples, self._work = Turns[SampleJob](), Turns[WorkJob]()
         self._open: dict[SampleJob, _Open] = {}
         self._by_request: dict[Request, _Open] = {}
+        self._scoring = deque[_Open]()  # whose prompts are scored, and take turns
         self._alone = deque[_Open]()  # to be run again, each without the others
         self._barrier: WorkJob | None = None  # the work that samples of `_later` came after
         self._later = list[SampleJob]()
@@ -131,10 +155,11 @@ class Device:
                 self._receive(wait=True)
                 self._do_work()
                 self._admit()
+                self._score()
                 self._step()
                 self._send()
         except BaseException as error:
-            self.failure, self._stopped = error, Failed(500, "the server failed; its log says why")
+            self.failure, self._stopped = error, _FAULT
             raise
         finally:
             self._end()
@@ -180,12 +205,8 @@ class Device:
     def _do(self, job: WorkJob) -> None:
         try:
             self._post(job.post, Done(job.work()))
-        except IsobitError as error:
-            status = 500 if isinstance(error, RunFailed) else 400  # a full disk is not the client's
-            self._post(job.post, Failed(status, str(error)))
         except Exception as error:  # a fault of this piece of work, and of nothing else
-            _LOG.error("a piece of work failed", exc_info=error)
-            self._post(job.post, Failed(500, "the server failed; its log says why"))
+            self._post(job.post, _failed(error))
 
     def _admit(self) -> None:
         """Give the engine what it can run at once."""
@@ -195,9 +216,9 @@ class Device:
             if not self._by_request:
                 self._begin(self._alone.popleft())
             return
-        running = sum(found.job.sampling.n for found in self._open.values())
+        running = sum(_room_of(found.job) for found in self._open.values())
         while self._samples:
-            running += self._samples.first().sampling.n
+            running += _room_of(self._samples.first())
             if self._open and running > self.engine.max_sequences:
                 return
             job = self._samples.take()
@@ -207,8 +228,32 @@ class Device:
                 self._post(job.post, Failed(404, str(error)))
                 continue
             self._open[job] = found
-            if self._begin(found):
+            if job.scoring is not None:
+                served = found.snapshot.served
+                found.parts = scores_in_parts(self.engine.model, job.prompt, served, job.scoring)
+                self._scoring.append(found)
+            elif self._begin(found):
                 self._post(job.post, Begun(found.snapshot.version))
+
+    def _score(self) -> None:
+        """A part of the scores of one prompt; with the last one its request begins."""
+        if self._stopped is not None or not self._scoring:
+            return
+        found = self._scoring.popleft()
+        job = found.job
+        try:
+            found.scores = found.scores or next(found.parts)
+        except Exception as error:  # a fault of this request, and of no other
+            self._close(found)
+            self._post(job.post, _failed(error))
+            return
+        if found.scores is None or (job.sampled and self._alone):
+            self._scoring.append(found)
+        elif not job.sampled or self._begin(found):
+            self._post(job.post, Begun(found.snapshot.version))
+            self._post(job.post, Scored(found.scores))
+            if not job.sampled:
+                self._close(found)
 
     def _begin(self, found: _Open) -> bool:
         """Whether the engine took a request; what it refuses is told."""
@@ -244,7 +289,7 @@ class Device:
                 continue
             found.done.add(completion.sample_index)
             self._post(found.job.post, Done(completion))
-            if len(found.done) == found.job.sampling.n:
+            if found.complete:
                 self._close(found)
 
     def _heard(self, request: Request, sample: int, token: int, logprob: float, top: Top) -> None:
@@ -273,8 +318,9 @@ class Device:
         if found.request is not None:
             self.engine.cancel(found.request)
             self._by_request.pop(found.request, None)
-        if found in self._alone:
-            self._alone.remove(found)
+        for waiting in (self._scoring, self._alone):
+            if found in waiting:
+                waiting.remove(found)
         del self._open[found.job]
         self.snapshots.release(found.snapshot)
 
@@ -300,3 +346,16 @@ class Device:
                 self._close(found)
             self._post(found.job.post, failed)
         self._send()
+
+
+def _room_of(job: SampleJob) -> int:
+    """Of what runs at once, the part that a request takes."""
+    return max(job.num_answers, 1)
+
+
+def _failed(error: Exception) -> Failed:
+    """What the client of a request is told of an error that ended it."""
+    if isinstance(error, IsobitError):  # a full disk is not the client's
+        return Failed(500 if isinstance(error, RunFailed) else 400, str(error))
+    _LOG.error("a piece of work failed", exc_info=error)
+    return _FAULT

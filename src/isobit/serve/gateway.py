@@ -16,9 +16,10 @@ from isobit.engine.types import Sampling
 from isobit.errors import listed
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.serve.device import STOPPING, Deliver, Device
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Scored, WorkJob
 from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
+from isobit.serve.scoring import Scoring
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.state import State
@@ -38,8 +39,8 @@ class Refused(Exception):
 
 class Events:
     """What happens to some requests, each event with the index of its prompt, until all are done.
-    `left`: how many answers of each prompt are to come; `begun` is called at the first token or
-    answer."""
+    `left`: how many answers of each prompt are to come, and its scores, if they are; `begun` is
+    called at the first token or answer."""
 
     def __init__(
         self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]
@@ -62,10 +63,10 @@ class Events:
         if isinstance(event, Failed):
             self._left[index] = 0
             raise _error(event)
-        if self._first and not isinstance(event, Begun):
+        if self._first and not isinstance(event, (Begun, Scored)):
             self._begun()
             self._first = False
-        if isinstance(event, Done):
+        if isinstance(event, (Done, Scored)):
             self._left[index] -= 1
         return index, event
 
@@ -126,10 +127,14 @@ class Gateway:
         sampling: Sampling,
         adapter: str | Snapshot | None,
         streamed: bool,
+        scorings: Sequence[Scoring | None] = (),
+        sampled: bool = True,
     ) -> "AsyncIterator[Events]":
-        """Ask for answers to some prompts: events, each with the index of its prompt. Raises
-        Refused and BadRequest, here or from the events."""
-        count = len(prompts) * sampling.n
+        """Ask for answers to some prompts: events, each with the index of its prompt. `scorings`: what
+        is asked of each prompt itself; that alone, unless answers are `sampled`. Raises Refused and
+        BadRequest, here or from the events."""
+        scorings = scorings or [None] * len(prompts)
+        count = len(prompts) * (sampling.n if sampled else 1)
         self.check_room(count)
         if len(prompts) > 1 and self.device.weights_change:
             raise BadRequest(
@@ -140,15 +145,18 @@ class Gateway:
         events: asyncio.Queue[Indexed] = asyncio.Queue()
         jobs = [
             SampleJob(
-                tenant, tuple(prompt), sampling, adapter, streamed, partial(_put, events, index)
+                *(tenant, tuple(prompt), sampling, adapter, streamed),
+                *(partial(_put, events, index), scoring, sampled),
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]
         self._open_samples += count
         began = time.monotonic()
         for job in jobs:
             self.device.submit(job)
-        left = dict.fromkeys(range(len(jobs)), sampling.n)
+        left = {
+            index: job.num_answers + (job.scoring is not None) for index, job in enumerate(jobs)
+        }
         try:
             yield Events(
                 events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
@@ -159,24 +167,6 @@ class Gateway:
                 if left[index]:
                     self.device.cancel(job)
             self.metrics.whole.observe(time.monotonic() - began)
-
-    @asynccontextmanager
-    async def held(self, tenant: str, adapter: str | None) -> AsyncIterator[Snapshot]:
-        """What an adapter's name means now, None: the base, until the context is left. Raises
-        Refused and BadRequest."""
-        holding = asyncio.ensure_future(
-            self.work(tenant, partial(self.device.snapshots.hold, adapter))
-        )
-
-        def release(done: "asyncio.Future[Snapshot]") -> None:
-            if not done.cancelled() and done.exception() is None:
-                work = partial(self.device.snapshots.release, done.result())
-                self.device.submit(WorkJob(tenant, work, lambda event: None))
-
-        try:
-            yield await asyncio.shield(holding)
-        finally:  # also where the client goes away before it is held
-            holding.add_done_callback(release)
 
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
         """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises

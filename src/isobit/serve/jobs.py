@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from isobit.engine.types import Completion, Sampling, Top
+from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.snapshots import Snapshot
 
 
@@ -19,6 +20,14 @@ class Begun:
     the base, or the adapter that it names, has changed."""
 
     weights_version: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a request's prompt, by the weights that its answers are sampled from; they come
+    before its first token."""
+
+    scores: Scores
 
 
 @dataclass(frozen=True)
@@ -53,14 +62,15 @@ class Failed:
     message: str
 
 
-Event = Begun | Token | Done | Failed
+Event = Begun | Scored | Token | Done | Failed
 Post = Callable[[Event], None]
 
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
     """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None:
-    the base alone; for a `tenant`. Each token is told where it is `streamed`."""
+    the base alone; for a `tenant`. Each token is told where it is `streamed`. `scoring`: what is
+    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`."""
 
     tenant: str
     prompt: tuple[int, ...]
@@ -68,6 +78,13 @@ class SampleJob:
     adapter: str | Snapshot | None
     streamed: bool
     post: Post
+    scoring: Scoring | None = None
+    sampled: bool = True
+
+    @property
+    def num_answers(self) -> int:
+        """That are sampled."""
+        return self.sampling.n if self.sampled else 0
 
 
 @dataclass(frozen=True, eq=False)

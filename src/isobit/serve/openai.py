@@ -1,14 +1,13 @@
 """OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and
 out.
 
-Left out: embeddings, images, audio, files, responses, log-probabilities of messages, and constrained
-decoding; each is refused by its key.
+Left out: embeddings, images, audio, files, responses, echoes of messages, and constrained decoding;
+each is refused by its key.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from itertools import product
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -20,15 +19,29 @@ from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
 from isobit.serve import chat, sessions
 from isobit.serve.answers import Asked, ChoiceStream, event
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
-from isobit.serve.jobs import Begun, Done, Token
-from isobit.serve.prompts import Told, nothing
+from isobit.serve.jobs import Begun, Done, Scored, Token
+from isobit.serve.prompts import KEY, Front, Told
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
-from isobit.serve.scoring import Scores, check_top, score
-from isobit.serve.snapshots import Snapshot
+from isobit.serve.scoring import Scores, check_top
 from isobit.serve.wire import EventStream, error_value, read_fields
 
 _LEGACY_TOKENS = 16  # of a completion, unless the request says otherwise
 _LONGEST_SESSION = 256
+
+
+@dataclass
+class Found:
+    """What a request found: the `version` of the weights, each answer with the index of its prompt,
+    in the order of choices, and what is told of each prompt."""
+
+    version: int = 0
+    answers: list[tuple[int, Completion]] = field(default_factory=list)
+    fronts: dict[int, Front] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(completion.token_ids) for _, completion in self.answers)
 
 
 class OpenAI:
@@ -60,8 +73,9 @@ class OpenAI:
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
         given = fields.take("prompt")
-        told = Told.of(fields)
-        sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS, 0 if told else 1)
+        told = Told.of(fields, may_echo=True)
+        fewest = 0 if told.anything else 1
+        sampling = sampling_of(fields, gateway.limits, _LEGACY_TOKENS, fewest)
         none = fields.take("max_completion_tokens", fields.take("max_tokens")) == 0
         logprobs = fields.take("logprobs", False) is not False
         if logprobs and fields.take("logprobs") is not True:
@@ -71,21 +85,14 @@ class OpenAI:
         stream, usage = _stream_of(fields)
         fields.finish()
         prompts = await in_thread(self._prompts, given, add_special)
-        asked = Asked(
-            model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown
-        )
-        if told is None:
-            return await self._answer(request, asked, adapter, stream, usage, None)
-        if stream:
-            raise BadRequest(
-                "stream: not with echo or prompt_logprobs, which come with the whole answer",
-                "stream",
-            )
         texts = given if isinstance(given, list) else [given]
-        found = await unless_gone(
-            request.receive, self._with_prompts(request, asked, adapter, told, texts, not none)
+        asked = Asked(
+            *(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown),
+            told=told,
+            texts=[text if isinstance(text, str) else None for text in texts[: len(prompts)]],
+            sampled=not none,
         )
-        return Response(status_code=499) if found is None else found
+        return await self._answer(request, asked, adapter, stream, usage, None)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -101,6 +108,7 @@ class OpenAI:
         if sampling.top_logprobs and not logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         stream, usage = _stream_of(fields)
+        told = Told.of(fields)
         fields.finish()
         session = request.headers.get("x-session-id")
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
@@ -119,6 +127,7 @@ class OpenAI:
             *shown,
             form=gateway.tools,
             tools=variables.get("tools", ()),
+            told=told,
         )
 
         def keep(completion: Completion) -> None:
@@ -144,6 +153,7 @@ class OpenAI:
         sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
         sampling = _with_top(sampling, inner, "logprobs")
         fields.take("stream_options")
+        told = Told.of(inner)
         for each in (inner, fields):
             each.finish()
         prompt = self._checked("token_ids", given)
@@ -151,13 +161,13 @@ class OpenAI:
             *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
             tokens_by_id=True,
+            told=told,
         )
         found = await unless_gone(
             request.receive, self._completed(request, asked, gateway.adapter_of(model))
         )
         if found is None:
             return Response(status_code=499)
-        version, completions = found
         choices = [
             {
                 "index": completion.sample_index,
@@ -171,10 +181,11 @@ class OpenAI:
                     0,
                 ),
             }
-            for _, completion in completions
+            for _, completion in found.answers
         ]
-        value = {"request_id": name or asked.id, "choices": choices, "weights_version": version}
-        return JSONResponse(value | {"seed": sampling.seed})
+        value = {"request_id": name or asked.id, "choices": choices, "seed": sampling.seed}
+        value["weights_version"] = found.version
+        return JSONResponse(value | dict(found.fronts[0].beside))
 
     async def models(self, request: Request) -> Response:
         """The base and the adapters."""
@@ -225,68 +236,46 @@ class OpenAI:
         found = await unless_gone(request.receive, self._completed(request, asked, adapter))
         if found is None:
             return Response(status_code=499)  # nobody reads it
-        version, completions = found
         if keep is not None:
-            keep(completions[0][1])
-        value = asked.head("chat.completion" if asked.chat else "text_completion", version)
-        value["choices"] = [asked.choice(*each) for each in completions]
-        value["usage"] = asked.usage(
-            sum(len(completion.token_ids) for _, completion in completions)
-        )
-        if asked.chat and asked.token_ids:
-            value["prompt_token_ids"] = list(asked.prompts[0])
-        return JSONResponse(value)
-
-    async def _with_prompts(
-        self,
-        request: Request,
-        asked: Asked,
-        adapter: str | None,
-        told: Told,
-        texts: Sequence[Any],
-        sampled: bool,
-    ) -> Response:
-        """Complete answers, unless none are `sampled`, and what is told of their prompts, whose
-        `texts` the client gave, or tokens; all by the same weights."""
-        gateway, tenant, top = self._gateway, request.state.tenant, told.top(asked)
-        given = [text if isinstance(text, str) else None for text in texts]
-        given += [None] * (len(asked.prompts) - len(given))
-        if top is not None:
-            length = sum(map(len, asked.prompts))
-            check_top(length, top, "prompt_logprobs", "ask for fewer, or of shorter prompts")
-        scores: list[Scores | None] = [None] * len(asked.prompts)
-        async with gateway.held(tenant, adapter) as held:
-            if top is not None:
-                for place, prompt in enumerate(asked.prompts):
-                    scores[place] = await score(gateway, tenant, prompt, held, len(prompt), top)
-            if sampled:
-                version, found = await self._completed(request, asked, held)
-            else:
-                version = held.version
-                pairs = product(range(len(asked.prompts)), range(asked.sampling.n))
-                found = [(place, nothing(asked, place, each, version)) for place, each in pairs]
-        value = asked.head("text_completion", version)
+            keep(found.answers[0][1])
+        value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
         value["choices"] = [
-            await in_thread(told.choice, asked, place, given[place], scores[place], completion)
-            for place, completion in found
+            asked.choice(prompt, answer, found.fronts[prompt]) for prompt, answer in found.answers
         ]
-        value["usage"] = asked.usage(sum(len(completion.token_ids) for _, completion in found))
+        value["usage"] = asked.usage(found.num_sampled)
+        if asked.chat:
+            value |= found.fronts[0].beside
         return JSONResponse(value)
 
-    async def _completed(
-        self, request: Request, asked: Asked, adapter: str | Snapshot | None
-    ) -> tuple[int, list[tuple[int, Completion]]]:
-        """(version of the weights, each answer with the index of its prompt, in the order of
-        choices)."""
-        version, found = 0, list[tuple[int, Completion]]()
-        given = request.state.tenant, asked.prompts, asked.sampling, adapter
-        async with self._gateway.ask(*given, streamed=False) as events:
+    async def _completed(self, request: Request, asked: Asked, adapter: str | None) -> Found:
+        """Raises BadRequest where too much is asked of prompts."""
+        found, scores = Found(), dict[int, Scores]()
+        async with self._ask(request, asked, adapter, streamed=False) as events:
             async for prompt, happened in events:
                 if isinstance(happened, Begun):
-                    version = happened.weights_version
+                    found.version = happened.weights_version
+                elif isinstance(happened, Scored):
+                    scores[prompt] = happened.scores
                 elif isinstance(happened, Done):
-                    found.append((prompt, happened.completion))
-        return version, sorted(found, key=lambda pair: asked.index(pair[0], pair[1].sample_index))
+                    found.answers.append((prompt, happened.completion))
+        for prompt in range(len(asked.prompts)):
+            found.fronts[prompt] = await _front(asked, prompt, scores.get(prompt))
+            if not asked.sampled:
+                found.answers += [(prompt, one) for one in asked.nothing(prompt, found.version)]
+        found.answers.sort(key=lambda pair: asked.index(pair[0], pair[1].sample_index))
+        return found
+
+    def _ask(
+        self, request: Request, asked: Asked, adapter: str | None, streamed: bool
+    ) -> AbstractAsyncContextManager[Events]:
+        scorings = asked.scorings()
+        total = sum(one.last for one in scorings if one is not None)
+        top = max((one.top for one in scorings if one is not None), default=0)
+        check_top(total, top, KEY, "ask for fewer, or of shorter prompts")
+        given = request.state.tenant, asked.prompts, asked.sampling, adapter
+        return self._gateway.ask(
+            *given, streamed=streamed, scorings=scorings, sampled=asked.sampled
+        )
 
     async def _streamed(
         self,
@@ -298,8 +287,9 @@ class OpenAI:
     ) -> Response:
         """The answer as it is sampled. What is refused at once is an error and no stream."""
         async with AsyncExitStack() as stack:
-            given = request.state.tenant, asked.prompts, asked.sampling, adapter
-            events = await stack.enter_async_context(self._gateway.ask(*given, streamed=True))
+            events = await stack.enter_async_context(
+                self._ask(request, asked, adapter, streamed=True)
+            )
             first = await unless_gone(request.receive, anext(events))
             if first is None:
                 return Response(status_code=499)
@@ -359,6 +349,13 @@ def _with_top(sampling: Sampling, fields: Fields, key: str) -> Sampling:
     return replace(sampling, top_logprobs=fields.whole(key, 0, 0, MOST_TOP_LOGPROBS))
 
 
+async def _front(asked: Asked, prompt: int, scores: Scores | None) -> Front:
+    """What is told of a prompt, made where it keeps nobody waiting."""
+    if scores is None:
+        return asked.front(prompt, None)
+    return await in_thread(asked.front, prompt, scores)
+
+
 def _stream_of(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether the stream ends with the usage."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
@@ -378,13 +375,14 @@ async def _pieces(
     """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
+    scored = asked.scorings()[0] is not None
     heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
 
-    def chunk(piece: dict[str, Any] | None) -> bytes:
-        more = {"usage": None} if usage else {}
-        return (
-            b"" if piece is None else event(asked.head(kind, version) | {"choices": [piece]} | more)
-        )
+    def chunk(piece: dict[str, Any] | None, **more: Any) -> bytes:
+        if piece is None:
+            return b""
+        value = asked.head(kind, version) | {"choices": [piece]} | more
+        return event(value | ({"usage": None} if usage else {}))
 
     async def all_events() -> AsyncIterator[Indexed]:
         yield first
@@ -395,9 +393,15 @@ async def _pieces(
         async for prompt, happened in all_events():
             if isinstance(happened, Begun):
                 version = happened.weights_version
+            if isinstance(happened, Scored if scored else Begun):
+                scores = happened.scores if isinstance(happened, Scored) else None
+                front = await _front(asked, prompt, scores)
                 for sample in range(asked.sampling.n):
-                    choices[prompt, sample] = ChoiceStream(asked, prompt, sample)
-                    yield chunk(choices[prompt, sample].begin(asked.prompts[prompt]))
+                    choices[prompt, sample] = ChoiceStream(asked, prompt, sample, front)
+                    more = front.beside if asked.chat else {}
+                    yield chunk(choices[prompt, sample].begin(), **more)
+                for answer in () if asked.sampled else asked.nothing(prompt, version):
+                    yield chunk(choices[prompt, answer.sample_index].end(answer))
             elif isinstance(happened, Token):
                 place = prompt, happened.sample_index
                 heard[place] = choices[place]

@@ -69,6 +69,7 @@ class PumpedDevice(Device):
             self._receive(wait=False)
             if admit:
                 self._admit()
+            self._score()
             self._step()
             self._send()
         except Exception as error:
@@ -127,7 +128,7 @@ class PumpedDevice(Device):
         job = found.job
         kept = self._kept.pop(job.post, [])
         del self._beginnings[job]
-        if len(found.done) < job.sampling.n:
+        if not found.complete:
             return
         self.answered["requests"] += 1
         for event in kept:

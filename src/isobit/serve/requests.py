@@ -24,7 +24,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
-    "prompt_logprobs": (False,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -2,22 +2,30 @@
 the weights that a request's answers are sampled from.
 
 They are those of `Model.logprobs`, at temperature 1, and so the learner's (tests/serve/
-test_prompts.py). Left out: how responses tell them (`prompts.py`, `tinker/wire.py`).
+test_prompts.py). Left out: when a part of them is computed (`device.py`), and how responses tell
+them (`prompts.py`, `tinker/wire.py`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from isobit.engine.types import Top
-from isobit.serve.gateway import Gateway
+from isobit.model import Model
 from isobit.serve.requests import BadRequest
-from isobit.serve.snapshots import Snapshot
 
 MOST_PROMPT_TOP, _AT_ONCE = 1 << 18, 1024
 """Likeliest tokens of prompts in one request, of all places together; and as many as are computed
 before others have a turn: each is a pass over the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What is asked of a prompt: log-probabilities of its `last` so many tokens, 0: of none, and the
+    `top` likeliest tokens in the place of each."""
+
+    last: int
+    top: int
 
 
 @dataclass(frozen=True)
@@ -40,34 +48,26 @@ def check_top(scored: int, top: int, key: str, instead: str) -> None:
         )
 
 
-async def score(
-    gateway: Gateway, tenant: str, prompt: Sequence[int], held: Snapshot, scored: int, top: int
-) -> Scores:
-    """Scores of the last `scored` tokens of a prompt, by a snapshot that is held. Raises Refused
-    and BadRequest."""
-    first = len(prompt) - scored
-    found = await gateway.work(tenant, partial(_logprobs, gateway, prompt, held))
+def scores_in_parts(
+    model: Model, prompt: Sequence[int], adapter: str | None, asked: Scoring
+) -> Iterator[Scores | None]:
+    """The scores of a prompt by an `adapter` that the model serves, None: by the base. Before them
+    comes None after each part of the work, so that others can have a turn. Raises IsobitError as
+    `Model.logprobs`."""
+    if not asked.last:
+        yield Scores([math.nan] * len(prompt), None)
+        return
+    first = len(prompt) - asked.last
+    found: list[float] = model.logprobs([prompt], adapter=adapter)[0].tolist()
     logprobs = [math.nan] * first + [math.nan, *found][first:]
-    if not top:
-        return Scores(logprobs, None)
-    known, rows = max(first, 1), max(_AT_ONCE // top, 1)
+    if not asked.top:
+        yield Scores(logprobs, None)
+        return
+    yield None
+    known, rows = max(first, 1), max(_AT_ONCE // asked.top, 1)
     tops: list[Top] = [[] for _ in range(known)]
     if len(prompt) > 1:
-        parts = gateway.model.top_logprobs_in_parts(prompt, top, rows, known, held.served)
-        while part := await gateway.work(tenant, partial(_next, gateway, held, parts)):
+        for part in model.top_logprobs_in_parts(prompt, asked.top, rows, known, adapter):
             tops += part
-    return Scores(logprobs, tops)
-
-
-def _logprobs(gateway: Gateway, prompt: Sequence[int], held: Snapshot) -> list[float]:
-    """On the device thread."""
-    gateway.device.snapshots.check(held)
-    found: list[float] = gateway.model.logprobs([prompt], adapter=held.served)[0].tolist()
-    return found
-
-
-def _next(gateway: Gateway, held: Snapshot, parts: Iterator[list[Top]]) -> list[Top]:
-    """On the device thread: the next part of the likeliest tokens, by the same weights; at the end
-    none."""
-    gateway.device.snapshots.check(held)
-    return next(parts, [])
+            yield None
+    yield Scores(logprobs, tops)

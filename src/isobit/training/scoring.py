@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isobit.data.answers import completion_text
 from isobit.data.dataset import Example, Prompt
-from isobit.engine.types import Completion, said_in
+from isobit.engine.types import Completion, asked_in, said_in
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
 from isobit.rewards.pool import Reward, RewardPool, Said
@@ -58,8 +57,9 @@ class RewardScorer:
 
     @property
     def without_models(self) -> "RewardScorer":
-        """Functions and environments alone."""
-        return RewardScorer(self.pool, (), self._stop, self._earned) if self.models else self
+        """Functions and environments alone, where there are some."""
+        some = self.models and (self.pool.specs or self._earned)
+        return RewardScorer(self.pool, (), self._stop, self._earned) if some else self
 
     @property
     def weights(self) -> tuple[tuple[str, float], ...]:
@@ -94,40 +94,35 @@ class RewardScorer:
         `score` does."""
         rewards = list(rewards)
         for weighted in self.models:
-            texts = [
-                said if isinstance(said, str) else completion_text(said.messages)
-                for said in completions
-            ]
-            rewards = [
-                _plus(reward, weighted, *found)
-                for reward, found in zip(rewards, self._judge(weighted, prompts, texts))
-            ]
+            judged = self._judge(weighted, prompts, completions)
+            rewards = [_plus(reward, weighted, *found) for reward, found in zip(rewards, judged)]
         if not self._earned:
             return rewards
         return [_earning(r, c, self._earned) for r, c in zip(rewards, completions, strict=True)]
 
     def _judge(
-        self, weighted: WeightedModel, prompts: Sequence[Prompt], completions: Sequence[str]
+        self, weighted: WeightedModel, prompts: Sequence[Prompt], completions: Sequence[Said]
     ) -> list[tuple[float | None, str | None]]:
-        """(score, what went wrong) of each completion."""
+        """(score, what went wrong) of each completion; of an episode the conversation up to the
+        model's last answer is scored."""
         model = weighted.model
         limit = model.transformer.config.max_positions
-        sequences = [model.encode(prompt, text) for prompt, text in zip(prompts, completions)]
-        fits = [i for i, sequence in enumerate(sequences) if 0 < len(sequence) <= limit]
-        scores = dict(zip(fits, model.score([sequences[i] for i in fits])))
-        found: list[tuple[float | None, str | None]] = []
-        for i, sequence in enumerate(sequences):
-            problem = None
-            if i not in scores:
-                count = len(sequence)
-                problem = (
-                    f"reward model {weighted.name}, sample {i}: {count} tokens, its "
-                    f"context takes 1 to {limit}"
-                )
-                if self._stop:
-                    raise RunFailed(problem)
-            found.append((scores.get(i), problem))
-        return found
+        sequences, problems = dict[int, list[int]](), dict[int, str]()
+        for i, (prompt, said) in enumerate(zip(prompts, completions)):
+            where = f"reward model {weighted.name}, sample {i}"
+            try:
+                tokens = model.encode(prompt, said if isinstance(said, str) else said.said())
+            except IsobitError as error:  # its template refuses a conversation with tools
+                problems[i] = f"{where}: {error}"
+                continue
+            if 0 < len(tokens) <= limit:
+                sequences[i] = tokens
+            else:
+                problems[i] = f"{where}: {len(tokens)} tokens, its context takes 1 to {limit}"
+        if self._stop and problems:
+            raise RunFailed(next(iter(problems.values())))
+        scores = dict(zip(sequences, model.score(list(sequences.values()))))
+        return [(scores.get(i), problems.get(i)) for i in range(len(completions))]
 
 
 class RolloutScoring:
@@ -151,7 +146,8 @@ class RolloutScoring:
         self._added[index] = completions
         ids = [completion.token_ids for completion in completions]
         said = [said_in(completion) for completion in completions]
-        self._batch.add(index * n, [example.prompt] * n, said, [example.columns] * n, ids)
+        prompts = [asked_in(example.prompt, completion) for completion in completions]
+        self._batch.add(index * n, prompts, said, [example.columns] * n, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
         """The rewards of all completions that were added, group by group; `meanwhile` is called
@@ -159,7 +155,9 @@ class RolloutScoring:
         `RewardScorer.score` does."""
         rewards = self._batch.collect(meanwhile)
         added = sorted(self._added.items())
-        prompts = [self._examples[index].prompt for index, group in added for _ in group]
+        prompts = [
+            asked_in(self._examples[index].prompt, each) for index, group in added for each in group
+        ]
         completions = [completion for _, group in added for completion in group]
         return self._scorer.judged(rewards, prompts, [said_in(each) for each in completions])
 

@@ -210,3 +210,19 @@ def test_chunks_of_rows_are_added_in_order_and_none_is_missed() -> None:
     assert torch.equal(
         _backward(ones[:0], ones[:0], torch.ones(40), torch.ones(0))[1], torch.zeros(40)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_is_added_has_the_bits_of_an_addition(dtype: torch.dtype) -> None:
+    """The rounded gradient, and one addition that is rounded; the control: before it is rounded."""
+    x, weight, _ = operands(21, 200, dtype)
+    dy, added = draw(3, 21, 200, dtype=dtype), draw(4, 21, 200, dtype=dtype)
+    _, summed, rstd = run(x, weight, None)
+    alone = _backward(dy, summed, weight, rstd)
+    given = (t.to(DEVICE) for t in (dy, summed, weight, rstd, added))
+    found = [t.cpu() for t in norm.rms_norm_backward(*given)]
+    assert same(found[0], alone[0] + added)
+    assert same(found[1], alone[1])
+    if dtype == torch.bfloat16:
+        wide = _backward(dy.float(), summed.float(), weight.float(), rstd)[0]
+        assert not same(found[0], (wide + added.float()).bfloat16())

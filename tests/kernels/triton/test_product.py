@@ -19,6 +19,7 @@ from isobit.errors import IsobitError
 from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.matrices import Operand
 from isobit.kernels.product.definition import product as reference_product
+from isobit.kernels.product.triton import plan as plans
 from isobit.kernels.product.triton import product as module
 from isobit.kernels.product.triton.operands import codes_along_inner, padded
 from isobit.kernels.product.triton.plan import FEW_ROWS, ProductPlan, plan, splits_of
@@ -247,6 +248,7 @@ TILES = {
     torch.float32: [(16, 16, 4), (64, 32, 4)],
 }
 TILES[torch.bfloat16] = TILES[torch.uint8]
+TOKENS_FIRST = [(64, 64, 4), (128, 64, 4), (128, 128, 8)]
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
@@ -258,7 +260,8 @@ def forced(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
 def test_every_tile_and_either_place_of_the_chunks_gives_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of data whose sums are exact: three blocks of K in chunks of two, poisoned outputs, edges."""
+    """Of data whose sums are exact: three blocks of K in chunks of two, poisoned outputs, edges;
+    weights on the long side, and of codes tokens."""
     columns = 150 if dtype == torch.float32 else 70
     a, b = whole(0, 20, 384, ROWS), whole(1, columns, 384, WEIGHT)
     if dtype != torch.uint8:
@@ -268,8 +271,12 @@ def test_every_tile_and_either_place_of_the_chunks_gives_the_same(
     chunks = {"splits": 2, "chunk": 256 // plan(1, 1, 1, dtype).step}
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *s, **k: empty(*s, **k).fill_(float("nan")))
-    for tile_n, tile_m, num_warps in TILES[dtype]:
+    tiles = [(*tile, False) for tile in TILES[dtype]]
+    if dtype == torch.uint8:
+        tiles += [(*tile, True) for tile in TOKENS_FIRST]
+    for tile_n, tile_m, num_warps, first in tiles:
         tile = {"tile_n": tile_n, "tile_m": tile_m, "num_warps": num_warps, "num_stages": 2}
+        tile["tokens_first"] = first
         for change in (
             {"splits": 1, "apart": False},
             {**chunks, "apart": False},
@@ -363,6 +370,31 @@ def test_plans_split_k_by_the_weight_alone(columns: int, inner: int, dtype: torc
         check_resources(chosen, dtype)
 
 
+def test_tokens_stand_first_where_that_saves_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, of codes, beside weights whose 128 rows share a scale, and more rows than one tile
+    has; nowhere once weights were put first, and in tiles of its own none."""
+    size = (4096, 4096, torch.uint8)
+    assert [plan(rows, *size).tokens_first for rows in (1, 64, 65, 8192)] == [0, 0, 1, 1]
+    assert not plan(8192, *size, True).tokens_first
+    assert not plan(8192, 4096, 4096, torch.bfloat16).tokens_first
+    for capability, architecture in ARCHITECTURES.items():
+        compile_for(architecture)
+        assert plan(8192, *size).tokens_first == (capability == (9, 0))
+    compile_for(HOPPER)
+    monkeypatch.setattr(plans, "_tokens_first", True)
+    plans.put_weights_first()
+    assert [plan(rows, *size).tokens_first for rows in (64, 65, 8192)] == [0, 0, 0]
+
+
+def test_the_place_of_operands_moves_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of real data, as the interpreter multiplies; the control: a scale that is another row's."""
+    a, b = quantize(draw(0, 90, 384, spread=1.0), ROWS32), quantize(draw(1, 150, 384), WEIGHT32)
+    found = run(a, b)
+    forced(monkeypatch, tokens_first=False)
+    assert same(found, run(a, b))
+    assert not same(found, run(QTensor(a.data, a.scale.roll(1, 0), a.spec), b))
+
+
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", TILES)
 def test_plans_fit_every_architecture(dtype: torch.dtype, capability: tuple[int, int]) -> None:
@@ -386,10 +418,14 @@ def test_plans_fit_every_architecture(dtype: torch.dtype, capability: tuple[int,
 
 
 def check_resources(chosen: ProductPlan, dtype: torch.dtype) -> None:
-    """One instruction class; all warps stand along the rows of b; shared memory fits, 227 KiB on
-    Hopper."""
-    assert (chosen.tile_n, chosen.tile_m, chosen.num_warps) in TILES[dtype]
-    assert dtype == torch.float32 or chosen.num_warps == chosen.tile_n // 16
+    """One instruction class; all warps stand along the side of 64 rows, tokens or weights; shared
+    memory fits, 227 KiB on Hopper."""
+    first = chosen.tokens_first
+    assert (chosen.tile_n, chosen.tile_m, chosen.num_warps) in (
+        TOKENS_FIRST if first else TILES[dtype]
+    )
+    long_side = chosen.tile_m if first else chosen.tile_n
+    assert dtype == torch.float32 or chosen.num_warps == long_side // 16
     assert not (chosen.splits > 1 and chosen.tile_m == 128)
     stage = (chosen.tile_n + chosen.tile_m) * chosen.step * dtype.itemsize
     assert chosen.num_stages >= 2

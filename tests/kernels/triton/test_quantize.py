@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isobit.kernels import get_ops
 from isobit.kernels.quantize.triton import quantize as kernel
-from isobit.kernels.quantize.triton import quantize_along_tokens, supported
+from isobit.kernels.quantize.triton import quantize_along_tokens, quantize_both_ways, supported
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 
@@ -243,3 +243,38 @@ def test_what_is_supported() -> None:
     assert not any(supported(spec) for spec in others)
     with pytest.raises(AssertionError, match="no kernel quantizes"):
         kernel(torch.zeros(2, 2, device=DEVICE), others[1], flag())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (70, 130), (130, 300), (256, 128)])
+def test_both_ways_of_one_reading_are_the_two_in_turn(rows: int, columns: int, scale: str) -> None:
+    """Codes, scales, where these lie, and the padding behind the tokens. The control: of another
+    matrix."""
+    spec, x = QuantSpec(E4M3, "1x128", scale), hard(rows, columns, torch.bfloat16).to(DEVICE)
+    raised = flag()
+    found = quantize_both_ways(x, spec, raised)
+    assert not bool(raised)
+    wanted = kernel(x, spec, flag()), quantize_along_tokens(x, spec, flag())
+    for one, other in zip(found, wanted):
+        assert equal(one, host(other))
+        assert one.scale.stride() == other.scale.stride()
+        assert one.data.stride() == other.data.stride()
+    pitch = found[1].data.stride(0)
+    whole = found[1].data.view(torch.uint8).as_strided((columns, pitch), (pitch, 1))
+    assert not bool(whole[:, rows:].any())
+    moved = quantize_both_ways(-x, spec, flag())
+    assert not any(equal(one, host(other)) for one, other in zip(moved, wanted))
+
+
+def test_both_ways_meet_nan_and_leave_other_blocks_to_the_two() -> None:
+    """`row` has no blocks of 128 columns; no rows are none."""
+    x, raised = draw(0, 140, 40).to(DEVICE), flag()
+    x[135, 3] = float("nan")
+    rows, tokens = quantize_both_ways(x, QuantSpec(E4M3), raised)
+    assert bool(raised)
+    assert rows.scale.isnan().nonzero().tolist() == [[135, 0]]
+    assert tokens.scale.isnan().nonzero().tolist() == [[3, 1]]
+    for spec, given in ((QuantSpec(E4M3, "row"), x[:5]), (QuantSpec(E4M3), x[:0])):
+        found = quantize_both_ways(given, spec, flag())
+        wanted = kernel(given, spec, flag()), quantize_along_tokens(given, spec, flag())
+        assert all(equal(one, host(other)) for one, other in zip(found, wanted))

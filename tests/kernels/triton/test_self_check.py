@@ -12,17 +12,9 @@ from isobit.kernels import KVStore, Layout
 from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends import self_check
 from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton import plan
 from isobit.precision import QTensor
 from tests.kernels.triton.helpers import DEVICE
-
-
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without sums in chunks and splits of keys, which take the interpreter a minute."""
-    monkeypatch.setattr(self_check, "_SIZES", ((64, 160),))
-    monkeypatch.setattr(self_check, "_LENGTH", 70)
-    monkeypatch.setattr(self_check, "_WIDTH", 96)
-    monkeypatch.setattr(self_check, "_STATES", (9, 1, 2, 8))
 
 
 def _ops(**broken: Callable[..., Any]) -> TritonOps:
@@ -32,10 +24,9 @@ def _ops(**broken: Callable[..., Any]) -> TritonOps:
     return ops
 
 
-@pytest.mark.usefixtures("_small")
 def test_the_kernels_pass() -> None:
     state = torch.get_rng_state()
-    assert self_check.failures(_ops()) == []
+    assert self_check.failures(_ops(), sizes=self_check.SMALL) == []
     assert torch.equal(torch.get_rng_state(), state), "the user's own random numbers stay"
 
 
@@ -47,6 +38,36 @@ def _few_rows_differ(operator: Callable[..., Any]) -> Callable[..., Any]:
         if (x.data if isinstance(x, QTensor) else x).shape[0] >= 64:
             return y
         return (_changed(y[0]), *y[1:]) if isinstance(y, tuple) else _changed(y)
+
+    return call
+
+
+def _sums_of_few_rows_differ(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """By one bit, in the logarithms alone."""
+
+    def call(*given: Any, **more: Any) -> Any:
+        out, sums = operator(*given, **more)
+        return out, sums if len(out) >= 64 else _changed(sums)
+
+    return call
+
+
+def _token_outside(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        tokens, logprobs = operator(*given)
+        return tokens + 500, logprobs
+
+    return call
+
+
+def _other_states(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """What is kept after some rows alone is not what the rows that follow would have found."""
+
+    def call(*given: Any) -> Any:
+        y = operator(*given)
+        if int(given[-1].context[0]):
+            given[-2].states.copy_(_changed(given[-2].states))
+        return y
 
     return call
 
@@ -89,28 +110,41 @@ def _after_stored_rows(operator: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.usefixtures("_small")
+def _quantized(ops: TritonOps) -> Any:
+    return self_check._quantized(ops, self_check.SMALL.width)
+
+
+def _recurrent(ops: TritonOps) -> Any:
+    return self_check._recurrent(ops, self_check.SMALL.states)
+
+
 @pytest.mark.parametrize(
     ("part", "broken"),
     [
         (lambda ops: self_check._product(ops, "BF16", 64, 160), {"product": _few_rows_differ}),
         (lambda ops: self_check._product(ops, "FP8", 64, 160), {"product": _few_rows_differ}),
         (lambda ops: self_check._product(ops, "FP8", 64, 160), {"product": _wrong}),
-        (lambda ops: self_check._attention(ops, "FP8"), {"attention": _few_rows_differ}),
-        (lambda ops: self_check._attention(ops, "FP8"), {"attention": _wrong}),
-        (lambda ops: self_check._attention(ops, "INT8"), {"kv_write": _another_code}),
+        (lambda ops: self_check._attention(ops, "FP8", 70), {"attention": _few_rows_differ}),
+        (
+            lambda ops: self_check._attention(ops, "FP8", 70),
+            {"attention": _sums_of_few_rows_differ},
+        ),
+        (lambda ops: self_check._attention(ops, "FP8", 70), {"attention": _wrong}),
+        (lambda ops: self_check._attention(ops, "INT8", 70), {"kv_write": _another_code}),
         (self_check._head, {"head_logprobs": _few_rows_differ}),
         (self_check._head, {"head_logprobs": _wrong}),
-        (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),
-        (self_check._quantized, {"gate_mul_quantized": _few_rows_differ}),
+        (self_check._head, {"head_sample": _token_outside}),
+        (_quantized, {"rms_norm_quantized": _few_rows_differ}),
+        (_quantized, {"gate_mul_quantized": _few_rows_differ}),
         (
-            self_check._quantized,
+            _quantized,
             {"quantize": lambda operator: lambda *given: _changed(operator(*given))},
         ),
-        (self_check._recurrent, {"short_convolution": _after_stored_rows}),
-        (self_check._recurrent, {"short_convolution": _wrong}),
-        (self_check._recurrent, {"delta_rule": _after_stored_rows}),
-        (self_check._recurrent, {"delta_rule": _wrong}),
+        (_recurrent, {"short_convolution": _after_stored_rows}),
+        (_recurrent, {"short_convolution": _wrong}),
+        (_recurrent, {"delta_rule": _after_stored_rows}),
+        (_recurrent, {"delta_rule": _wrong}),
+        (_recurrent, {"delta_rule": _other_states}),
         (
             self_check._rounded,
             {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))},
@@ -132,6 +166,7 @@ def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
     fails either way."""
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)  # put back at the end
+    monkeypatch.setattr(plan, "_tokens_first", plan._tokens_first)
     other, wrong = "attention over keys in INT8: decoded rows have other bits", ["output head: off"]
     monkeypatch.setattr(
         self_check, "failures", lambda *given: [other, *wrong] if attention.keys_first() else []
@@ -143,7 +178,7 @@ def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
     assert self_check.remembered(ops) == []
     assert not attention.keys_first()
     assert [path.name.split(".", 1)[1] for path in (tmp_path / "gpu").iterdir()] == [
-        "rows-first.passed"
+        "one-side.passed"
     ]
     monkeypatch.setattr(attention, "_FEW_ROWS", 32)
     monkeypatch.setattr(self_check, "failures", lambda *given: pytest.fail("it was asked again"))

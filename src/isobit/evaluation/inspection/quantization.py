@@ -69,6 +69,7 @@ class _Measuring(Watching):
 
     rms_norm_quantized = Composed.rms_norm_quantized
     gate_mul_quantized = Composed.gate_mul_quantized
+    quantize_both_ways = Composed.quantize_both_ways
     attention_inputs = Composed.attention_inputs
 
     def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], layer: int) -> None:

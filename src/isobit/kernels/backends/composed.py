@@ -39,6 +39,7 @@ class Composed(Ops):
         return False
 
     quantize_along_tokens = quantize.quantize_along_tokens
+    quantize_both_ways = quantize.quantize_both_ways
     error_sums = staticmethod(quantize.error_sums)
     prepare = staticmethod(product.prepare)
     gradient_product = product.added_product
@@ -53,6 +54,7 @@ class Composed(Ops):
     sum_of_rows_backward = staticmethod(experts.sum_of_rows_backward)
 
     rms_norm_quantized = norms.rms_norm_quantized
+    rms_norm_backward_added = norms.rms_norm_backward_added
     gate_mul_quantized = norms.gate_mul_quantized
     attention_inputs = heads.attention_inputs
     attention_inputs_backward = heads.attention_inputs_backward

@@ -126,6 +126,9 @@ class TritonOps(Ops):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         return quantize_kernels.quantize_along_tokens(x, spec, self._faults.of(name))
 
+    def quantize_both_ways(self, x: Tensor, spec: QuantSpec, name: str) -> tuple[QTensor, QTensor]:
+        return quantize_kernels.quantize_both_ways(x, spec, self._faults.of(name))
+
     def product(
         self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
     ) -> Tensor:
@@ -190,6 +193,7 @@ class TritonOps(Ops):
     sum_of_rows_backward = staticmethod(grouped.sum_of_rows_backward)
     rms_norm = staticmethod(norm.rms_norm)
     rms_norm_backward = staticmethod(norm.rms_norm_backward)
+    rms_norm_backward_added = staticmethod(norm.rms_norm_backward)
     gate_mul = staticmethod(gate.gate_mul)
     gate_mul_backward = staticmethod(gate.gate_mul_backward)
     rotary = staticmethod(heads.rotary)

@@ -128,6 +128,14 @@ def rms_norm_quantized(
     return ops.quantize(y, spec, name), summed, rstd
 
 
+def rms_norm_backward_added(
+    ops: Ops, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.rms_norm_backward_added`: the two in turn."""
+    dx, dweight = ops.rms_norm_backward(dy, summed, weight, rstd)
+    return dx + added, dweight
+
+
 def gate_mul_quantized(
     ops: Ops, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
 ) -> QTensor:

@@ -3,8 +3,10 @@
 A program holds whole blocks in registers, so that their largest magnitude and their codes come from
 one reading: of float32 weights 4 bytes are read and 1 written an element, of BF16 activations 2 and
 1, and where a saved activation is quantized again along the tokens 1 and 1, its transpose included.
-The bound is the memory's speed. Largest magnitudes do not depend on the order in which they are
-found and codes are elementwise, so tile sizes cannot change a bit.
+A gradient, which both products of a backward take, is read once and written twice, along its
+columns and along the tokens: 2 and 2. The bound is the memory's speed. Largest magnitudes do not
+depend on the order in which they are found and codes are elementwise, so tile sizes cannot change a
+bit.
 
 NaN and infinity set the flag and make the scale NaN. Left out: FP4, E5M2, blocks of 32 and 16, and
 one scale for a whole tensor or column.
@@ -25,6 +27,8 @@ INFINITY = tl.constexpr(0x7F800000)
 
 _TILES = {"1x128": (16, 128, 4), "128x1": (128, 64, 16), "128x128": (128, 128, 16)}
 """Rows and columns of a program's tile, and its warps: 16 to 32 elements a thread."""
+_BOTH_WARPS = 16
+"""Of a tile of 128 x 128 that is quantized both ways."""
 _WIDEST = 16384
 _ALIGNED = 16  # bytes of the widest store
 
@@ -63,6 +67,56 @@ def codes(x, scale, UE8M0: tl.constexpr):
         return to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
 
 
+@triton.jit
+def _by_rows(
+    x, scale_ptr, flag_ptr, row, across, rows, ACROSS: tl.constexpr, BESIDE: tl.constexpr,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile that is a block of 128 columns, number `across` of ACROSS, with a scale for
+    each row, which is stored."""
+    scale = scale_or_flag(largest(x, 1), flag_ptr, UE8M0)
+    if BESIDE:
+        at = tl.cast(rows, tl.int64) * across + row
+    else:
+        at = row.to(tl.int64) * ACROSS + across
+    tl.store(scale_ptr + at, scale, mask=row < rows)
+    return codes(x, scale[:, None], UE8M0)
+
+
+@triton.jit
+def _by_columns(
+    x, scale_ptr, flag_ptr, column, down, blocks, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile that is a block of 128 rows, number `down` of `blocks`, with a scale for each
+    column; scales are stored [COLUMNS, blocks] where FLAT, else [blocks, COLUMNS]."""
+    scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
+    at = column.to(tl.int64) * blocks + down if FLAT else down.to(tl.int64) * COLUMNS + column
+    tl.store(scale_ptr + at, scale, mask=column < COLUMNS)
+    return codes(x, scale[None, :], UE8M0)
+
+
+@triton.jit
+def _save(found, data_ptr, first, start, rows, COLUMNS: tl.constexpr, LIKE: tl.constexpr):
+    """A tile of codes, from row `first` and column `start` on, to [rows, COLUMNS]; LIKE: the type
+    that they were loaded as."""
+    i, column = tl.arange(0, found.shape[0]), start + tl.arange(0, found.shape[1])
+    inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
+    out = data_ptr + first.to(tl.int64) * COLUMNS + i[:, None] * COLUMNS + column[None, :]
+    # left alone, Triton stores 16 codes a thread, and spreads the loads of wider elements to fit
+    out = tl.max_contiguous(out, [1, 128 // LIKE.primitive_bitwidth])
+    tl.store(out, found, mask=inside)
+
+
+@triton.jit
+def _save_turned(found, data_ptr, first, start, pitch, COLUMNS: tl.constexpr):
+    """The same transposed, to [COLUMNS, pitch]."""
+    row, j = first + tl.arange(0, found.shape[0]), tl.arange(0, found.shape[1])
+    inside = (j < COLUMNS - start)[:, None] & (row < pitch)[None, :]
+    out = data_ptr + start.to(tl.int64) * pitch + j[:, None] * pitch + row[None, :]
+    tl.store(out, tl.trans(found), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "old_row", "old_step"])
 def _tiles(
     x_ptr, old_ptr, data_ptr, scale_ptr, flag_ptr, rows, stride, pitch, old_row, old_step,
@@ -93,37 +147,45 @@ def _tiles(
         old = old_ptr + (first + i) * old_row + (across * WIDE // OLD_BLOCK).to(tl.int64) * old_step
         x = from_e4m3(x) * tl.load(old, mask=row < rows, other=0.0)[:, None]
     if GRANULARITY == "1x128":
-        scale = scale_or_flag(largest(x, 1), flag_ptr, UE8M0)
-        if BESIDE:
-            tl.store(scale_ptr + tl.cast(rows, tl.int64) * across + row, scale, mask=row < rows)
-        else:
-            tl.store(scale_ptr + first * ACROSS + i * ACROSS + across, scale, mask=row < rows)
-        found = codes(x, scale[:, None], UE8M0)
+        found = _by_rows(x, scale_ptr, flag_ptr, row, across, rows, ACROSS, BESIDE, UE8M0)
     elif GRANULARITY == "128x1":
-        scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
-        if TRANSPOSED and not BESIDE:
-            tl.store(
-                scale_ptr + column * ((rows + HIGH - 1) // HIGH) + down,
-                scale,
-                mask=column < COLUMNS,
-            )
-        else:
-            tl.store(scale_ptr + down * COLUMNS + column, scale, mask=column < COLUMNS)
-        found = codes(x, scale[None, :], UE8M0)
+        flat: tl.constexpr = TRANSPOSED and not BESIDE
+        found = _by_columns(
+            x, scale_ptr, flag_ptr, column, down, (rows + HIGH - 1) // HIGH, COLUMNS, flat, UE8M0
+        )
     else:
         scale = scale_or_flag(tl.max(largest(x, 1), 0), flag_ptr, UE8M0)
         tl.store(scale_ptr + tile, scale)
         found = codes(x, scale, UE8M0)
     if TRANSPOSED:
-        inside = (column < COLUMNS)[:, None] & (row < pitch)[None, :]
-        out = data_ptr + (across * WIDE).to(tl.int64) * pitch + j[:, None] * pitch + row[None, :]
-        tl.store(out, tl.trans(found), mask=inside)
+        _save_turned(found, data_ptr, down * HIGH, across * WIDE, pitch, COLUMNS)
     else:
-        out = data_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
-        # left alone, Triton stores 16 codes a thread, and spreads the loads of wider elements to
-        # fit
-        out = tl.max_contiguous(out, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
-        tl.store(out, found, mask=inside)
+        _save(found, data_ptr, down * HIGH, across * WIDE, rows, COLUMNS, x_ptr.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _both_ways(
+    x_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, rows, stride, pitch,
+    COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK, BLOCK] of x: codes with a scale for each row, and, transposed, with one for
+    each column; as `_tiles` makes them one after the other."""
+    ACROSS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    down, across = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS
+    first, start = down * BLOCK, across * BLOCK
+    i = tl.arange(0, BLOCK)
+    row, column = first + i, start + i
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = first.to(tl.int64) * stride + i[:, None] * stride + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
+    found = _by_rows(x, scale_ptr, flag_ptr, row, across, rows, ACROSS, BESIDE, UE8M0)
+    _save(found, data_ptr, first, start, rows, COLUMNS, x_ptr.dtype.element_ty)
+    found = _by_columns(
+        x, turned_scale_ptr, flag_ptr, column, down, (rows + BLOCK - 1) // BLOCK, COLUMNS,
+        not TURNED_BESIDE, UE8M0,
+    )  # fmt: skip
+    _save_turned(found, turned_ptr, first, start, pitch, COLUMNS)
 
 
 @triton.jit
@@ -245,6 +307,26 @@ def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
             transposed=True,
         )
     return made
+
+
+def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTensor, QTensor]:
+    """(`quantize`, `quantize_along_tokens`) of a BF16 or float32 matrix, the bits of the two in
+    turn; for `1x128` of one reading."""
+    if spec.granularity != "1x128" or x.numel() == 0:
+        return quantize(x, spec, flag), quantize_along_tokens(x, spec, flag)
+    assert supported(spec), f"no kernel quantizes to {spec}"
+    x, along = _with_rows(x), along_rows(spec).transpose()
+    rows, columns = x.shape
+    pitch = -(-rows // _ALIGNED) * _ALIGNED
+    made, turned = (empty(rows, columns, spec, x.device),
+        empty(columns, rows, along, x.device, pitch))  # fmt: skip
+    launch(
+        _both_ways, (-(-rows // BLOCK) * -(-columns // BLOCK),), x, made.data.view(torch.uint8),
+        made.scale, turned.data.view(torch.uint8), turned.scale, flag, rows, x.stride(0), pitch,
+        COLUMNS=columns, BESIDE=lies_beside(made), TURNED_BESIDE=lies_beside(turned),
+        UE8M0=spec.scale == "ue8m0", BLOCK=BLOCK, num_warps=_BOTH_WARPS,
+    )  # fmt: skip
+    return made, turned
 
 
 def warps_for(elements: int) -> int:

@@ -24,18 +24,29 @@ def _dot_in_place_of(own: Any) -> Any:
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if d.data.dtype != np.float32:
             return own(builder, a, b, d, *options)
-        wide = (_wide(each) for each in (a, b))
-        return interpreter.TensorHandle(
-            np.matmul(*wide).astype(np.float32) + d.data, d.dtype.scalar
-        )
+        product = np.matmul(values_of(a), values_of(b)).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     return create_dot
 
 
-def _wide(x: Any) -> np.ndarray:
-    """Its values in float64; 8-bit codes by way of float16, which holds them all."""
-    data = x.data
-    if x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8:
-        float16 = interpreter.tl.float16
-        data = interpreter._convert_float(data, x.dtype, float16, None).view(np.float16)
-    return data.astype(np.float64)
+def values_of(x: Any) -> np.ndarray:
+    """An operand's values in float64, of the bits that the interpreter keeps for BF16 and E4M3."""
+    if x.dtype == interpreter.tl.bfloat16:
+        return (x.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if x.dtype == interpreter.tl.float8e4nv:
+        return _E4M3[x.data.view(np.uint8)]
+    return x.data.astype(np.float64)
+
+
+def _e4m3_values() -> np.ndarray:
+    """The value of every code, NaN where a magnitude has all bits."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = np.where(
+        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0)
+    )
+    return np.where(code & 127 == 127, np.nan, np.where(code < 128, magnitude, -magnitude))
+
+
+_E4M3 = _e4m3_values()

@@ -256,12 +256,7 @@ def dot(a, b, acc):
     """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also
     as uint8."""
     if a.dtype == tl.uint8:
-        if INTERPRETED:
-            return tl.dot(from_e4m3(a), from_e4m3(b), acc, input_precision="ieee")
-        else:
-            return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True), acc)
-    elif INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True), acc)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 

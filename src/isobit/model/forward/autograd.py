@@ -30,17 +30,14 @@ from isobit.kernels import (
     Layout,
     Operand,
     Ops,
-    input_gradient,
-    plain,
     unwatched,
 )
 from isobit.model.adapters import low_rank
-from isobit.model.forward.accumulate_grad import added_to
+from isobit.model.forward.linear_backward import linear_backward
 from isobit.model.weights.stored import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import Format, QTensor, QuantSpec, quantize_with_scale
 
 Again = Callable[[], tuple[Tensor, Tensor]]
-ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
 def linear(
@@ -181,7 +178,7 @@ class _Linear(Function):
             operand: Operand | None = _multiplied(saved[0].to(dy.dtype), None, weight, ctx.ops)
         else:
             operand = _joined(saved, weight)
-        dx, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
+        dx, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         return None if dx is None else dx.to(ctx.dtype), dw, db, None, None, None, None, *adapters
 
 
@@ -212,61 +209,6 @@ def _joined(saved: Sequence[Tensor], weight: Weight) -> Operand | None:
     )
 
 
-def _linear_backward(
-    ctx: Any, dy: Tensor, operand: Operand | None, us: Sequence[Tensor], needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each
-    adapter's A and B. `operand`: `_multiplied`, None where the weight needs none; `us`: each
-    adapter's u."""
-    weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
-    if weight.adapters:
-        assert operand is not None
-        dx, found = low_rank.backward(dy, operand, us, weight, ops, needed[0])
-        if dx is not None:
-            dx = dx.add_(_dgrad(dy, weight, ops, torch.float32)).to(dy.dtype)
-    else:
-        dx, found = _dgrad(dy, weight, ops, dy.dtype) if needed[0] else None, []
-    dw = _wgrad(dy, operand, weight, ops) if needed[1] and operand is not None else None
-    db = dy.double().sum(0).float() if needed[2] else None
-    return dx, dw, db, *found
-
-
-def _dgrad(dy: Tensor, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K], in `out`."""
-    working = weight.working
-    if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
-        quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
-        transposed = working.transpose()
-        if (
-            working.spec.granularity in ALONG_INPUTS
-        ):  # scales for every row of N: quantized again, along N
-            transposed = ops.quantize(
-                transposed.dequantize().contiguous(), working.spec, f"transposed {weight.name}"
-            )
-        return ops.gradient_product(quantized, transposed, out)
-    return input_gradient(ops, dy, working, out)
-
-
-def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor | None:
-    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T,
-    K], or its copy [K, T] that is already quantized along the tokens. None if it was added to the
-    gradient that there is."""
-    into = added_to(weight.master)
-    if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
-        left: Operand = ops.quantize_along_tokens(
-            dy, weight.gradient, f"output gradient of {weight.name}"
-        )
-        right: Operand = (
-            saved
-            if has_own_copy(weight)
-            else ops.quantize_along_tokens(saved, saved.spec, weight.name)
-        )
-    else:
-        left, right = dy.t(), plain(saved, dy.dtype).t()
-    dw = ops.gradient_product(left, right, torch.float32, into)
-    return dw if into is None else None
-
-
 class _RMSNorm(Function):
     @staticmethod
     def forward(
@@ -286,8 +228,7 @@ class _RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dnormed: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.ops.rms_norm_backward(dnormed.contiguous(), *ctx.saved_tensors)
-        dx = dx + dsummed
+        dx, dw = ctx.ops.rms_norm_backward_added(dnormed.contiguous(), *ctx.saved_tensors, dsummed)
         return dx, dx if ctx.has_residual else None, dw, None, None, None
 
 
@@ -323,13 +264,12 @@ class _NormLinear(Function):
         operand = (
             _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
         )
-        dnormed, dw, db, *adapters = _linear_backward(
+        dnormed, dw, db, *adapters = linear_backward(
             ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5])
         )
         del operand
         assert dnormed is not None
-        dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, norm.working, rstd)
-        dx = dx + dsummed
+        dx, dnorm = ctx.ops.rms_norm_backward_added(dnormed, summed, norm.working, rstd, dsummed)
         return (
             dx,
             dx if ctx.has_residual else None,
@@ -388,7 +328,7 @@ class _GatedLinear(Function):
         operand = (
             _gated_again(gate_up, ctx.activation, weight, ctx.ops) if weight.keeps_inputs else None
         )
-        dh, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
+        dh, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         del operand
         dgate_up = None if dh is None else ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
         return dgate_up, dw, db, None, None, None, None, *adapters

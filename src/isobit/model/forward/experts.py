@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, picked, plain, unwatched
 from isobit.model.forward import autograd
 from isobit.model.forward.accumulate_grad import added_to
-from isobit.model.forward.autograd import ALONG_INPUTS
+from isobit.model.forward.linear_backward import ALONG_INPUTS
 from isobit.model.weights.layout import Mixture, Mlp
 from isobit.model.weights.stored import Weight, has_own_copy
 from isobit.precision import QTensor, QuantSpec

@@ -51,18 +51,36 @@ LEARNING = (
     Panel("Clipped tokens", ("clip_fraction",), note="fraction whose gradient the clip cuts off"),
     Panel("Learning rate", ("learning_rate",)),
     Panel("KL to the reference", ("loss/kl",), unit="nats per token"),
-    Panel("Turns of an episode", ("env/turns",), note="of the model, mean"),
-    Panel(
-        "Calls of tools",
-        ("tools/call_frequency", "tools/failure_frequency"),
-        note="per episode, and the fraction of them that failed",
-    ),
     Panel("Skipped optimizer steps", ("steps/skipped",)),
     Panel("Staleness of the samples", ("staleness/mean", "staleness/max"), unit="steps"),
     Panel(
         "Load of the busiest expert",
         ("router/load_max_over_mean",),
         note="over that of the average one",
+    ),
+)
+
+TURNS = (
+    Panel("Turns of an episode", ("env/turns",), note="of the model, mean"),
+    Panel(
+        "Problems of environments",
+        ("env/problems",),
+        fraction=True,
+        note="episodes whose environment raised, hung or died",
+    ),
+    Panel("Calls of tools", ("tools/call_frequency",), note="per episode"),
+    Panel("Failed calls", ("tools/failure_frequency",), fraction=True, note="of all tools"),
+    Panel(
+        "Calls by tool", ("tools/call_frequency/*",), note="per episode", stacked=True, named=True
+    ),
+    Panel("Failed calls by tool", ("tools/failure_frequency/*",), fraction=True, named=True),
+    Panel(
+        "Time by tool",
+        ("time/tools/*",),
+        unit="seconds per step",
+        note="added up; beside the rollout and one another",
+        stacked=True,
+        named=True,
     ),
 )
 
@@ -204,7 +222,7 @@ COST = (
     Panel("Weights sent at a sync", ("sync/bytes",), unit="bytes"),
 )
 
-ALL = (*OUTCOME, *LEARNING, MISMATCH_FIGURE, *MISMATCH, *QUANTIZATION, *COST)
+ALL = (*OUTCOME, *LEARNING, *TURNS, MISMATCH_FIGURE, *MISMATCH, *QUANTIZATION, *COST)
 DERIVED = ("mismatch/token_mult_prob_error-1", "mismatch/differing_fraction")
 """Metrics that a report makes of a row's (`with_derived`)."""
 POSITIONS = "mismatch/kl_k3_from_"

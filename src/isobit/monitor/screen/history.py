@@ -39,12 +39,14 @@ class History:
     worst: Shown | None = None
     no_progress: NoProgress = field(default_factory=NoProgress)
     _values: dict[str, list[float]] = field(default_factory=dict)
+    _newest: Sequence[str] = ()
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """One row of metrics; values that are not finite leave no point."""
         if (step := metrics.get("step")) is not None:
             self.step = int(step)
         self.no_progress = self.no_progress.after(metrics)
+        self._newest = tuple(metrics)
         for name, value in metrics.items():
             if value is not None and math.isfinite(value):
                 self._values.setdefault(name, []).append(value)
@@ -64,6 +66,10 @@ class History:
         """The newest value of a metric."""
         values = self.values(name)
         return values[-1] if values else None
+
+    def members(self, family: str) -> list[str]:
+        """The names that a family of metrics, such as `time/tools/`, had in the newest step."""
+        return [name.removeprefix(family) for name in self._newest if name.startswith(family)]
 
     def total_of(self, name: str) -> float:
         """The sum of a metric over the run."""

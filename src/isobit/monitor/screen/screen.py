@@ -68,7 +68,8 @@ def screen(history: History, width: int, height: int) -> RenderableType:
     if warning is not None:
         parts.append(Text(warning, style="bold yellow", no_wrap=True, overflow="ellipsis"))
     parts += [Text(""), rows]
-    foot = [line for line in (_phases(history, width), _memory(history, width)) if line is not None]
+    lines = (_phases(history, width), _tools(history, width), _memory(history, width))
+    foot = [line for line in lines if line is not None]
     samples = [_sample(label, shown, width) for label, shown in _samples(history)]
     room = height - (len(parts) - 1 + rows.row_count)
     for block in (_ranks(history, width), foot, samples):
@@ -172,8 +173,9 @@ def _metrics(history: History, spark: int, notes: bool) -> Table:
         if (value := history.last(name)) is not None:
             line = Text(sparkline(history.values(name), spark), style="blue")
             grid.add_row(*(label, form.format(value), line, _note(history, note))[: 3 + notes])
-    if (row := _mismatch(history, spark)) is not None:
-        grid.add_row(*row[: 3 + notes])
+    for row in (_turns(history, spark), _mismatch(history, spark)):
+        if row is not None:
+            grid.add_row(*row[: 3 + notes])
     return grid
 
 
@@ -202,6 +204,18 @@ _LEFT_OUT = (
 def _note(history: History, note: tuple[str, str] | None) -> str:
     value = history.last(note[1]) if note is not None else None
     return "" if note is None or value is None else note[0].format(value)
+
+
+def _turns(history: History, spark: int) -> tuple[str, str, Text, str] | None:
+    """Of episodes with environments."""
+    if (turns := history.last("env/turns")) is None:
+        return None
+    calls, failed = (history.last(f"tools/{name}_frequency") for name in ("call", "failure"))
+    note = f"{calls:.1f} calls, {failed or 0.0:.0%} failed" if calls else ""
+    if problems := history.last("env/problems"):
+        note = ", ".join([*([note] if note else []), f"{problems:.0%} with problems"])
+    line = Text(sparkline(history.values("env/turns"), spark), style="blue")
+    return "turns", f"{turns:.1f}", line, note
 
 
 def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str] | None:
@@ -241,6 +255,23 @@ def _phases(history: History, width: int) -> Text | None:
             line.append("█" * round(share * room), style=_PHASE_STYLES.get(name, _SOFT))
         line.append("  ")
     line.append_text(legend)
+    line.rstrip()
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _tools(history: History, width: int) -> Text | None:
+    """Of each tool the calls and failures an episode in the last step, and its seconds; those that
+    took longest first."""
+    tools = history.members("tools/call_frequency/")
+    if not tools:
+        return None
+    took = {name: history.last(f"time/tools/{name}") or 0.0 for name in tools}
+    line = Text(f"{'tools':<10}", style=_SOFT)
+    for name in sorted(tools, key=lambda name: -took[name]):
+        failed = history.last(f"tools/failure_frequency/{name}") or 0.0
+        line.append(f"{plain(name)} ").append(f"{took[name]:.2f} s", style="default")
+        line.append(f" ({failed:.0%} failed)  " if failed else "  ", style=_SOFT)
     line.rstrip()
     line.truncate(width, overflow="ellipsis")
     return line

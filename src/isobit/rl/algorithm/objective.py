@@ -243,6 +243,12 @@ class Objective:
         return self.entropy_coefficient > 0 or self.entropy_target is not None
 
     @property
+    def may_use_entropy(self) -> bool:
+        """Whether the loss may have a gradient by the entropy: a loss of the user's own may use
+        it."""
+        return self.pays_entropy or self.loss not in LOSS_KINDS
+
+    @property
     def distills(self) -> bool:
         """Whether what is learned is a teacher's, and rewards have no part in it."""
         return self.advantage == "distillation"

@@ -16,9 +16,9 @@ from isobit.engine.prompts import encode_prompt
 from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
 from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
-from isobit.serve.jobs import Done
+from isobit.serve.jobs import Done, Scored
 from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
-from isobit.serve.scoring import check_top, score
+from isobit.serve.scoring import Scoring, check_top
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
 from isobit.serve.tinker.futures import Futures
@@ -158,9 +158,8 @@ class Samplers:
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
-    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, int, int]:
-        """(prompt, how to sample, of how many tokens at the prompt's end log-probabilities are
-        asked, and how many of the likeliest tokens in each of their places)."""
+    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, Scoring | None]:
+        """(prompt, how to sample, what is asked of the prompt itself)."""
         chunks = fields.inner("prompt").take("chunks")
         tokens = list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
@@ -201,16 +200,16 @@ class Samplers:
         for key in ("base_model", "model_path", "type"):
             fields.take(key)
         fields.finish()
-        return prompt, sampling, scored, top
+        return prompt, sampling, Scoring(scored, top) if scored else None
 
     async def _answer(
-        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scored: int, top: int
+        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scoring: Scoring | None
     ) -> Response:
         """The answers to a prompt."""
         sampler.open += 1
         try:
             snapshot = await self._awake(sampler)
-            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scored, top)
+            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scoring)
         finally:
             sampler.open -= 1
 
@@ -220,19 +219,16 @@ class Samplers:
         snapshot: Snapshot,
         prompt: list[int],
         sampling: Sampling,
-        scored: int,
-        top: int,
+        scoring: Scoring | None,
     ) -> Response:
-        completions = list[Completion]()
-        async with self._gateway.ask(
-            tenant, [prompt], sampling, snapshot, streamed=False
-        ) as events:
+        completions, scores = list[Completion](), None
+        given = tenant, [prompt], sampling, snapshot
+        async with self._gateway.ask(*given, streamed=False, scorings=[scoring]) as events:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
-        scores = None
-        if scored:
-            scores = await score(self._gateway, tenant, prompt, snapshot, scored, top)
+                elif isinstance(event, Scored):
+                    scores = event.scores
         completions.sort(key=lambda completion: completion.sample_index)
         return Response(await in_thread(encoded, completions, scores), media_type=PROTOBUF)
 

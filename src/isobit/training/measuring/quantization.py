@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from isobit.kernels import Activation, Operand, Ops, Watching
+from isobit.kernels import Activation, Composed, Operand, Ops, Watching
 from isobit.model import Model
 from isobit.model.hub.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
@@ -80,6 +80,8 @@ class LearnerTotals:
 
 class _Quantizing(Watching):
     """Tells the totals what is quantized."""
+
+    quantize_both_ways = Composed.quantize_both_ways
 
     def __init__(self, ops: Ops, totals: LearnerTotals) -> None:
         super().__init__(ops)

@@ -15,6 +15,7 @@ from isobit.model.weights.layout import rows_of
 from isobit.precision import QTensor, QuantTotals
 from isobit.rl.algorithm.advantages import has_spread
 from isobit.rl.algorithm.credit import StepBatch
+from isobit.run.metrics import member
 
 
 def batch_metrics(batch: StepBatch) -> dict[str, float]:
@@ -45,17 +46,27 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
 
 
 def _episode_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Turns and calls of tools; empty without environments. Fractions have TRL's names and
-    meaning."""
+    """Turns and calls of tools, all and by the tool's name; empty without environments. Fractions
+    have TRL's names and meaning."""
     if not episodes:
         return {}
-    calls = [error for episode in episodes for _, error in episode.uses]
-    return {
+    calls = [use for episode in episodes for use in episode.uses]
+    found = {
         "env/turns": _mean([float(episode.turns) for episode in episodes]),
         "env/problems": _mean([float(episode.problem is not None) for episode in episodes]),
         "tools/call_frequency": len(calls) / len(episodes),
-        "tools/failure_frequency": _mean([float(error is not None) for error in calls] or [0.0]),
+        "tools/failure_frequency": _failing(calls),
     }
+    for name in sorted({name for name, _ in calls}):
+        own = [use for use in calls if use[0] == name]
+        found[f"tools/call_frequency/{member(name)}"] = len(own) / len(episodes)
+        found[f"tools/failure_frequency/{member(name)}"] = _failing(own)
+    return found
+
+
+def _failing(calls: Sequence[tuple[str, str | None]]) -> float:
+    """The fraction of calls (name, how it failed) that failed; 0 of none."""
+    return _mean([float(error is not None) for _, error in calls] or [0.0])
 
 
 def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:

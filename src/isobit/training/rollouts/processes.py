@@ -11,6 +11,7 @@ from isobit.config import Config
 from isobit.environments.pool import EnvironmentPool
 from isobit.errors import IsobitError
 from isobit.rewards.pool import RewardPool
+from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import ENVIRONMENTS_LOG, REWARDS_LOG
 from isobit.tasks import Task
 from isobit.training.objects import NO_OBJECTS, Objects
@@ -19,10 +20,12 @@ from isobit.training.objects import NO_OBJECTS, Objects
 @dataclass(frozen=True, eq=False)
 class Processes:
     """Reward functions, those that ask for `environments` left out, which are called where these
-    are. A context manager, which ends all of them."""
+    are. A context manager, which ends all of them. `recorded`: (name, weight) of all rewards of the
+    run whose rollouts are learned from, where nothing is asked or scored."""
 
     rewards: RewardPool
     environments: EnvironmentPool | None = None
+    recorded: tuple[tuple[str, float], ...] = ()
 
     def __enter__(self) -> "Processes":
         return self
@@ -55,7 +58,8 @@ class Processes:
     @property
     def earned(self) -> tuple[tuple[str, float], ...]:
         """(name, weight) of the rewards that environments give."""
-        return () if self.environments is None else tuple(self.environments.reward_weights.items())
+        environments = self.environments
+        return self.recorded if environments is None else tuple(environments.reward_weights.items())
 
     def check(self, config: Config, task: Task, *, quiet: bool) -> None:
         """Raise IsobitError for rows that functions cannot score or that have no environment, and
@@ -67,7 +71,7 @@ class Processes:
             for each in examples:
                 self.environments.check_row(each.place, each.columns)
         some = self.rewards.specs or self.earned or config.rewards.models
-        if not some and not (config.algorithm.distills and not config.evaluation.every):
+        if not some and (config.needs_rewards or config.evaluation.every):
             raise IsobitError(
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"
@@ -99,3 +103,15 @@ def open_processes(
             environments.close()
         raise
     return Processes(rewards, environments)
+
+
+def no_processes(config: Config, task: Task, run: Path) -> Processes:
+    """Of a run that learns from the rollouts of another, in which environments answered: none. What
+    its rewards are called, and in which order, is in the rows of that run."""
+    weights = {spec.label: spec.weight for spec in config.rewards.functions or task.rewards}
+    weights |= {model.name: model.weight for model in config.rewards.models}
+    rows = (row.get("rewards") for row in read(run / COMPLETIONS))
+    rewards: Mapping[str, Any] = next((each for each in rows if each), {})
+    return Processes(
+        RewardPool([]), None, tuple((each, weights.get(each, 1.0)) for each in rewards)
+    )

@@ -43,9 +43,10 @@ from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.resolved import Resolved, resolve
+from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
-from isobit.training.rollouts.processes import Processes, open_processes
+from isobit.training.rollouts.processes import Processes, no_processes, open_processes
+from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
@@ -68,7 +69,8 @@ def open_parts(
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
-    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from;
+    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
+    nothing answers between turns unless held-out prompts are asked;
     `before_weights` is called with the task, the model's directory and the tools that prompts
     show, before a weight is read, instead of a warning where the run cannot fit. Raises
     IsobitError for whatever does not fit.
@@ -82,7 +84,10 @@ def open_parts(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    processes = open_processes(config, task, objects)
+    if recorded is None or config.evaluation.every or not config.environment.used:
+        processes = open_processes(config, task, objects)
+    else:
+        processes = no_processes(config, task, recorded)
     try:
         processes.check(config, task, quiet=quiet)
         base = base_of(config, began, quiet)
@@ -138,10 +143,10 @@ def _open_models(
         dialogue = open_dialogue(config, model, environments, fitted.longest)
     scorer = RewardScorer(
         processes.rewards,
-        reward_models(config, model.tokenizer.now, ranks),
+        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
         processes.earned,
-        required=not config.algorithm.distills,
+        required=config.needs_rewards,
     )
     longest = encode_prompt(fitted.longest, model, tools)
     return _Models(model, base, fitted.task, longest, scorer, dialogue)
@@ -151,6 +156,7 @@ def _put_together(
     config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
 ) -> Parts:
     model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
+    config = in_steps(config, len(task.train))
     other = (
         ()
         if recorded is None
@@ -163,6 +169,11 @@ def _put_together(
     reference = (
         _reference(config, models.base, model, task) if objective.kl_coefficient > 0 else None
     )
+    teaching = None
+    if config.reference.shown is not None and reference is not None and recorded is None:
+        teaching = Teaching.of(
+            config.reference.shown, task, reference, ranks, config.sampling.max_new_tokens
+        )
     optimizer = optimizer_of(config, model)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
@@ -179,7 +190,7 @@ def _put_together(
     def parts_with(config: Config, resolved: Resolved) -> Parts:
         learner = _learner(config, model, optimizer, resolved, reference)
         frozen = [weighted.model.transformer for weighted in scorer.models]
-        frozen += [] if reference is None else [reference.transformer]
+        frozen += [] if reference is None or reference is model else [reference.transformer]
         calibrator = Calibrator(model, resolved.micro_batch_tokens)
         replay = ReplayBuffer(config.replay, config.seed)
         trained = Trained(model, optimizer, learner, calibrator, replay, frozen)
@@ -197,6 +208,7 @@ def _put_together(
             sampling,
             other,
             dialogue=dialogue,
+            teaching=teaching,
         )
 
     if config.optimizer.micro_batch_tokens != "auto":
@@ -273,8 +285,10 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """The frozen model of the KL penalty, or a teacher: working weights, whole on every rank, made
-    of masters that none had whole; or the policy's own, without its adapter. Raises IsobitError for
-    a teacher that has another tokenizer than the policy."""
+    of masters that none had whole; or the policy's own, without its adapter; or the policy itself.
+    Raises IsobitError for a teacher that has another tokenizer than the policy."""
+    if config.reference.weights == "policy":
+        return model
     if config.shares_reference:
         reference = model.without_adapter()
     else:
@@ -333,16 +347,19 @@ def _held_out(
     held_out = PeriodicEvaluation(
         engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
     )
-    held_out.check_metric(config.evaluation.best_by)
+    held_out.check_metric("best_by", config.evaluation.best_by)
+    if config.evaluation.stops:
+        held_out.check_metric("stop_by", config.evaluation.stop_by)
     return held_out
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
-    temperature = evaluation.temperature or config.sampling.temperature
+    given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: value for name, value in given.items() if value is not None}
     return EvaluationPlan(
-        replace(config.sampling, seed=seed, temperature=temperature),
+        replace(config.sampling, seed=seed, **asked),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,
@@ -353,7 +370,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions and environments to say, and for reward models where there
     are none."""
-    return scorer.without_models if scorer.pool.specs else scorer
+    return scorer.without_models
 
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:

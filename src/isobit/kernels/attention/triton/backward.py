@@ -183,11 +183,15 @@ def _block(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Rows `first` to `first` + ROWS of one head, [ROWS, WIDTH]; 0 beyond `count` rows."""
-    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = row < count
+    """Rows `first` to `first` + ROWS of one head, [ROWS, WIDTH]; 0 beyond `count` rows.
+
+    The first row's place takes 64 bits, from 2^31 elements on; within a block 32 will do.
+    """
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = row < count - first
     if DIM != WIDTH:
         inside = inside & (column < DIM)
+    pointer += tl.cast(first, tl.int64) * STRIDE
     return tl.load(pointer + row * STRIDE + column, mask=inside, other=0.0)
 
 
@@ -197,8 +201,9 @@ def _keep(
     WIDTH: tl.constexpr
 ):  # fmt: skip
     """Store what `_block` would load."""
-    row, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (row < count) & (column < DIM)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (row < count - first) & (column < DIM)
+    pointer += tl.cast(first, tl.int64) * STRIDE
     tl.store(
         pointer + row * STRIDE + column, numbers.cast(value, pointer.dtype.element_ty), mask=inside
     )
@@ -331,8 +336,9 @@ def _dkv(
     key_sum, value_sum = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
     q += start * STRIDE + kv_head * (GROUP * DIM)
     dout += start * STRIDE + kv_head * (GROUP * DIM)
-    exponent += start + kv_head * (GROUP * rows)
-    inner += start + kv_head * (GROUP * rows)
+    heads_before = kv_head.to(tl.int64) * GROUP
+    exponent += start + heads_before * rows
+    inner += start + heads_before * rows
     # one loop over the blocks of queries of one head after the other
     lowest = tl.maximum(first - before, 0) // M
     highest = count
@@ -341,7 +347,7 @@ def _dkv(
     blocks_of_head = tl.maximum((highest + M - 1) // M - lowest, 0)
     for index in range(numbers.steps(GROUP * blocks_of_head)):
         member, step = index // blocks_of_head, lowest + index % blocks_of_head
-        at, row = member * DIM, member * rows
+        at, row = member * DIM, tl.cast(member, tl.int64) * rows
         key_sum, value_sum = _dkv_step(
             key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first,
             step, count,

@@ -43,6 +43,8 @@ _FEW_ROWS = 32
 """Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where
 `put_rows_first`."""
 _KEYS_PER_SPLIT = 512
+_INSTRUCTION = 16
+"""Channels that a matrix instruction takes at a time, of 16-bit operands."""
 _MOST_PARTIALS = (
     1 << 26
 )  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
@@ -96,10 +98,11 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
+    out_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
     of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one score
-    more for each head.
+    more for each head. `out_type`: float32 for sums that are not rounded.
 
     q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All
     tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
@@ -121,7 +124,8 @@ def attention(
     tiles, splits = -(-layout.max_rows // tile_rows), -(-layout.max_keys // _KEYS_PER_SPLIT)
     parallel = tiles == 1 and splits > 1 and splits * q.numel() <= _MOST_PARTIALS
 
-    out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q, dtype=out_type)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     results = [out, lse, lse]
     if parallel:
         sizes = ((splits, rows, heads, dim), (splits, rows, heads), (splits, rows, heads))
@@ -149,10 +153,11 @@ def attention(
 
 
 def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> dict[str, object]:
-    """How a tile is multiplied: its sides, and whether codes are read in pairs."""
+    """How a tile is multiplied: its sides, and whether codes are read in pairs. Channels are at
+    least as many as one instruction takes, of pairs the even ones and the odd ones each."""
     keys_first = block.rows <= _FEW_ROWS
     paired = store.kv is not None and dtype == torch.bfloat16 and dim % 2 == 0
-    width = max(16, triton.next_power_of_2(dim))
+    width = max(2 * _INSTRUCTION if paired else _INSTRUCTION, triton.next_power_of_2(dim))
     values = width // 2 if paired else width
     if keys_first and dtype != torch.float32 and target().matrix != "warp":
         values = max(

@@ -267,6 +267,7 @@ def _block_product(
         scale.stride(0), *scale_strides(scale[0], columns),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
         BLOCK_N=tile.n, BLOCK_T=tile.t, ROW_SCALES=weights.block[0] == 1, STAGES=tile.num_stages,
+        TOKENS_FIRST=target().matrix == "warpgroup" and weights.block[0] != 1,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ out. Left out: launches (`grouped.py`).
 import triton
 import triton.language as tl
 
+from isobit.kernels.product.triton.kernels import along
 from isobit.kernels.quantize.triton import largest, scale_or_flag
 from isobit.kernels.triton import numbers
 
@@ -41,14 +42,17 @@ def schedule(
 
 
 @triton.jit
-def _store_rows(total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexpr):
-    """A tile [BLOCK_N, BLOCK_T], and the expert's bias if there is any, to the rows t below `stop`
-    of y [R, COLUMNS], transposed and rounded once."""
+def _store_rows(
+    total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """A tile [BLOCK_N, BLOCK_T], of TOKENS_FIRST [BLOCK_T, BLOCK_N], and the expert's bias if there
+    is any, to the rows t below `stop` of y [R, COLUMNS], rounded once."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * COLUMNS + n, mask=n < COLUMNS, other=0.0)
-        total += bias.to(tl.float32)[:, None]
+        total += along(bias.to(tl.float32), not TOKENS_FIRST)
     at = t.to(tl.int64)[:, None] * COLUMNS + n[None, :]
-    y = numbers.cast(tl.trans(total), y_ptr.dtype.element_ty)
+    y = numbers.cast(total if TOKENS_FIRST else tl.trans(total), y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
 
 
@@ -66,11 +70,12 @@ def block_product(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    ROW_SCALES: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, STAGES: tl.constexpr, TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending,
     (codes · codes) summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a
-    row, or one for 128 rows. The rows are a's at `pick` [R] int64, if that is there."""
+    row, or one for 128 rows. The rows are a's at `pick` [R] int64, if that is there. TOKENS_FIRST:
+    on the long side of the instruction, where a thread has few of their scales."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -82,29 +87,36 @@ def block_product(
     k = tl.arange(0, 128)
     a_at = _row_of(pick_ptr, tl.minimum(t, stop - 1))
     w_at = tl.minimum(n, COLUMNS - 1).to(tl.int64)
-    a_tile = numbers.e4m3_pointer(a_ptr) + a_at[None, :] * INNER + k[:, None]
-    w_tile = numbers.e4m3_pointer(w_ptr) + (expert * COLUMNS + w_at)[:, None] * INNER + k[None, :]
+    a_tile = numbers.e4m3_pointer(a_ptr) + along(a_at, TOKENS_FIRST) * INNER
+    w_at_all = along(expert * COLUMNS + w_at, not TOKENS_FIRST)
+    w_tile = numbers.e4m3_pointer(w_ptr) + w_at_all * INNER + along(k, TOKENS_FIRST)
+    a_tile += along(k, not TOKENS_FIRST)
     a_scales = a_scale_ptr + a_at * a_scale_row
     if ROW_SCALES:
         w_scales = w_scale_ptr + expert * w_scale_expert + w_at * w_scale_row
     else:
         w_scales = w_scale_ptr + expert * w_scale_expert + (tile_n * BLOCK_N // 128) * w_scale_row
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    shape: tl.constexpr = (BLOCK_T, BLOCK_N) if TOKENS_FIRST else (BLOCK_N, BLOCK_T)
+    acc = tl.zeros(shape, tl.float32)
     for step in tl.range(0, (INNER + 127) // 128, num_stages=STAGES):
-        w, a = numbers.load_step(w_tile, a_tile, k, INNER - step * 128, INNER % 128 == 0)
-        part = numbers.dot(w, a, tl.zeros((BLOCK_N, BLOCK_T), tl.float32))
-        if ROW_SCALES:
-            scale = tl.load(a_scales)[None, :] * tl.load(w_scales)[:, None]
+        left = INNER - step * 128
+        if TOKENS_FIRST:
+            a, w = numbers.load_step(a_tile, w_tile, k, left, INNER % 128 == 0)
+            part = numbers.dot(a, w, tl.zeros(shape, tl.float32))
         else:
-            scale = tl.broadcast_to(
-                (tl.load(a_scales) * tl.load(w_scales))[None, :], (BLOCK_N, BLOCK_T)
-            )
+            w, a = numbers.load_step(w_tile, a_tile, k, left, INNER % 128 == 0)
+            part = numbers.dot(w, a, tl.zeros(shape, tl.float32))
+        a_scale = along(tl.load(a_scales), TOKENS_FIRST)
+        if ROW_SCALES:
+            scale = a_scale * along(tl.load(w_scales), not TOKENS_FIRST)
+        else:
+            scale = tl.broadcast_to(a_scale * tl.load(w_scales), shape)
         acc = tl.fma(part, scale, acc)
         a_tile += 128
         w_tile += 128
         a_scales += a_scale_block
         w_scales += w_scale_block
-    _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS)
+    _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS, TOKENS_FIRST)
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -94,11 +94,12 @@ def _rms_norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    dy_ptr, summed_ptr, weight_ptr, rstd_ptr, ds_ptr, part_ptr, rows,
+    dy_ptr, summed_ptr, weight_ptr, rstd_ptr, added_ptr, ds_ptr, part_ptr, rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of ROWS rows, and the sum over them, in order, of that of the weight."""
+    """The gradients of ROWS rows, `added` to them if it is there, and the sum over them, in order,
+    of that of the weight."""
     chunk = tl.program_id(0)
     at = tl.arange(0, WIDE)
     inside = at < COLUMNS
@@ -114,8 +115,11 @@ def _backward(
         normed = s * rstd
         scaled = dy * weight
         mean = tl.div_rn(pair_sum(tl.reshape(scaled * normed, (1, WIDE)), LEVELS), COLUMNS + 0.0)
-        ds = rstd * (scaled - normed * mean)
-        tl.store(ds_ptr + first + at, cast(ds, ds_ptr.dtype.element_ty), mask=present)
+        ds = cast(rstd * (scaled - normed * mean), ds_ptr.dtype.element_ty)
+        if added_ptr is not None:
+            added = tl.load(added_ptr + first + at, mask=present, other=0).to(tl.float32)
+            ds = cast(ds.to(tl.float32) + added, ds_ptr.dtype.element_ty)
+        tl.store(ds_ptr + first + at, ds, mask=present)
         dweight += dy * normed
     tl.store(part_ptr + chunk.to(tl.int64) * COLUMNS + at, dweight, mask=inside)
 
@@ -186,15 +190,18 @@ def rms_norm_quantized(
 
 
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of summed [R, C] in its type, gradient of weight [C] float32).
+    """(gradient of summed [R, C] in its type, and `added` to it if given; gradient of weight [C]
+    float32).
 
     With n = summed · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n. It repeats:
     rows are added in order in chunks, whose number depends on R alone, and the chunks in a fixed
-    order. It reads 4 bytes and writes 2 an element of BF16, and a float32 row for each chunk.
+    order. It reads 4 bytes and writes 2 an element of BF16, and a float32 row for each chunk; 2
+    more are read of `added`, whose sum is of the rounded gradient, as if it came after.
     """
     dy, summed = dy.contiguous(), summed.contiguous()
+    added = None if added is None else added.contiguous()
     rows, columns = summed.shape
     wide = triton.next_power_of_2(columns)
     per = max(_FEWEST_ROWS, triton.next_power_of_2(-(-rows // _MOST_CHUNKS)))
@@ -203,7 +210,7 @@ def rms_norm_backward(
     parts = torch.empty(chunks, columns, device=summed.device)
     dweight = torch.empty(columns, device=summed.device)
     launch(
-        _backward, (chunks,), dy, summed, weight, rstd, ds, parts, rows,
+        _backward, (chunks,), dy, summed, weight, rstd, added, ds, parts, rows,
         ROWS=per, COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2,
         num_warps=warps_for(2 * wide),
     )  # fmt: skip

@@ -2,11 +2,12 @@
 chunks.
 
 A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]: b on the 64-high
-side of the matrix instruction whatever M is, the sum transposed on its way out. K ascends. A
-chunk's sum starts from zero; chunk sums are added ascending in float32, in registers (CHUNKS of
-them) or, where each chunk has programs of its own (PARTIAL), by `ordered_sum`: the same additions,
-so the same bits. The bias is added in float32, before the one rounding. With ADD the result,
-float32, is added to what y holds: one addition an element, as `y += result` has it.
+side of the matrix instruction, and the sum transposed on its way out. With TOKENS_FIRST the
+operands change places, and the sum is [BLOCK_M, BLOCK_N] at once. K ascends. A chunk's sum starts
+from zero; chunk sums are added ascending in float32, in registers (CHUNKS of them) or, where each
+chunk has programs of its own (PARTIAL), by `ordered_sum`: the same additions, so the same bits. The
+bias is added in float32, before the one rounding. With ADD the result, float32, is added to what y
+holds: one addition an element, as `y += result` has it.
 
 Left out: which tiles and chunks (`plan.py`), and the operators (`product.py`).
 """
@@ -33,13 +34,24 @@ def _tile_of(program, rows, columns, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
+def along(x, FIRST: tl.constexpr):
+    """Numbers for the rows of an operand, to be broadcast over a tile: [N, 1] of the FIRST one,
+    [1, N] of the other."""
+    if FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
 def _store(
     total, bias_ptr, y_ptr, chunk, n, m, rows, columns,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Write a tile [BLOCK_N, BLOCK_M] to y [M, N], or add it with ADD, or write it to chunk's [M,
-    N] of the partial sums."""
-    y = tl.trans(total)
+    """Write a tile [BLOCK_N, BLOCK_M], of TOKENS_FIRST [BLOCK_M, BLOCK_N], to y [M, N], or add it
+    with ADD, or write it to chunk's [M, N] of the partial sums."""
+    y = total if TOKENS_FIRST else tl.trans(total)
     at = m.to(tl.int64)[:, None] * columns + n[None, :]
     if PARTIAL:
         at += chunk.to(tl.int64) * rows * columns
@@ -58,10 +70,16 @@ def block_product(
     steps, chunk_steps,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
     B_ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) · (scale_a ·
     scale_b), the sum of a block from zero, the blocks added by fma. Scales of b: one for every row,
-    or for every 128 rows."""
+    or for every 128 rows.
+
+    A thread has two rows of a sum, and a quarter of the columns. So where a has scales of its own
+    for each row and b one for all, TOKENS_FIRST leaves a thread two scales to multiply by, where it
+    would have as many as it has columns.
+    """
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -71,8 +89,11 @@ def block_product(
     a_at = tl.minimum(m, rows - 1).to(tl.int64)
     start = tl.program_id(1) * chunk_steps
     stop = tl.minimum(start + chunk_steps, steps) if PARTIAL else steps
-    b_tile = numbers.e4m3_pointer(b_ptr) + b_at[:, None] * b_row + (start * 128 + k)[None, :]
-    a_tile = numbers.e4m3_pointer(a_ptr) + a_at[None, :] * a_row + (start * 128 + k)[:, None]
+    inner_at = start * 128 + k
+    b_tile = numbers.e4m3_pointer(b_ptr) + along(b_at, not TOKENS_FIRST) * b_row
+    a_tile = numbers.e4m3_pointer(a_ptr) + along(a_at, TOKENS_FIRST) * a_row
+    b_tile += along(inner_at, TOKENS_FIRST)
+    a_tile += along(inner_at, not TOKENS_FIRST)
     # as offsets from one pointer: where the scales of neighbouring rows are neighbours, they need
     # no registers
     a_scales = a_scale_ptr + tile_m * BLOCK_M * a_scale_row + start * a_scale_block
@@ -81,30 +102,39 @@ def block_product(
         b_scales = b_scale_ptr + b_at * b_scale_row + start * b_scale_block
     else:
         b_scales = b_scale_ptr + (tile_n * BLOCK_N // 128) * b_scale_row + start * b_scale_block
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    shape: tl.constexpr = (BLOCK_M, BLOCK_N) if TOKENS_FIRST else (BLOCK_N, BLOCK_M)
+    total = tl.zeros(shape, tl.float32)
+    acc = tl.zeros(shape, tl.float32)
     for step in range(numbers.steps(start), numbers.steps(stop)):
         if IN_CHUNKS:
             fresh = step % chunk_steps == 0
             if fresh:
                 total += acc
-                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        b, a = numbers.load_step(b_tile, a_tile, k, inner - step * 128, EVEN_K)
-        part = numbers.dot(b, a, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+                acc = tl.zeros(shape, tl.float32)
+        left = inner - step * 128
+        if TOKENS_FIRST:
+            a, b = numbers.load_step(a_tile, b_tile, k, left, EVEN_K)
+            part = numbers.dot(a, b, tl.zeros(shape, tl.float32))
+        else:
+            b, a = numbers.load_step(b_tile, a_tile, k, left, EVEN_K)
+            part = numbers.dot(b, a, tl.zeros(shape, tl.float32))
         a_scale = tl.load(
             a_scales + a_local * a_scale_row, mask=a_local < rows - tile_m * BLOCK_M, other=0.0
         )
         if B_ROW_SCALES:
-            scale = a_scale[None, :] * tl.load(b_scales)[:, None]
+            scale = along(a_scale, TOKENS_FIRST) * along(tl.load(b_scales), not TOKENS_FIRST)
         else:
-            scale = tl.broadcast_to((a_scale * tl.load(b_scales))[None, :], (BLOCK_N, BLOCK_M))
+            scale = tl.broadcast_to(along(a_scale * tl.load(b_scales), TOKENS_FIRST), shape)
         acc = tl.fma(part, scale, acc)
         b_tile += 128
         a_tile += 128
         a_scales += a_scale_block
         b_scales += b_scale_block
     total = total + acc if IN_CHUNKS else acc
-    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD)
+    _store(
+        total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD,
+        TOKENS_FIRST,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

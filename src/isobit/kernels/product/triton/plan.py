@@ -1,8 +1,11 @@
 """The tiles and splits of K of a matrix product: a pure function of its sizes.
 
 A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The
-rows of b stand on the 64-high side of the matrix instruction for every M, so that one row of a runs
-on the same instructions as a thousand, and the tile along M may follow M and the architecture.
+rows of b stand on the 64-high side of the matrix instruction, so that one row of a runs on the same
+instructions as a thousand, and the tile along M may follow M and the architecture. On Hopper codes
+of more than FEW_ROWS rows change sides (`tokens_first`): an element is the same chain of
+instructions over the same 32 columns of K each, and which operand is on which side is left to be
+the hardware's indifference, which the check at the first start asks for (`put_weights_first`).
 Everything that could change a bit depends on N and K alone: the number of `splits` of K (chunks of
 whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
 
@@ -40,7 +43,7 @@ class ProductPlan:
     `step` elements.
 
     `apart`: every chunk has its own programs, and a second kernel adds their sums in order; else
-    one program does both.
+    one program does both. `tokens_first`: rows of a on the 64-high side.
     """
 
     tile_n: int
@@ -51,6 +54,25 @@ class ProductPlan:
     apart: bool
     num_warps: int
     num_stages: int
+    tokens_first: bool = False
+
+
+_tokens_first = True
+
+
+def put_weights_first() -> None:
+    """From here on weights are on the long side in every tile, as they are beside few rows: the
+    same bits, where exchanging the operands of an instruction does not keep them."""
+    global _tokens_first
+    _tokens_first = False
+
+
+def tokens_first(rows: int, dtype: torch.dtype, b_row_scales: bool = False) -> bool:
+    """Whether tokens are on the long side of a product of so many rows. Not where rows of b have
+    scales of their own: a thread has as many to multiply by either way, and registers do not
+    suffice."""
+    codes = dtype == torch.uint8 and not b_row_scales
+    return _tokens_first and target().matrix == "warpgroup" and codes and rows > FEW_ROWS
 
 
 def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -62,10 +84,14 @@ def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
     return -(-blocks // chunk), chunk
 
 
-def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan:
-    """The plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8."""
+def plan(
+    rows: int, columns: int, inner: int, dtype: torch.dtype, b_row_scales: bool = False
+) -> ProductPlan:
+    """The plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8, b with
+    a scale for each row or for 128 of them."""
     splits, blocks = splits_of(columns, inner, dtype)
-    tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype)
+    first = tokens_first(rows, dtype, b_row_scales)
+    tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype, first)
     # for a B200 Triton 3.6 does not compile BF16 chunks in one program
     apart = splits > 1 and (rows <= FEW_ROWS or target().matrix == "tensor")
     return ProductPlan(
@@ -77,6 +103,7 @@ def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan
         apart,
         num_warps,
         num_stages,
+        first,
     )
 
 
@@ -84,9 +111,11 @@ def _lowest(dtype: torch.dtype) -> int:
     return 16 if dtype == torch.float32 else 64
 
 
-def _tile(rows: int, columns: int, splits: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(tile_n, tile_m, warps, stages): warps grow with tile_n, so that each holds whole rows of the
-    instruction."""
+def _tile(
+    rows: int, columns: int, splits: int, dtype: torch.dtype, first: bool
+) -> tuple[int, int, int, int]:
+    """(tile_n, tile_m, warps, stages): warps grow with the long side of the instruction, so that
+    each holds whole rows of it; with tokens `first`, that is tile_m."""
     if dtype == torch.float32:
         return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 32, 4, 3)
     if rows <= FEW_ROWS:
@@ -97,7 +126,8 @@ def _tile(rows: int, columns: int, splits: int, dtype: torch.dtype) -> tuple[int
     for tile_m in (64,) if by_warp else (128, 64):
         programs = -(-columns // 128) * -(-rows // tile_m)
         if programs >= PROCESSORS and not (splits > 1 and tile_m == 128):
-            return 128, tile_m, 8, 3 if by_warp else 4
+            warps = tile_m // 16 if first else 8
+            return 128, tile_m, warps, 3 if by_warp else 4
     return 64, 64, 4, 5
 
 

@@ -106,8 +106,10 @@ def _blocks(
         row_stride(right),
         *scale_strides(b.scale, sizes[1]),
     )
-    chosen = plan(*sizes, torch.uint8)
-    constants = {"EVEN_K": sizes[2] % chosen.step == 0, "B_ROW_SCALES": b.block[0] == 1}
+    row_scales = b.block[0] == 1
+    chosen = plan(*sizes, torch.uint8, row_scales)
+    constants = {"EVEN_K": sizes[2] % chosen.step == 0, "B_ROW_SCALES": row_scales,
+        "TOKENS_FIRST": chosen.tokens_first}  # fmt: skip
     return _run(
         block_product,
         chosen,

@@ -9,10 +9,12 @@ from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.chat import TookTooMuch
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.model.text.tool_formats.deepseek import DEEPSEEK_V3
+from isobit.model.text.tool_formats.gemma import GEMMA4
 from isobit.model.text.tool_formats.harmony import HARMONY
 from isobit.model.text.tool_formats.mistral import MISTRAL
 from isobit.model.text.tool_formats.pythonic import PYTHONIC
-from isobit.model.text.tool_formats.tagged import HERMES, QWEN3_CODER
+from isobit.model.text.tool_formats.tagged import GLM45, HERMES, QWEN3_CODER
 from isobit.model.text.tool_formats.whole import JSON, LLAMA3_JSON
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -22,6 +24,9 @@ FORMATS: Mapping[str, ToolFormat] = {
     "mistral": MISTRAL,
     "harmony": HARMONY,
     "pythonic": PYTHONIC,
+    "glm45": GLM45,
+    "gemma4": GEMMA4,
+    "deepseek_v3": DEEPSEEK_V3,
     "json": JSON,
 }
 _CALL = Call("qznamex", '{"qzkeyx": "qzvaluex"}')
@@ -32,6 +37,9 @@ _SHOWN = (
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<tool_call>", "hermes"),
     ('"parameters"', "llama3_json"),
 )

@@ -1,9 +1,14 @@
-"""Calls between `<tool_call>` and `</tool_call>`: Hermes' and Qwen's JSON, Qwen3-Coder's XML.
+"""Calls between `<tool_call>` and `</tool_call>`: Hermes' and Qwen's JSON, Qwen3-Coder's XML, and
+GLM's keys and values (4.5; 4.7 writes no line breaks).
 
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     <tool_call><function=add><parameter=a>
     1
     </parameter></function></tool_call>
+    <tool_call>add
+    <arg_key>a</arg_key>
+    <arg_value>1</arg_value>
+    </tool_call>
 
 What stands in XML is text: it is kept where the tool's schema says that the argument is text, and
 read as JSON elsewhere, where it is some.
@@ -31,6 +36,8 @@ from isobit.model.text.tool_formats.base import (
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_NAME = re.compile(r"[^\s<>{}\"]+")
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -66,6 +73,25 @@ def _function(tools: Tools, body: str) -> Call:
     return Call(found[1], dumped(given))
 
 
+def _glm45(pieces: Pieces, tools: Tools) -> Reply | None:
+    return _tagged(pieces, partial(_keyed, tools))
+
+
+def _keyed(tools: Tools, body: str) -> Call:
+    name, mark, rest = body.partition("<arg_key>")
+    if not _NAME.fullmatch(name.strip()):
+        raise NoCall("expected the name of a tool, without spaces")
+    given, types = mark + rest, _types(tools, name.strip())
+    found, place = dict[str, Any](), 0
+    while place < len(given):
+        if (argument := _ARGUMENT.match(given, place)) is None:
+            wanted = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+            raise NoCall(f"expected {wanted}, got {brief(given[place : place + 100], 40)!r}")
+        key, text = argument[1].strip(), argument[2]
+        found[key], place = _value(text, types.get(key)), argument.end()
+    return Call(name.strip(), dumped(found))
+
+
 def _types(tools: Tools, name: str) -> Mapping[str, Any]:
     """The types of a tool's arguments, by their names, as far as its schema says."""
     for tool in tools:
@@ -89,3 +115,4 @@ def _value(text: str, kind: Any) -> Any:
 
 HERMES = ToolFormat((_OPEN,), _hermes)
 QWEN3_CODER = ToolFormat((_OPEN,), _qwen3_coder)
+GLM45 = ToolFormat((_OPEN,), _glm45)

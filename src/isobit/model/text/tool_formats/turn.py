@@ -26,20 +26,23 @@ def turn_of(
     """The turn of this number, from 0. `form`: how the model writes calls; `tools`: their schemas,
     by which texts become arguments."""
     text = answer.text
-    said = text if form.channels else without_thoughts(text)
+    thoughts, said = ("", text) if form.channels else split_thoughts(text)
     whole = said == text or form.marks
     reply = form.of(answer, tokenizer, tools) if whole else form.read_text(said, tools)
     if reply is None:
         reply = Reply(said)
-    content = reply.content if form.channels else without_thoughts(reply.content)
-    return Turn(
-        number, text, content, reply.calls, reply.problems, answer.finish_reason == "length"
-    )
+    content = reply.content if form.channels else split_thoughts(reply.content)[1]
+    truncated = answer.finish_reason == "length"
+    reasoning = reply.reasoning or thoughts
+    return Turn(number, text, content, reply.calls, reply.problems, truncated, reasoning)
 
 
-def without_thoughts(text: str) -> str:
-    """A text behind its last `</think>`; nothing of it where thoughts begin and do not end."""
-    _, end, behind = text.rpartition(_END)
+def split_thoughts(text: str) -> tuple[str, str]:
+    """(thoughts, what is said): a text up to its last `</think>`, whose `<think>` may stand in the
+    prompt, and behind it; all of it are thoughts where these begin and do not end."""
+    before, end, behind = text.rpartition(_END)
     if not end and text.lstrip().startswith(_THOUGHTS):
-        return ""
-    return behind.lstrip("\n") if end else text
+        before, behind = text, ""
+    elif not end:
+        return "", text
+    return before.strip().removeprefix(_THOUGHTS).strip("\n"), behind.lstrip("\n")

@@ -1,0 +1,89 @@
+"""Gradients of a linear layer's operand, weight, bias and adapters, its products in the formats of
+the flow.
+
+Under FP8 both products of a backward take the output's gradient: DGrad quantized along its columns,
+WGrad along the tokens. One operator makes both, since it reads the gradient once. Left out: what is
+kept for the backward, and the forward (`autograd.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Operand, Ops, input_gradient, plain
+from isobit.model.adapters import low_rank
+from isobit.model.forward.accumulate_grad import added_to
+from isobit.model.weights.stored import Weight, has_own_copy
+from isobit.precision import QTensor
+
+ALONG_INPUTS = ("1x32", "1x16", "row")
+
+
+def linear_backward(
+    ctx: Any, dy: Tensor, operand: Operand | None, us: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each
+    adapter's A and B, of dy [T, N]. `operand`: what WGrad and adapters take of x [T, K], None where
+    the weight needs none; `us`: each adapter's u."""
+    weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
+    of_inputs, of_weight = needed[0], needed[1] and operand is not None
+    rows, tokens = _quantized(dy, operand, weight, ops, of_inputs, of_weight)
+    if weight.adapters:
+        assert operand is not None
+        dx, found = low_rank.backward(dy, operand, us, weight, ops, of_inputs)
+        if dx is not None:
+            dx = dx.add_(_dgrad(rows, weight, ops, torch.float32)).to(dy.dtype)
+    else:
+        dx, found = _dgrad(rows, weight, ops, dy.dtype) if of_inputs else None, []
+    del rows
+    dw = None
+    if of_weight and operand is not None:
+        dw = _wgrad(tokens, operand, weight, ops)
+    db = dy.double().sum(0).float() if needed[2] else None
+    return dx, dw, db, *found
+
+
+def _quantized(
+    dy: Tensor, operand: Operand | None, weight: Weight, ops: Ops, of_inputs: bool, of_weight: bool
+) -> tuple[Operand, Operand]:
+    """(dy [T, N] as DGrad takes it, dyᵀ [N, T] as WGrad does), where they are needed."""
+    spec, name = weight.gradient, f"output gradient of {weight.name}"
+    low = weight.dgrad == "fp8" and isinstance(weight.working, QTensor) and of_inputs
+    along = weight.wgrad == "fp8" and isinstance(operand, QTensor) and of_weight
+    if spec is not None and low and along:
+        return ops.quantize_both_ways(dy, spec, name)
+    rows = ops.quantize(dy, spec, name) if spec is not None and low else dy
+    tokens = ops.quantize_along_tokens(dy, spec, name) if spec is not None and along else dy.t()
+    return rows, tokens
+
+
+def _dgrad(dy: Operand, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
+    """dx [T, K] = dy [T, N] · W [N, K], in `out`."""
+    working = weight.working
+    if isinstance(dy, Tensor):
+        return input_gradient(ops, dy, working, out)
+    assert isinstance(working, QTensor)
+    transposed = working.transpose()
+    if working.spec.granularity in ALONG_INPUTS:  # a scale for every row of N: again, along N
+        transposed = ops.quantize(
+            transposed.dequantize().contiguous(), working.spec, f"transposed {weight.name}"
+        )
+    return ops.gradient_product(dy, transposed, out)
+
+
+def _wgrad(dy: Operand, saved: Operand, weight: Weight, ops: Ops) -> Tensor | None:
+    """dW [N, K] = dyᵀ [N, T] · x in float32; `saved` is x [T, K], quantized along the tokens where
+    dyᵀ is, or its copy [K, T] that is already. None if it was added to the gradient that there
+    is."""
+    into = added_to(weight.master)
+    if isinstance(dy, Tensor):
+        right: Operand = plain(saved, dy.dtype).t()
+    elif has_own_copy(weight):
+        right = saved
+    else:
+        assert isinstance(saved, QTensor)
+        right = ops.quantize_along_tokens(saved, saved.spec, weight.name)
+    dw = ops.gradient_product(dy, right, torch.float32, into)
+    return dw if into is None else None

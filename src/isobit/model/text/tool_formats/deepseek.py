@@ -1,0 +1,66 @@
+"""DeepSeek's calls, between marks that are tokens of their own: V3 and R1, and V3.1.
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
+    ```json
+    {"a": 1}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.1 writes the name in the place of `function`, and behind it the JSON alone.
+"""
+
+import re
+
+from isobit.environments.base import Call
+from isobit.errors import brief
+from isobit.model.text.tool_formats.base import (
+    NoCall,
+    Pieces,
+    Reply,
+    ToolFormat,
+    Tools,
+    calls_in,
+    json_value,
+    named_call,
+)
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_NAME = re.compile(r"[^\s{}\[\]\"`]+")
+_FENCE = "```"
+
+
+def _deepseek(pieces: Pieces, tools: Tools) -> Reply | None:
+    (_, before), *rest = pieces
+    written: list[list[tuple[str, str]]] = []
+    for mark, text in rest:
+        if mark == _CALL:
+            written.append([(mark, text)])
+        elif written:
+            written[-1].append((mark, text))
+        elif mark == _CALLS:
+            before += text.strip()
+        else:
+            return Reply(before, problems=(f"a call is none: {mark} without {_CALL} before it",))
+    if rest and not written:
+        return Reply(before, problems=(f"a call is none: {_CALLS} without {_CALL} behind it",))
+    return calls_in(before, written, _one) if written else None
+
+
+def _one(pieces: Pieces) -> list[Call]:
+    """The call that begins these pieces. Raises NoCall."""
+    (_, head), *rest = pieces
+    if not rest or rest[0][0] != _SEP:
+        raise NoCall(f"expected {_SEP} behind what it is")
+    for mark, text in rest[1:]:
+        if mark not in (_CALL_END, _CALLS_END) or text.strip():
+            raise NoCall(f"expected nothing behind it, got {brief((mark + text).strip(), 60)!r}")
+    name, body = head.strip(), rest[0][1].strip()
+    before, fence, fenced = body.partition(f"\n{_FENCE}")
+    if fence and fenced.endswith(_FENCE):
+        name, body = before.strip(), fenced.removesuffix(_FENCE).removeprefix("json")
+    if not _NAME.fullmatch(name):
+        raise NoCall("expected the name of a tool, without spaces")
+    return [named_call(name, json_value(body))]
+
+
+DEEPSEEK_V3 = ToolFormat((_CALLS, _CALL), _deepseek, (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END))

@@ -1,0 +1,80 @@
+"""Gemma 4's calls, and its thoughts: marks that open and close, texts between `<|"|>`.
+
+    <|channel>thought
+    It asks for rain.<channel|><|tool_call>call:rain{city:<|"|>Ulm<|"|>,days:[1,2]}<tool_call|>
+
+What is no text is JSON but for its keys, which need no quotes; Python's `None` is null.
+What the channel says is reasoning; text behind a call is content, where the template writes it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from isobit.environments.base import Call
+from isobit.model.text.tool_formats.base import (
+    NoCall,
+    Pieces,
+    Reply,
+    ToolFormat,
+    Tools,
+    calls_in,
+    json_value,
+    named_call,
+)
+
+_OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
+_ENDS = {_OPEN: _CLOSE, _CHANNEL: _CHANNEL_END}
+_HEAD = re.compile(r"\s*call:([^\s{}\[\]\"]+?)\s*(\{.*)", re.DOTALL)
+_KEY = re.compile(r"([{,])([^{}\[\],:\"]+):")
+_NULL = re.compile(r"([:\[,]\s*)None(?=\s*[,\]}])")
+
+
+def _gemma4(pieces: Pieces, tools: Tools) -> Reply | None:
+    content, thoughts = list[str](), list[str]()
+    written: list[list[tuple[str, str]]] = []
+    inside = ""  # the mark that opened what is not closed yet
+    for mark, text in pieces:
+        if mark == _OPEN and inside != _CHANNEL:
+            inside = mark
+            written.append([])
+        elif mark == _CHANNEL and not inside:
+            inside = mark
+        if inside and mark == _ENDS[inside]:
+            content.append(text)
+            inside = ""
+        elif inside == _OPEN:
+            written[-1].append((mark, text))
+        else:
+            (thoughts if inside else content).append(text)
+    if not (written or thoughts):
+        return None
+    reply = calls_in("".join(content), written, _one)
+    reasoning = "".join(thoughts).removeprefix("thought\n").strip("\n")
+    return Reply(reply.content, reply.calls, reasoning, reply.problems)
+
+
+def _one(pieces: Pieces) -> list[Call]:
+    """The call of these pieces, from its opening mark on. Raises NoCall."""
+    found = _HEAD.fullmatch("".join(_as_json(pieces)).strip())
+    if found is None:
+        raise NoCall("expected call:NAME{KEY:VALUE, ...}")
+    return [named_call(found[1], json_value(found[2]))]
+
+
+def _as_json(pieces: Pieces) -> Iterator[str]:
+    """A call's pieces with its texts and keys as JSON writes them. Raises NoCall."""
+    if len(pieces) % 2 == 0:
+        raise NoCall(f"a text in it does not end with {_QUOTE}")
+    for place, (mark, text) in enumerate(pieces):
+        if mark != (_QUOTE if place else _OPEN):
+            raise NoCall(f"expected no {mark} in it")
+        if place % 2:
+            yield json.dumps(text)
+        else:
+            keyed = _KEY.sub(lambda found: f"{found[1]}{json.dumps(found[2].strip())}:", text)
+            yield _NULL.sub(r"\1null", keyed)
+
+
+GEMMA4 = ToolFormat((_OPEN, _CHANNEL), _gemma4, (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END))
