@@ -2,9 +2,10 @@
 
 250 prompts x 4 episodes on a random model (hidden 64, 2 layers) under `fp8`, with environments in
 two worker processes. All episodes have as many tokens in the end, some in two turns and some in
-eight: what a turn leaves behind is what was said in it. Counted are the bytes of Python's objects at their most (`tracemalloc`), as the driver and
-the engine hold them, the pages of the cache that were in use at a time, and the largest resident
-memory of the workers. The control keeps the completion of every turn.
+eight: what a turn leaves behind is what was said in it. Counted are the bytes of Python's objects
+at their most (`tracemalloc`), as the driver and the engine hold them, the pages of the cache that
+were in use at a time, and the largest resident memory of the workers. The control keeps the
+completion of every turn.
 """
 
 import gc
