@@ -16,6 +16,10 @@ TEMPLATE = (
     "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}<s>a {% endif %}"
 )
 """`<s>` begins a turn and `</s>`, which ends a completion, ends it."""
+SHORTENING = TEMPLATE.replace(
+    "m['content'] }}", "(m['content'][:3] if m['role'] == 'assistant' else m['content']) }}"
+)
+"""Writes no more than three letters of an answer, once it is past."""
 Answer = Callable[[Mapping[str, Any], Sequence[Turn]], Step]
 
 

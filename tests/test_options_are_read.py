@@ -126,6 +126,11 @@ RUNS = (
     ),
     ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
     ("optimizer={name: muon}", "serve.port=0"),
+    ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
+    (
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+    ),
     (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "
         "off_policy_mask_threshold: 0.1}",
@@ -150,7 +155,7 @@ def make_runs(folder: Path, base_model: Path) -> None:
         "".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in (*range(20), 12345))
     )
     rows = {
-        "path": str(folder / "rows.jsonl"),
+        "files": [{"path": str(folder / "rows.jsonl"), "weight": 1}],
         "held_out_size": 2,
         "max_prompt_tokens": 5,
         "too_long": "drop",

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.gpu import two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
 from benchmarks.gpu.decode import decode_step
+from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
@@ -61,6 +62,7 @@ def run(bench: Bench) -> None:
 
 
 def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
+    yield "the matrix instruction against the model of Hopper's", _instruction
     models = shapes(bench)
     small, large = ("toy", "toy") if bench.rehearsal else MODELS
     flows = [(small, "fp8")] if bench.rehearsal else [
@@ -90,6 +92,12 @@ def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
     yield "rows of experts", _experts
     yield "cuBLAS against Triton", _cublas
     yield from products[first:]
+
+
+def _instruction(case: Case, bench: Bench) -> None:
+    """What the tests compute with where there is no GPU (`instruction.py`)."""
+    for row in compare_instruction(bench.device):
+        case.row(**row)
 
 
 def compared(

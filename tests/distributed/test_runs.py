@@ -49,6 +49,14 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
         ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"],
     ),
     "top-p": ("qwen3", ["sampling.top_p=0.9", "sampling.top_k=9", "steps=2"]),
+    "self-distillation": (
+        "qwen3",
+        [
+            "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+            "reference={weights: policy, shown: {success: 0.3, template: '{shown}{prompt}'}}",
+            "steps=2",
+        ],
+    ),
     "reference, evaluation": (
         "qwen3",
         [

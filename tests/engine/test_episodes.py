@@ -154,9 +154,9 @@ def test_the_learner_has_the_log_probabilities_of_all_turns(preset: str) -> None
     assert learned(model, changed) != recorded(samples)
 
 
-def learned(model: Model, samples: list[Sample]) -> list[float]:
+def learned(model: Model, samples: list[Sample], share_prompts: bool = False) -> list[float]:
     with torch.no_grad():
-        found: list[float] = forward(model, pack(samples), 1.0)[0].tolist()
+        found: list[float] = forward(model, pack(samples, share_prompts), 1.0)[0].tolist()
     return found
 
 

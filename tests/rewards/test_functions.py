@@ -275,3 +275,46 @@ def test_the_last_line_names_the_place_in_the_users_file(tmp_path: Path) -> None
     with pytest.raises(ValueError) as caught:
         int("x" * 1000)
     assert len(last_line(caught.value, "elsewhere.py")) < 400
+
+
+SCALED = (
+    "def score(completions, answer, *, scale: float, words: 'list' = (), n: int = 1, **columns):\n"
+    "    return [[scale, list(words), n, answer, sorted(columns)]]\n"
+)
+
+
+def with_options(folder: Path, text: str, options: dict[str, Any]) -> Any:
+    return load_function(written(folder / "own.py", text) + f":score:{json.dumps(options)}")
+
+
+def test_options_are_values_for_parameters(tmp_path: Path) -> None:
+    """They are no columns that a row must have; a column of the same name does not come through."""
+    function = with_options(tmp_path, SCALED, {"scale": 2, "words": ["a:b", "{"]})
+    assert function.required == ("answer",)
+    found = function({**ARGUMENTS, "scale": ["column"], "words": ["column"]})
+    assert found[0][:4] == [2, ["a:b", "{"], 1, ["a"]]
+    assert "scale" not in found[0][4]
+    verl = (
+        "def score(solution_str, ground_truth, bonus=0.0):\n    return bonus + len(solution_str)\n"
+    )
+    assert with_options(tmp_path, verl, {"bonus": 0.5})(ARGUMENTS) == [1.5]
+    assert with_options(tmp_path, verl, {})(ARGUMENTS) == [1.0], "the control"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scal": 2.0}, "options.scal: the function has no such parameter; did you mean 'scale'"),
+        ({"scale": "2"}, "options.scale: expected float, got '2'"),
+        ({"scale": True}, "options.scale: expected float, got True"),
+        ({"scale": 1, "n": 1.5}, "options.n: expected int, got 1.5"),
+        ({"scale": 1, "words": "a"}, "options.words: expected list, got 'a'"),
+        ({"completions": []}, "options.completions: is what isobit gives the function itself"),
+        ({"columns": 1}, "options.columns: the function has no such parameter"),
+    ],
+)
+def test_options_that_do_not_fit_the_signature_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(IsobitError, match=message):
+        with_options(tmp_path, SCALED, options)

@@ -194,6 +194,29 @@ def test_ranks_train_the_same_bits(tmp_path: Path, unbroken: tuple[Path, dict[st
         assert found[name] == wanted[name]
 
 
+def test_ranks_that_the_command_starts_train_the_same_bits(
+    tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    """Two processes; a checkpoint of theirs is gone on from by one, and by two again."""
+    path = written(tmp_path)
+    for words in (
+        [str(path), "ranks=2", "steps=2"],
+        ["--resume", "run", "steps=4", "ranks=1"],
+        ["--resume", "run", "steps=6", "ranks=2"],
+    ):
+        ended = warm.start(["isobit", "sft", *words, "--quiet"], tmp_path).wait()
+        assert ended.returncode == 0, ended.stderr
+    found, wanted = fingerprint(tmp_path / "run"), unbroken[1]
+    assert _without_memory(found) == _without_memory(wanted)
+
+
+def _without_memory(found: dict[str, Any]) -> dict[str, Any]:
+    """Each of several ranks holds its part of the moments alone."""
+    rows = json.loads(found["metrics"])
+    kept = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
+    return {**found, "metrics": kept}
+
+
 def test_an_adapter_is_saved_and_goes_on(tmp_path: Path, base_model: Path) -> None:
     given = {"adapter": {"rank": 2}, "steps": 4}
     whole = supervised_run(load_sft_config(written(tmp_path / "a", base_model, **given)))

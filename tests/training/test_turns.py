@@ -16,7 +16,7 @@ from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests import warm
 from tests.conftest import RunIsobit
-from tests.dialogues import TEMPLATE
+from tests.dialogues import SHORTENING, TEMPLATE
 from tests.distributed.sessions import trained
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
@@ -192,6 +192,23 @@ def test_eval_asks_a_run_with_its_environment(
     assert sum(rewards) / 4 == pytest.approx(result.metrics[-1]["reward/held_out"])
 
 
+def test_flows_are_compared_with_environments(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """Each run asks its own; what is finished is known again, and asks nobody."""
+    config = config_of(tmp_path, chat_model, steps=1)
+    command = ["compare", config, "--presets", "fp8,fp8-rollout", "--out", tmp_path / "out"]
+    code, said, errors = run_isobit(*command, "--quiet")
+    assert code == 0, errors
+    assert "fp8-rollout" in said
+    for preset in ("fp8", "fp8-rollout"):
+        rows = rows_of(tmp_path / "out" / preset / "seed-0")
+        assert max(row["episode"]["turns"] for row in rows) > 1
+    called = (tmp_path / "called.txt").read_text()
+    assert run_isobit(*command, "--quiet")[:2] == (0, said)
+    assert (tmp_path / "called.txt").read_text() == called
+
+
 def comparable(found: dict[str, Any]) -> dict[str, Any]:
     """What does not count pages."""
     return {name: found[name] for name in ("step", "model.safetensors", "completions")}
@@ -233,11 +250,15 @@ def test_a_run_is_verified_without_calling_a_tool(
 
 def falsify(run: Path) -> None:
     """Another observation in one row of the newest step, tokens and hashes as they were."""
-    from isobit.run.completions import pack
-
     rows = rows_of(run)
     row = next(row for row in rows if row["step"] == 2 and row["episode"]["turns"] > 1)
     row["episode"]["messages"][1]["content"] = "9 so far!"
+    rewrite(run, rows)
+
+
+def rewrite(run: Path, rows: list[dict[str, Any]]) -> None:
+    from isobit.run.completions import pack
+
     steps = sorted({row["step"] for row in rows})
     packed = [pack(as_written(row) for row in rows if row["step"] == step) for step in steps]
     (run / COMPLETIONS).write_bytes(b"".join(packed))
@@ -257,6 +278,35 @@ def test_dynamic_sampling_and_rollouts_ahead(tmp_path: Path, chat_model: Path) -
     rows = rows_of(result.run_dir)
     assert rows
     assert all(row["episode"]["turns"] for row in rows)
+
+
+def test_a_template_that_changes_the_past_forks(
+    tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
+) -> None:
+    """Its contexts are one sample: no token differs, a group has as many samples as ever, and the
+    run is repeated, replayed and verified; the control is a context that was not the recorded."""
+    (tmp_path / "shortening.jinja").write_text(SHORTENING)
+    changes: dict[str, Any] = {"evaluation": {"every": 2, "samples": 3}}
+    template = f"model.chat_template={tmp_path / 'shortening.jinja'}"
+    fork = [template, "environment.history=fork", "steps=2"]
+    result = run(tmp_path, chat_model, *fork, **changes)
+    rows = rows_of(result.run_dir)
+    assert len(rows) == 2 * 16
+    assert all(row["mismatch/differing_tokens"] == 0 for row in result.metrics if row["step"])
+    assert sum("forks" in row for row in rows) > 8
+    slow = run(tmp_path / "slow", chat_model, *fork, slow=0.02, **changes)
+    assert fingerprint(slow.run_dir) == fingerprint(result.run_dir)
+    again = replay(result.run_dir, tmp_path / "again", ["evaluation.every=0"])
+    for name in ("model.safetensors", "completions"):
+        assert fingerprint(again.run_dir)[name] == fingerprint(result.run_dir)[name]
+    code, said, _ = run_isobit("verify", result.run_dir)
+    assert code == 0, said
+    row = next(row for row in rows if row["step"] == 1 and row.get("forks"))
+    row["completion_ids"][row["forks"][0] + 1] += 1
+    rewrite(result.run_dir, rows)
+    code, said, errors = run_isobit("verify", result.run_dir)
+    assert code == 1
+    assert "differ" in said + errors
 
 
 def test_reward_functions_get_the_conversation(tmp_path: Path, chat_model: Path) -> None:
@@ -316,7 +366,6 @@ def test_what_reset_adds_is_in_the_prompt_of_rewards(tmp_path: Path, chat_model:
     ("changes", "line"),
     [
         ({"task.chat": False}, "set task.chat: true"),
-        ({"environment.history": "fork"}, "history: fork is not offered yet"),
     ],
 )
 def test_what_is_not_offered_is_refused_in_one_line(

@@ -235,6 +235,7 @@ def _task(
     return {
         "name": name,
         **files,
+        "files": None if path is None else [],
         "options": values_of("--option", options, "digits=4") or None,
     }
 

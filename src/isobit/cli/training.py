@@ -11,6 +11,13 @@ from isobit.cli import completion
 from isobit.cli.app import Overrides, Quiet, app, names
 from isobit.errors import IsobitError, printable
 
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="check everything, show the memory plan and the first prompt, and stop"
+    ),
+]
+
 
 @app.command()
 def train(
@@ -39,13 +46,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="check everything, show the memory plan and the first prompt, and stop",
-        ),
-    ] = False,
+    dry_run: DryRun = False,
     redo: Annotated[
         bool,
         typer.Option(
@@ -160,6 +161,7 @@ def sft(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
     ] = None,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
     """Supervised training on right answers: a run with the model, the precision and the optimizer of
@@ -167,14 +169,17 @@ def sft(
 
     \b
     isobit sft configs/quickstart-sft.yaml
+    isobit sft configs/quickstart-sft.yaml --dry-run   check everything first
     isobit sft configs/quickstart-sft.yaml steps=100 --out runs/base
     isobit sft --resume runs/base                resume after an interruption, bit for bit
     isobit sft --resume runs/base steps=200      extend a finished run
     """
     changes = list(overrides or [])
     if resume is not None:
-        if out is not None:
-            raise IsobitError("--resume continues a run in its own directory; leave out --out")
+        if out is not None or dry_run:
+            raise IsobitError(
+                "--resume continues a run in its own directory; leave out --out and --dry-run"
+            )
         if config is not None:  # there is no config to give: the first argument is an override too
             if "=" not in config:
                 raise IsobitError(f"the run has its own config: leave {config!r} out")
@@ -186,6 +191,11 @@ def sft(
     from isobit.config.reading import override
 
     loaded = load_sft_config(config, [*changes, *([] if out is None else [override("out", out)])])
+    if dry_run:
+        from isobit.cli.commands.dry_run import supervised_dry_run
+
+        supervised_dry_run(loaded, lambda block: print(printable(block), flush=True))
+        return
     if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         raise typer.Exit(code)
     from isobit.training.sft.supervised import (
@@ -198,7 +208,7 @@ def sft(
 def _resume_supervised(run: Path, overrides: list[str], quiet: bool) -> int:
     from isobit.config import check_resumed, load_any_run_config
 
-    check_resumed(overrides)
+    check_resumed(overrides, run)
     if (code := _launched(load_any_run_config(run, overrides).ranks, run)) is not None:
         return code
     from isobit.training.sft.supervised import resume_supervised

@@ -11,6 +11,7 @@ _NAMES = {
     "pretrained_model_name_or_path",
     "model.chat_template": "custom_chat_template chat_template_path",
     "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
+    "task.files": "dataset_mixture datasets",
     "task.path": "train_dataset dataset dataset_name data train_files data_files "
     "train.data_path data_path",
     "task.held_out_path": "eval_dataset val_files validation.data_path",
@@ -23,6 +24,7 @@ _NAMES = {
     "rewards.functions": "reward_funcs reward_functions reward_fn",
     "rewards.functions.function": "custom_reward_function.path custom_reward_function.name "
     "processor env_name",
+    "rewards.functions.options": "custom_reward_function.reward_kwargs reward_kwargs",
     "rewards.functions.weight": "reward_weights",
     "environment.tools": "tools function_tool_path",
     "environment.factory": "environment_factory",
@@ -37,6 +39,7 @@ _NAMES = {
     "prompts_per_step": "generation_batch_size per_device_train_batch_size train_batch_size "
     "batch_size num_prompts_per_step gen_batch_size",
     "steps": "max_steps total_training_steps max_num_steps num_steps train_steps",
+    "epochs": "num_train_epochs total_epochs max_num_epochs",
     "seed": "data.seed grpo.seed random_seed data_seed data_loader_seed",
     "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
     "rollouts_ahead": "max_trajectory_age_steps rollout.mode trainer_mode",
@@ -118,6 +121,9 @@ _NAMES = {
     "evaluation.samples": "max_val_samples val_max_samples",
     "evaluation.num_samples": "num_generations_eval val_kwargs.n val_kwargs.do_sample",
     "evaluation.temperature": "val_kwargs.temperature",
+    "evaluation.top_p": "val_kwargs.top_p",
+    "evaluation.top_k": "val_kwargs.top_k",
+    "evaluation.patience": "early_stopping_patience",
     "evaluation.keep_best": "load_best_model_at_end",
     "evaluation.best_by": "metric_for_best_model metric_name",
     "run.dir": "output_dir default_local_dir checkpoint_dir log_dir save_dir",
@@ -136,7 +142,7 @@ _NAMES = {
 """A key of isobit, and what it is called elsewhere."""
 
 _NONE = (
-    "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
+    "generation_kwargs sync_ref_model "
     "use_vllm vllm_mode tensor_model_parallel_size reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
     "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "

@@ -134,6 +134,8 @@ def dump_config(config: Config | SftConfig | CompareConfig) -> str:
 
 def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -> _Schema:
     """Validate plain values; `where` names their origin in messages."""
+    if "steps" in values and values.get("epochs") is not None:
+        raise IsobitError(f"{where}: steps and epochs: give one of the two")
     try:
         config = read(schema, values)
     except OptionError as error:

@@ -23,6 +23,8 @@ Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded
 before."""
 _MOST_BYTES = 1 << 20
+_OTHER = {"steps": "epochs", "epochs": "steps"}
+"""An override of one takes the place of the other."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -51,8 +53,14 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
         values["algorithm"] = without_preset(
             algorithm
         )  # a run's own config, which says every part of its preset
+    changed = {each.partition("=")[0] for each in overrides} & {"steps", "epochs"}
+    before = {key: values.pop(key, None) for key in _OTHER if changed == {_OTHER[key]}}
     for each in overrides:
         _override(values, each)
+    if "epochs" in changed and values["epochs"] is None and before.get("steps") is not None:
+        values["steps"] = before["steps"]
+    if isinstance(source, (Config, SftConfig)) and not changed and values["epochs"] is not None:
+        del values["steps"]  # which a loaded config always has
     return values, where
 
 

@@ -2,8 +2,10 @@
 `--help`, docs."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from isobit.config import another_run
 from isobit.errors import IsobitError
 
 _KEYS = (
@@ -23,15 +25,18 @@ RESUMABLE = f"{', '.join(_NAMES[:-1])} and {_NAMES[-1]} (except {_FIXED[0]})"
 """In words, which docs, `--help` and docstrings repeat (tests/test_resume.py)."""
 
 
-def check_resumed(overrides: Sequence[str]) -> None:
-    """Raise IsobitError for an override that would make another run of it."""
+def check_resumed(overrides: Sequence[str], run: Path | None = None) -> None:
+    """Raise IsobitError for an override that would make another run of it, with the command that
+    begins one where the `run` has a checkpoint."""
     for override in overrides:
         key = override.partition("=")[0]
         section, dot, _ = key.partition(".")
         if key in _FIXED or not (key in _KEYS or (dot and section in _SECTIONS)):
+            new = None if run is None or key in _FIXED else another_run.command(run, overrides)
+            way = "" if new is None else f"; or begin a new run from its newest checkpoint: {new}"
             raise IsobitError(
                 f"override {override!r}: a resumed run repeats its own config; only these may "
-                f"change: {RESUMABLE}"
+                f"change: {RESUMABLE}{way}"
             )
 
 

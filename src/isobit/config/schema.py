@@ -13,6 +13,7 @@ from isobit.config.sections import (
     CHAT_TEMPLATE,
     CHAT_TEMPLATE_KWARGS,
     CONSISTENCY,
+    EPOCHS,
     ON_MISMATCH,
     PRECISION,
     AdapterConfig,
@@ -29,6 +30,7 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     SftRunConfig,
 )
+from isobit.data.curriculum import CurriculumConfig
 from isobit.data.dataset import check_variables
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
@@ -79,11 +81,13 @@ class Config:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
     steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
         at_least(0),
@@ -107,11 +111,18 @@ class Config:
     @property
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
-        switched off."""
+        switched off; or the policy is its own teacher."""
         own = self.reference.path is None
-        return (
+        return self.reference.weights == "policy" or (
             own and self.adapter is not None and self.reference.precision in (None, self.precision)
         )
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether what is learned depends on rewards: not from a teacher, unless it is shown
+        completions that have one."""
+        shown = self.reference.shown
+        return not self.algorithm.distills or (shown is not None and shown.success is not None)
 
     @property
     def keeps_weights(self) -> bool:
@@ -141,8 +152,6 @@ class Config:
 
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
-        if self.environment.used:
-            self._check_environment()
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
@@ -162,6 +171,7 @@ class Config:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
+        _check_reference(self.reference, algorithm)
         _check_kl(algorithm)
         _check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
@@ -169,6 +179,7 @@ class Config:
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
             )
+        self._check_prompts()
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
@@ -197,13 +208,43 @@ class Config:
                 "recompute_old_logprobs: never makes equal"
             )
 
+    def _check_prompts(self) -> None:
+        """Raise IsobitError where epochs cannot be counted, or no fraction that is solved be
+        known."""
+        chosen = self.curriculum.mode != "none"
+        if self.epochs is not None and (self.algorithm.dynamic_sampling or chosen):
+            why = "curriculum" if chosen else "algorithm.dynamic_sampling"
+            raise IsobitError(
+                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
+                "steps is an epoch: give steps"
+            )
+        if chosen and self.algorithm.distills:
+            raise IsobitError(
+                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
+            )
+        if chosen and self.fleet.engines:
+            raise IsobitError(
+                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
+                "solved yet: set fleet.engines: 0, or leave it out"
+            )
+
     def _check_distillation(self) -> None:
         """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
-        algorithm = self.algorithm
-        if self.reference.path is None:
+        algorithm, shown = self.algorithm, self.reference.shown
+        if self.reference.path is None and shown is None:
             raise IsobitError(
                 "algorithm.advantage: distillation learns from a teacher: give its directory as "
-                "reference.path"
+                "reference.path, or what the model itself is shown as reference.shown"
+            )
+        if shown is not None and self.environment.used:
+            raise IsobitError(
+                "reference.shown: conversations with an environment take none yet: what an "
+                "environment says first is not in the data"
+            )
+        if shown is not None and shown.success is not None and self.sampling.group_size < 2:
+            raise IsobitError(
+                "reference.shown.success shows another completion of the group: set "
+                "sampling.group_size to 2 or more"
             )
         if not algorithm.kl_in_reward or algorithm.estimator != "k1":
             raise IsobitError(
@@ -215,14 +256,6 @@ class Config:
             raise IsobitError(
                 "algorithm.advantage: distillation knows no rewards: leave dynamic_sampling, "
                 "decoupled_rewards and overlong_buffer out"
-            )
-
-    def _check_environment(self) -> None:
-        """Raise IsobitError for what takes no episodes of several turns yet."""
-        if self.environment.history == "fork":
-            raise IsobitError(
-                "environment.history: fork is not offered yet; set history: append, and a chat "
-                "template that keeps the past as it wrote it (model.chat_template)"
             )
 
     def _check_serve(self) -> None:
@@ -264,6 +297,24 @@ def _check_loss(algorithm: Objective) -> None:
         raise IsobitError(
             f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
             "defines its ratio: leave one of them out"
+        )
+
+
+def _check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
+    """Raise IsobitError for a teacher that is shown something and taught by nobody, or a policy that
+    would be compared with itself."""
+    if reference.shown is not None and not algorithm.distills:
+        raise IsobitError(
+            "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
+        )
+    if reference.weights == "policy" and reference.shown is None:
+        raise IsobitError(
+            "reference.weights: policy has no distance to itself: say what it is shown as a teacher "
+            "(reference.shown), or take the initial weights"
+        )
+    if reference.weights == "policy" and (reference.path or reference.precision):
+        raise IsobitError(
+            "reference.weights: policy is the policy itself: leave reference.path and precision out"
         )
 
 
@@ -384,6 +435,7 @@ class SftConfig:
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
+    epochs: Annotated[float | None, above(0), EPOCHS] = None
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     loss: Annotated[
         str,

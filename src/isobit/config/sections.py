@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from isobit.data.dataset import check_variables
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
+from isobit.evaluation.early_stop import StopConfig
 from isobit.options.declare import (
     Example,
     Formerly,
@@ -27,6 +28,7 @@ from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
+from isobit.rl.algorithm.shown import Shown
 
 PrecisionValue = (
     Annotated[str, Suggested(PRECISIONS)]
@@ -41,6 +43,10 @@ CONSISTENCY = (
     "the faster of two orders of sums; bitwise-tdp32 and bitwise-vdp32 name one, and every CPU can "
     "compute both. exact: the same with sums in float64, on a CPU. fast: the libraries' products, "
     "whose bits may depend on the batch"
+)
+EPOCHS = (
+    "passes over the training data, in place of steps: as many steps as that takes, rounded up; the "
+    "run's config.yaml keeps their number"
 )
 ON_MISMATCH = (
     "what a run does if the bits of a token differ between rollout and learner although they share "
@@ -203,6 +209,15 @@ class ReferenceConfig:
     precision: Annotated[
         PrecisionValue | None, "precision of the reference; default: the policy's"
     ] = None
+    weights: Annotated[
+        Literal["initial", "policy"],
+        "without a path: those that the run began with, or those of the policy as it is, which take "
+        "no memory of their own",
+    ] = "initial"
+    shown: Annotated[
+        Shown | None,
+        "what the teacher of a distillation reads beside the prompt: with it a model teaches itself",
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +242,7 @@ class MismatchConfig:
 
 
 @dataclass(frozen=True)
-class SftEvaluationConfig:
+class SftEvaluationConfig(StopConfig):
     """Held-out evaluation after supervised training, and during it: the loss of the held-out
     answers, and where the task has a reward, greedy accuracy."""
 
@@ -238,22 +253,13 @@ class SftEvaluationConfig:
         "steps between evaluations, of which the first is before the first step; 0: only after the "
         "last step",
     ] = 0
-    stop_at: Annotated[
-        float | None,
-        above(0),
-        at_most(1),
-        "training ends as soon as an evaluation reaches this accuracy",
-    ] = None
 
     def __post_init__(self) -> None:
-        if self.stop_at is not None and not self.every:
-            raise IsobitError(
-                "evaluation.stop_at is looked at every evaluation.every steps; set that too"
-            )
+        self.check_stop(self.every)
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(StopConfig):
     """Held-out evaluation during training: greedy accuracy, pass@k and majority@k of samples, the
     best model kept."""
 
@@ -273,6 +279,12 @@ class EvaluationConfig:
     temperature: Annotated[
         float | None, at_least(LOWEST_TEMPERATURE), "for the samples; default: sampling.temperature"
     ] = None
+    top_p: Annotated[
+        float | None, above(0), at_most(1), "for the samples; default: sampling.top_p"
+    ] = None
+    top_k: Annotated[
+        int | None, at_least(0), below(2**31), "for the samples; default: sampling.top_k"
+    ] = None
     tag: Annotated[
         str | None, "a column of the data; accuracy is also reported for each of its values"
     ] = None
@@ -289,6 +301,10 @@ class EvaluationConfig:
     ] = "auto"
 
     def __post_init__(self) -> None:
+        self.check_stop(self.every)
+        for key in ("top_p", "top_k"):
+            if getattr(self, key) is not None and not self.num_samples:
+                raise IsobitError(f"{key} is for samples: set num_samples, such as 8")
         if self.pass_at and not self.num_samples:
             raise IsobitError("pass_at needs samples: set num_samples, such as 8")
         for k in self.pass_at:

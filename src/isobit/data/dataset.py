@@ -3,6 +3,8 @@
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example `order(cursor //
 len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length)
 only: there is no state to save, so a run that resumes at a cursor sees what it would have seen.
+Where the examples are of several files with weights, `order` is one of the epoch's places among the
+files (`mixture.py`), and each file has epochs of its own.
 Permutations sort the raw Philox4x64 words of numpy, whose stream is fixed by its specification,
 rather than use a `Generator` method, whose stream numpy may change. Left out: reading files
 (`readers.py`), and data that do not fit in memory.
@@ -11,11 +13,12 @@ rather than use a `Generator` method, whose stream numpy may change. Left out: r
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, content_text
 from isobit.data.given_rows import given_row
+from isobit.data.mixture import shared_out
 from isobit.data.readers import Source, read_rows
 from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief, did_you_mean, listed
@@ -44,17 +47,22 @@ SPLIT_STREAM = (
 )  # the Philox key's second word for splits; epochs count up from 0 and never get there
 
 
+_STREAMS_OF_A_FILE = 40
+"""Bits of an epoch's number: what is above them is the file's."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the
     row in messages. `answer`: the assistant's message that ended `messages`, where it says more
-    than its text, such as thoughts."""
+    than its text, such as thoughts. `source`: the number of its file, where there are several."""
 
     index: int
     prompt: Prompt
     columns: dict[str, Any]
     where: str = field(default="", compare=False)
     answer: Message | None = None
+    source: int = 0
 
     @property
     def place(self) -> str:
@@ -65,18 +73,24 @@ class Example:
 @dataclass(frozen=True)
 class Dataset:
     """Examples in the order of their source, and a seeded endless order over them. What is held out
-    may be empty."""
+    may be empty. `weights`: of the files that the examples are of, where they have some; `stream`:
+    of random words, the first epoch's."""
 
     examples: Sequence[Example]
     seed: int = 0
     shuffle: bool = True
+    weights: tuple[float, ...] = ()
+    stream: int = 0
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def order(self, epoch: int) -> tuple[int, ...]:
-        """The permutation of 0..len-1 in which `epoch` visits the examples."""
-        return permutation(len(self), self.seed, epoch) if self.shuffle else tuple(range(len(self)))
+        """The permutation of 0..len-1 in which `epoch` visits the examples, or the places of files
+        with weights."""
+        if not self.shuffle:
+            return tuple(range(len(self)))
+        return permutation(len(self), self.seed, self.stream + epoch)
 
     def at(self, cursor: int) -> Example:
         """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there
@@ -84,7 +98,29 @@ class Dataset:
         if not len(self):
             raise IsobitError("the training data has no examples")
         epoch, position = divmod(cursor, len(self))
-        return self.examples[self.order(epoch)[position]]
+        place = self.order(epoch)[position]
+        if not self.weights:
+            return self.examples[place]
+        for own, count in self._files:
+            if place < count:
+                return own.at(epoch * count + place)
+            place -= count
+        raise AssertionError("the files' shares are the epoch")
+
+    @cached_property
+    def _files(self) -> tuple[tuple["Dataset", int], ...]:
+        """Each file's examples, in an order of its own, and how many prompts it gives in an
+        epoch."""
+        found = []
+        for number, count in enumerate(shared_out(len(self), self.weights)):
+            own = [example for example in self.examples if example.source == number]
+            if not own:
+                raise IsobitError(
+                    f"task.files.{number}: none of its rows is left to train on; leave the file out"
+                )
+            stream = (number + 1) << _STREAMS_OF_A_FILE
+            found.append((Dataset(own, self.seed, self.shuffle, stream=stream), count))
+        return tuple(found)
 
 
 @lru_cache(maxsize=8)  # the stream asks for the same epoch once per prompt

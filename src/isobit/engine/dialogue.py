@@ -2,7 +2,9 @@
 between them becomes tokens.
 
 A conversation's tokens are only ever appended to: an answer stays the tokens that were sampled, and
-what follows it is encoded alone (`model/text/appending.py`). Left out: when a turn is asked for
+what follows it is encoded alone (`model/text/appending.py`). Or it `forks`: what the model sees of
+the past is what its template writes of it, and where that does not begin with the tokens so far, a
+context of its own begins. Left out: when a turn is asked for
 (`episodes.py`), and what answers it (`environments/`).
 """
 
@@ -18,29 +20,36 @@ from isobit.engine.prompts import Prompt, encode_prompt
 from isobit.engine.types import Completion
 from isobit.environments.base import Environments, Turn
 from isobit.errors import IsobitError, did_you_mean
-from isobit.model.text.appending import Appending
+from isobit.model.text.appending import Appending, numbered
+from isobit.model.text.chat import TookTooMuch
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
-from isobit.model.text.tool_formats.turn import turn_of
+from isobit.model.text.tool_formats.turn import split_thoughts, turn_of
 
 
 @dataclass(frozen=True, eq=False)
 class Dialogue:
     """Conversations with `environments`. `parser` reads the calls of an answer. `max_tokens`: of an
-    episode's completion, given ones included (None: as many as the model's context takes). `keys`
-    number the episodes."""
+    episode's completion, given ones included (None: as many as the model's context takes); where it
+    `forks`, of each of its contexts. `keys` number the episodes."""
 
     environments: Environments
     tokenizer: Tokenizer
     parser: ToolFormat
     max_tokens: int | None = None
+    forks: bool = False
     keys: Iterator[int] = field(default_factory=count)
     _appending: dict[tuple[str, ...], Appending] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        tokenizer: Tokenizer, environments: Environments, parser: str, max_tokens: int | None
+        tokenizer: Tokenizer,
+        environments: Environments,
+        parser: str,
+        max_tokens: int | None,
+        *,
+        forks: bool = False,
     ) -> "Dialogue":
         """With the template of a tokenizer. Raises IsobitError without one, and for a format of
         calls that is not known."""
@@ -60,7 +69,7 @@ class Dialogue:
                 "model.chat_template, or what the model writes with environment.parser"
             )
         form = format_of(parser, template) if form is None else form
-        return Dialogue(environments, tokenizer, form, max_tokens)
+        return Dialogue(environments, tokenizer, form, max_tokens, forks)
 
     def prompt(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], vocab_size: int
@@ -85,6 +94,8 @@ class Dialogue:
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
+        if self.forks and turn.problems and not turn.calls:  # the model sees what it wrote
+            message["content"] = split_thoughts(turn.text)[1]
         if turn.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": _given(c.arguments)}}
@@ -101,6 +112,22 @@ class Dialogue:
         appending = self.appending(prompt)
         appending.check(*{str(message["role"]) for message in messages})
         return appending.appended(messages, answer)
+
+    def rendered(
+        self,
+        prompt: Prompt,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        vocab_size: int,
+    ) -> list[int]:
+        """The tokens of a conversation and of the beginning of the next answer, as the template
+        writes all of it. Raises IsobitError where it refuses."""
+        try:
+            return self.prompt([*prompt, *numbered(messages)], tools, vocab_size)  # type: ignore[list-item]
+        except TookTooMuch:
+            raise
+        except IsobitError:  # it may want the arguments of calls as JSON text
+            return self.prompt([*prompt, *numbered(messages, json.dumps)], tools, vocab_size)  # type: ignore[list-item]
 
     def appending(self, prompt: Prompt) -> Appending:
         """What turns append to conversations whose prompts have the roles of this one and its

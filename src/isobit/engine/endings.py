@@ -130,6 +130,22 @@ def joined(before: Completion, turn: Completion) -> Completion:
     )
 
 
+def forked(before: Completion, turn: Completion) -> Completion:
+    """All contexts as one completion of the first prompt; the prompt of `turn` begins a new one."""
+    given = turn.prompt_token_ids
+    return replace(
+        turn,
+        sample_index=before.sample_index,
+        prompt_token_ids=before.prompt_token_ids,
+        token_ids=[*before.token_ids, *given, *turn.token_ids],
+        logprobs=[*before.logprobs, *[0.0] * len(given), *turn.logprobs],
+        top_logprobs=_joined_top(before, len(given), turn),
+        completion_mask=[*before.sampled, *[False] * len(given), *turn.sampled],
+        routes=None,
+        forks=(*before.forks, len(before.token_ids)),
+    )
+
+
 def _joined_top(before: Completion, given: int, turn: Completion) -> list[Top] | None:
     """The likeliest tokens of all turns, with none for those of a turn that did not ask."""
     if before.top_logprobs is None and turn.top_logprobs is None:

@@ -21,6 +21,7 @@ from typing import Any
 from isobit.data.dataset import Example, Message
 from isobit.data.dataset import Prompt as DataPrompt
 from isobit.engine.dialogue import Dialogue
+from isobit.engine.endings import forked
 from isobit.engine.engine import OnGroup, Progress
 from isobit.engine.groups import AskedEngine, OpenGroups
 from isobit.engine.prompts import Prompt
@@ -29,13 +30,16 @@ from isobit.engine.types import Completion, Request, Sampling
 from isobit.environments.base import Reply
 from isobit.environments.recorded import EpisodeRecord
 
+MOST_SAMPLES = 1 << 20
+"""Of a prompt, where episodes fork: the keys of later contexts are behind these."""
 _WAIT_S = 0.05  # for a reply, where the engine has nothing to do
 
 
 @dataclass(eq=False)
 class _Open:
-    """An episode under way, one sample of its group's request, on a `given` prompt. `begin`: where
-    the tokens of its last turn begin in the completion; `turns` have been sampled. `asked`: what
+    """An episode under way, one sample of its group's request, on a `given` prompt. `so_far`: the
+    completion of its context, and `earlier` that of the contexts before, `forks` of them. `begin`:
+    where the tokens of its last turn begin in the former; `turns` have been sampled. `asked`: what
     the engine computes of it now. `over`: no turn follows; `done`: its environment says so; `cut`:
     no tokens are left for one."""
 
@@ -47,6 +51,8 @@ class _Open:
     began: Reply | None = None
     asked: Request | None = None
     so_far: Completion | None = None
+    earlier: Completion | None = None
+    forks: int = 0
     begin: int = 0
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
@@ -74,10 +80,15 @@ class _Open:
         return () if self.began is None else self.began.tools
 
     @property
-    def completion(self) -> Completion:
-        """Of one that has answered."""
+    def context(self) -> Completion:
+        """Of one that has answered: what its last turn goes on from."""
         assert self.so_far is not None
         return self.so_far
+
+    @property
+    def completion(self) -> Completion:
+        """Of one that has answered: all of its contexts."""
+        return self.context if self.earlier is None else forked(self.earlier, self.context)
 
 
 class Episodes:
@@ -105,6 +116,7 @@ class Episodes:
         given `columns`; `sampling.max_new_tokens` are those of a turn. The request names them."""
         if self._dialogue is None:
             return self._engine.submit(prompt, sampling, prompt_id, sample_index, adapter)
+        assert sample_index + sampling.n <= MOST_SAMPLES
         group = Request([], sampling, prompt_id, sample_index, None, adapter)
         episodes = [
             _Open(next(self._dialogue.keys), group, sample_index + sample, prompt, columns or {})
@@ -226,27 +238,54 @@ class Episodes:
 
     def _follow(self, episode: _Open, reply: Reply) -> None:
         """An environment's answer to a turn: the episode goes on, or is over."""
-        dialogue, completion = self._said, episode.completion
-        messages = reply.step.messages
+        dialogue, messages = self._said, reply.step.messages
         episode.messages += messages
         episode.done = reply.step.done or not messages
         if episode.done or episode.turns >= dialogue.environments.max_turns:
             self._close(episode)
             return
-        answer = completion.token_ids[episode.begin :]
-        given = dialogue.appended(episode.prompt, messages, answer)
-        begin = len(completion.token_ids) + len(given)
-        so_far = len(completion.prompt_token_ids) + begin
-        left = self._engine.model.config.max_positions - so_far
-        room = min(self._room(episode.group, begin), left)
+        context, forks = self._context(episode, reply)
+        first = (episode.earlier or episode.context).prompt_token_ids
+        left = self._engine.model.config.max_positions - len(context)
+        room = min(self._room(episode.group, len(context) - len(first)), left)
         episode.cut = room < 1
         if episode.cut:
             self._close(episode)
             return
-        one = replace(episode.group.sampling, n=1, max_new_tokens=room)
-        episode.begin = begin
-        episode.asked = self._engine.continue_from(completion, given, one)
-        self._asked[episode.asked] = {episode.sample: episode}
+        self._go_on(episode, context, forks, room)
+
+    def _context(self, episode: _Open, reply: Reply) -> tuple[list[int], bool]:
+        """The tokens that the next turn begins with, and whether they are others than those of
+        the last turn and more behind them."""
+        dialogue, so_far = self._said, episode.context
+        before = [*so_far.prompt_token_ids, *so_far.token_ids]
+        if not dialogue.forks:
+            answer = so_far.token_ids[episode.begin :]
+            given = dialogue.appended(episode.prompt, reply.step.messages, answer)
+            return [*before, *given], False
+        if reply.context is not None:
+            whole = list(reply.context)
+        else:
+            size = self._engine.model.config.vocab_size
+            whole = dialogue.rendered(episode.prompt, episode.messages, episode.tools, size)
+        return whole, whole[: len(before)] != before or len(whole) == len(before)
+
+    def _go_on(self, episode: _Open, context: Sequence[int], forks: bool, room: int) -> None:
+        """Ask for the next turn, of so many tokens at most. In a context of its own it is drawn
+        with keys of its own, since positions come again."""
+        group, so_far = episode.group, episode.context
+        one = replace(group.sampling, n=1, max_new_tokens=room)
+        if forks:
+            episode.earlier, episode.so_far, episode.begin = episode.completion, None, 0
+            episode.forks += 1
+            key = episode.sample + episode.forks * MOST_SAMPLES
+            episode.asked = self._engine.submit(context, one, group.prompt_id, key, group.adapter)
+            self._asked[episode.asked] = {key: episode}
+            return
+        known = len(so_far.prompt_token_ids) + len(so_far.token_ids)
+        episode.begin = len(context) - len(so_far.prompt_token_ids)
+        episode.asked = self._engine.continue_from(so_far, context[known:], one)
+        self._asked[episode.asked] = {so_far.sample_index: episode}
 
     def _room(self, group: Request, tokens: int) -> int:
         """How many tokens the next turn may have, in an episode that has so many."""

@@ -161,7 +161,8 @@ class Completion:
     string) or "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for
     them, are the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under
     the same distribution, the likeliest first; tokens that it excludes are not among them, and a
-    given token has none. `episode`: what happened in a conversation with an environment.
+    given token has none. `episode`: what happened in a conversation with an environment. `forks`:
+    the places in `token_ids` where a context of its own begins, which sees nothing before it.
     """
 
     prompt_id: int
@@ -177,6 +178,7 @@ class Completion:
     adapter: str | None = None
     top_logprobs: list[Top] | None = None
     episode: EpisodeRecord | None = None
+    forks: tuple[int, ...] = ()
 
     @property
     def sampled(self) -> list[bool]:

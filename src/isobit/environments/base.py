@@ -78,6 +78,7 @@ class Reply:
     each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
     apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
     line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
+    `context`: the tokens that the next turn begins with, where a record says them.
     """
 
     key: int
@@ -87,6 +88,7 @@ class Reply:
     prompt: Prompt | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    context: Sequence[int] | None = None
 
 
 class Environments(Protocol):

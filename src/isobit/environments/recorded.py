@@ -68,25 +68,29 @@ class EpisodeRecord:
 @dataclass(eq=False)
 class RecordedEnvironments:
     """`Environments` that say what was said in a run that recorded it, at once: no tool is called,
-    and nothing is scored. An episode's only column is `episode`, as recorded. Behind
-    the last turn of the record there is nothing to say."""
+    and nothing is scored. An episode's columns are `episode`, as recorded, and where turns
+    may fork the `contexts` of all turns but the first. Behind the last turn of the record there is
+    nothing to say."""
 
     max_turns: int
     tools: Sequence[Mapping[str, Any]] = ()
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    _episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
+    _episodes: dict[int, tuple[EpisodeRecord, Sequence[Sequence[int]]]] = field(
+        default_factory=dict
+    )
     _replies: list[Reply] = field(default_factory=list)
 
     def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
-        self._episodes[key] = columns["episode"]
+        self._episodes[key] = columns["episode"], columns.get("contexts", ())
         self._replies.append(Reply(key, prompt=prompt))
 
     def turn(self, key: int, turn: Turn) -> None:
-        episode = self._episodes[key]
+        episode, contexts = self._episodes[key]
         said = episode.observations()
         messages: Sequence[Message] = said[turn.number] if turn.number < len(said) else ()
         done = episode.done and turn.number + 1 >= episode.turns
-        self._replies.append(Reply(key, Step(tuple(messages), done=done)))
+        context = contexts[turn.number] if turn.number < len(contexts) else None
+        self._replies.append(Reply(key, Step(tuple(messages), done=done), context=context))
 
     def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
         self._replies.append(Reply(key))

@@ -38,7 +38,7 @@ class EnvironmentConfig:
         tuple[Annotated[McpServer, text_as("command")], ...],
         "MCP servers whose tools the model may call; each worker starts its own",
     ] = ()
-    max_turns: Annotated[int, at_least(1), "turns of the model in an episode"] = 8
+    max_turns: Annotated[int, at_least(1), at_most(4000), "turns of the model in an episode"] = 8
     max_tokens: Annotated[
         int | None,
         at_least(1),
@@ -56,8 +56,8 @@ class EnvironmentConfig:
     history: Annotated[
         Literal["append", "fork"],
         "what the model sees of its past turns. append: all that it wrote, as tokens; refused "
-        "where the chat template would change it. fork: the template's version of it, and each "
-        "turn is a sample of its own",
+        "where the chat template would change it. fork: what the template writes of it; where "
+        "that is another, a context of its own begins, and all of an episode share its advantage",
     ] = "append"
     parser: Annotated[
         str | None, "how the model writes calls of tools; default: found by its chat template"

@@ -18,7 +18,7 @@ from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
-from isobit.evaluation.result import Result
+from isobit.evaluation.result import Question, Result
 from isobit.evaluation.summary import ALL, summarize
 from isobit.rewards.pool import Reward, Said
 
@@ -56,24 +56,24 @@ class PeriodicEvaluation:
     ranks: Ranks = ALONE
     dialogue: Dialogue | None = None
 
-    def check_metric(self, name: str) -> None:
-        """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts
-        do not have)."""
+    def check_metric(self, key: str, name: str) -> None:
+        """Raises IsobitError unless an evaluation has the metric that `key` names (and for a tag
+        that the prompts do not have)."""
         tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
-        known = [AUTO, "accuracy/held_out", "reward/held_out"]
+        known = ["accuracy/held_out", "reward/held_out", *([AUTO] if key == "best_by" else [])]
         known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
         known += [f"accuracy/tag/{tag}" for tag in tags]
         if name not in known:
             raise IsobitError(
-                f"evaluation.best_by: the evaluation has no metric {brief(name)!r}; "
+                f"evaluation.{key}: the evaluation has no metric {brief(name)!r}; "
                 f"{did_you_mean(name, known)}"
             )
 
     def evaluate(
         self, trainer_state: Mapping[str, float] | None = None
-    ) -> tuple[dict[str, float], str]:
-        """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward
-        functions that ask."""
+    ) -> tuple[dict[str, float], str, tuple[Question, ...]]:
+        """(metrics, a line for the reader, what was answered) of the present weights;
+        `trainer_state`: for reward functions that ask."""
         scorer = _During(self.scorer, trainer_state)
         questions = measure(
             self.engine,
@@ -101,4 +101,5 @@ class PeriodicEvaluation:
             if tag != ALL
         }
         sampled = "".join(f", pass@{k} {everything[f'pass@{k}']:.4f}" for k in self.plan.ks)
-        return metrics, f"held-out greedy accuracy {summary[ALL]['accuracy']}{sampled}"
+        line = f"held-out greedy accuracy {summary[ALL]['accuracy']}{sampled}"
+        return metrics, line, questions

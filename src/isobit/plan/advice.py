@@ -109,15 +109,16 @@ def _keys(job: Job) -> Iterator[str]:
     config, optimizer = job.config, job.config.optimizer
     if optimizer.micro_batch_tokens == "auto" or optimizer.micro_batch_tokens > job.longest:
         yield f"optimizer.micro_batch_tokens={job.longest}"
-    if config.serve.port is not None and config.serve.max_sequences > 1:
-        yield f"serve.max_sequences={config.serve.max_sequences // 2}"
-    if config.engine.sleep != "always":
-        yield "engine.sleep=always"
+    if (sampled := job.sampled) is not None:
+        if sampled.serve.port is not None and sampled.serve.max_sequences > 1:
+            yield f"serve.max_sequences={sampled.serve.max_sequences // 2}"
+        if sampled.engine.sleep != "always":
+            yield "engine.sleep=always"
     if optimizer.activation_checkpointing is False:
         yield "optimizer.activation_checkpointing=mlp"
     if optimizer.activation_checkpointing is not True:
         yield "optimizer.activation_checkpointing=true"
-    if job.precision.rollout.kv is None:
+    if sampled is not None and job.precision.rollout.kv is None:
         name = job.precision.name
         yield (
             f"precision={name[:-1]}, kv_cache=e4m3]"
@@ -137,7 +138,7 @@ def _keys(job: Job) -> Iterator[str]:
             if targets == ALL_LINEAR
             else f"adapter={{rank: 32, targets: {targets}}}"
         )
-    if job.completion > 1:
+    if sampled is not None and job.completion > 1:
         yield f"sampling.max_new_tokens={job.completion // 2}"
 
 
@@ -166,7 +167,7 @@ def cannot_fit(job: Job) -> str | None:
         return None
     return (
         f"warning: weights, gradients and moments alone are {gib(needed)}, of "
-        f"{gib(job.machine.memory)} ({job.machine.name}): this run will not fit; isobit train "
+        f"{gib(job.machine.memory)} ({job.machine.name}): this run will not fit; {job.command} "
         "--dry-run names the keys that lower it"
     )
 
@@ -185,7 +186,7 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
     """Of one plan, a line each, with what would be right."""
     config, lines = job.config, list[str]()
     micro_batches = -(
-        -job.completions * job.longest // (config.algorithm.updates_per_batch * found.micro_batch)
+        -job.completions * job.longest // (job.algorithm.updates_per_batch * found.micro_batch)
     )
     if micro_batches < job.ranks:
         some = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
@@ -193,10 +194,10 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
             f"{some} in an optimizer step for {job.ranks} ranks: {job.ranks - micro_batches} wait "
             "while the others learn; raise prompts_per_step, or lower optimizer.micro_batch_tokens"
         )
-    if config.prompts_per_step < job.ranks:
+    if job.sampled is not None and job.prompts < job.ranks:
         lines.append(
-            f"{config.prompts_per_step} prompts in a step for {job.ranks} ranks: a group is "
-            f"sampled on one, so {job.ranks - config.prompts_per_step} have nothing to roll out; "
+            f"{job.prompts} prompts in a step for {job.ranks} ranks: a group is "
+            f"sampled on one, so {job.ranks - job.prompts} have nothing to roll out; "
             "raise prompts_per_step"
         )
     flows = (job.precision.rollout, job.precision.learner)
@@ -212,7 +213,9 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
 
 
 def _cache_warnings(job: Job, found: MemoryPlan) -> Iterator[str]:
-    limit, group = job.config.sampling.max_new_tokens, job.config.sampling.group_size
+    if job.sampled is None:
+        return
+    limit, group = job.sampled.sampling.max_new_tokens, job.group
     longest = job.pages_of_a_sequence * job.page_size
     if job.completion < limit:
         yield (

@@ -96,7 +96,7 @@ def fitting_tokens(job: Job) -> int:
         raise IsobitError(
             f"optimizer.micro_batch_tokens: auto: one sequence of {job.longest} tokens needs "
             f"{gib(_planned(job, job.longest).total)}, more than 90 % of {gib(job.machine.memory)} "
-            f"({job.machine.name}); isobit train --dry-run with a number names the keys that "
+            f"({job.machine.name}); {job.command} --dry-run with a number names the keys that "
             "lower it"
         )
     return _largest(
@@ -134,22 +134,24 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
     pages, evaluated = _caches(job, page, free)
     what = "keys and values" if job.model.linear is None else "keys, values and states"
     caches = [(what, pages * page), (f"{what} of the evaluation", evaluated * page)]
-    label, rolling_out = _rolling_out(job, model)
+    label, sampling = _rolling_out(job, model)
     held = [*weights]
     if _sleeps(job):
-        label, rolling_out = f"{label}, {what}", rolling_out + sum(size for _, size in caches)
+        label, sampling = f"{label}, {what}", sampling + sum(size for _, size in caches)
     else:
         held += caches
     serving = _served(job, page, free - (pages + evaluated) * page)
     held.append((f"{what} of the server", serving * page))
     if job.machine.host:
         held.append((PYTHON, _PYTHON_BYTES))
-        if job.config.keeps_weights:
+        if job.sampled is not None and job.sampled.keeps_weights:
             sizes = weight_bytes(model)
             held.append(
                 ("working weights that sampled, kept to compare", sizes.learner or sizes.rollout)
             )
-    parts = [_learning(job, model, tokens, gradients), _updating(job), (label, rolling_out)]
+    parts = [_learning(job, model, tokens, gradients), _updating(job)]
+    if sampling:
+        parts.append((label, sampling))
     return MemoryPlan(
         tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size
     )
@@ -190,13 +192,11 @@ def _frozen(job: Job) -> Iterator[Item]:
     """Models that nothing trains, whole on every rank."""
     models = (
         [("reference", job.reference)]
-        if job.reference is not None and not job.config.shares_reference
+        if job.reference is not None and not job.shares_reference
         else []
     )
-    models += [
-        (given.name, each)
-        for given, each in zip(job.config.rewards.models, job.rewards, strict=True)
-    ]
+    named = () if job.sampled is None else job.sampled.rewards.models
+    models += [(given.name, each) for given, each in zip(named, job.rewards, strict=True)]
     for name, each in models:
         yield (
             f"{name}, working weights only",
@@ -207,26 +207,21 @@ def _frozen(job: Job) -> Iterator[Item]:
 def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
     """Pages of the rollout's cache and of the evaluation's, as their engines choose them; `page`
     and `free` in bytes."""
-    engine, evaluation = job.config.engine, job.config.evaluation
-    found: list[int] = []
-    wanted = [job.completions_of_a_rank]
-    if evaluation.every:
-        wanted.append(-(-evaluation.samples * max(1, evaluation.num_samples) // job.ranks))
-    for sequences in wanted:
-        limit = _most_cache_bytes(job, free - sum(found) * page)
-        found.append(
-            engine.kv_pages
-            or cache_pages(job.pages_of_a_sequence, sequences, engine.max_sequences, limit // page)
-        )
-    return found[0], sum(found[1:])
+    engine, found = job.engine, [0, 0]
+    for i, sequences in enumerate((job.completions_of_a_rank, job.evaluated)):
+        if sequences:
+            limit = _most_cache_bytes(job, free - found[0] * page) // page
+            each, most = job.pages_of_a_sequence, engine.max_sequences
+            found[i] = engine.kv_pages or cache_pages(each, sequences, most, limit)
+    return found[0], found[1]
 
 
 def _served(job: Job, page: int, free: int) -> int:
     """Pages of the cache of the engine by which a run serves its policy; `page` and `free` in
     bytes."""
-    serve, positions = job.config.serve, job.model.max_positions
-    if serve.port is None:
+    if job.sampled is None or job.sampled.serve.port is None:
         return 0
+    serve, positions = job.sampled.serve, job.model.max_positions
     each, most = pages_needed(1, positions - 1, job.page_size), serve.max_sequences
     return cache_pages(each, most, most, _most_cache_bytes(job, free) // page)
 
@@ -237,7 +232,9 @@ def _most_cache_bytes(job: Job, free: int) -> int:
 
 def _sleeps(job: Job) -> bool:
     """Whether the cache is freed while the learner works, as `engine.sleep` says."""
-    engine = job.config.engine
+    engine = job.engine
+    if job.sampled is None:
+        return False
     idle = not job.machine.host and not engine.cuda_graphs
     return engine.sleep == "always" or (engine.sleep == "auto" and idle)
 
@@ -251,15 +248,13 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     exchanged = 0
     if job.ranks > 1:  # beside a layer's gradients the message to their owners, and what comes in
         exchanged = 2 * gradient_bucket(job.model, config.adapter)
-    several = tokens < batch or config.algorithm.updates_per_batch > 1 or job.ranks > 1
+    several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
-    entropy = config.algorithm.may_use_entropy
+    entropy = job.algorithm.may_use_entropy
     taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged)
-    if config.sampling.filtered:
+    if job.sampled is not None and job.sampled.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
-    if (
-        job.shares_prompts and config.sampling.group_size > 1
-    ):  # keys, values and gradients, for each that sees them
+    if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
         width = job.model.num_kv_heads * job.model.head_dim
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
@@ -268,10 +263,16 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
 
 
 def _rolling_out(job: Job, model: Described) -> Item:
-    """Activations of one forward, and its logits in float32, twice."""
-    tokens = min(job.config.engine.max_batch_tokens, job.completions_of_a_rank * job.longest)
-    sampled = min(job.config.engine.max_sequences, job.completions_of_a_rank)
-    label = f"rolling out: activations of {tokens:,} tokens, logits"
+    """Activations of one forward, and its logits in float32, twice; of a supervised run those of
+    its held-out prompts, nothing where none are answered."""
+    count, what = job.completions_of_a_rank, "rolling out"
+    if job.sampled is None:
+        count, what = job.evaluated, "answering held-out prompts"
+    tokens = min(job.engine.max_batch_tokens, count * sum(job.sampled_lengths))
+    label = f"{what}: activations of {tokens:,} tokens, logits"
+    if not count:
+        return label, 0
+    sampled = min(job.engine.max_sequences, count)
     return label, forward_bytes(model).at(tokens) + 8 * sampled * job.model.vocab_size
 
 

@@ -1,4 +1,5 @@
-"""How a reward by name is written, `math` or `math:{"option": value}`, and what it may return.
+"""How a reward is written with its options, `math:{"option": value}` or
+`file.py:function:{"option": value}`, and what one by name may return.
 
 Left out: the rewards (`named/`), which the worker of a user's own function does not import.
 """
@@ -12,6 +13,7 @@ from typing import Any
 from isobit.errors import IsobitError, brief
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*)(?::(\{.*\}))?", re.DOTALL)
+_OWN = re.compile(r"([^{]*:[A-Za-z_]\w*):(\{.*\})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,11 @@ def is_named(text: str) -> bool:
 
 
 def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are
-    no JSON object."""
-    match = _REFERENCE.fullmatch(text)
-    assert match is not None
+    """(name, options) of `name` or `name:{"option": value}`; the name may be file.py:function.
+    Raises IsobitError if the options are no JSON object."""
+    match = _REFERENCE.fullmatch(text) or _OWN.fullmatch(text)
+    if match is None:  # a function of the user's own, without options
+        return text, {}
     try:
         return match[1], json.loads(match[2] or "{}")
     except ValueError as error:

@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from isobit.data.answers import completion_text
 from isobit.errors import IsobitError
 from isobit.rewards.awaiting import LOOP
 from isobit.rewards.by_name import Unscored, is_named, parse_reference
+from isobit.rewards.own_options import check_options
 from isobit.workers.loading import find_function, last_line
 
 
@@ -40,16 +42,20 @@ ON_REQUEST: dict[str, Any] = {
 }
 
 
+_OF_VERL = ("solution_str", "ground_truth", "data_source", "extra_info")
+
+
 @dataclass(frozen=True)
 class LoadedFunction:
     """A function and what its signature says: columns it needs, all names in it, whether it takes
-    any more."""
+    any more; `options`: names that have values already."""
 
     call: Callable[..., Any]
     file: str
     required: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     takes_more: bool = True
+    options: frozenset[str] = frozenset()
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """What the function returns for those of the keyword arguments that it takes."""
@@ -61,7 +67,7 @@ class LoadedFunction:
         given = {
             name: value
             for name, value in arguments.items()
-            if name in self.names or self.takes_more
+            if name not in self.options and (name in self.names or self.takes_more)
         }
         for name, value in ON_REQUEST.items():
             given.pop(name, None)
@@ -102,8 +108,12 @@ def load_function(reference: str) -> LoadedFunction:
     whatever goes wrong on the way."""
     if is_named(reference):
         return _by_name(reference)
-    function, file = find_function(reference)
-    return _inspect(function, reference, file)
+    name, options = parse_reference(reference)
+    function, file = find_function(name)
+    if not options:
+        return _inspect(function, name, file)
+    check_options(function, name, options, reserved=(*ALWAYS, *ON_REQUEST, *_OF_VERL))
+    return _inspect(partial(function, **options), name, file, frozenset(options))
 
 
 def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
@@ -178,12 +188,18 @@ def _described(value: Any) -> str:
     )
 
 
-def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedFunction:
+def _inspect(
+    function: Callable[..., Any], reference: str, file: str, options: frozenset[str] = frozenset()
+) -> LoadedFunction:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return LoadedFunction(function, file)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in options
+    ]
     names = frozenset(p.name for p in named)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if {"solution_str", "ground_truth"} <= names:
@@ -200,7 +216,12 @@ def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedF
         p.name for p in named if p.default is p.empty and p.name not in (*ALWAYS, *ON_REQUEST)
     )
     return LoadedFunction(
-        function, file, required, names.union(ON_REQUEST) if takes_more else names, takes_more
+        function,
+        file,
+        required,
+        names.union(ON_REQUEST) if takes_more else names,
+        takes_more,
+        options,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from isobit.options.declare import above
 from isobit.options.reading import OptionError
 from isobit.rewards import named
-from isobit.rewards.by_name import is_named, parse_reference, reference
+from isobit.rewards.by_name import parse_reference, reference
 
 OBJECT = "<python>:"
 """Begins the name of what a run was given as an object of Python: a reward function, or rows."""
@@ -25,7 +25,9 @@ class RewardSpec:
     weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str | None, "name in the metrics; default: the function's"] = None
     options: Annotated[
-        Mapping[str, Any], "options of a built-in reward; how-to/rewards.md has them"
+        Mapping[str, Any],
+        "options of a built-in reward, which how-to/rewards.md has; or values for parameters of your "
+        "own function",
     ] = field(default_factory=dict)
     deadline_s: Annotated[
         float | None, above(0), "seconds for one call; default: rewards.deadline_s"
@@ -49,27 +51,25 @@ class RewardSpec:
     @property
     def reference(self) -> str:
         """The function, or the name and its options, as a worker loads it."""
-        return reference(self.function, self.options) if self.by_name else self.function
+        return reference(self.function, self.options)
 
     def build(self, deadline_s: float) -> named.NamedReward | None:
         """The reward by name, or None for a function; `deadline_s` counts unless it has its own.
         Raises OptionError."""
         if self.by_name:
             return named.build(self.function, self.options, self.deadline_s or deadline_s)
-        if self.options:
+        if self.options and self.is_object:
             raise OptionError(
-                ("options",), "a function of your own takes none; only rewards by name do"
+                ("options",), "an object of Python takes none; give functools.partial of it"
             )
         return None
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """The reward of a command line: a function, a name, or a name with options, `name:{"option":
+    """The reward of a command line: a function or a name, also with options, `name:{"option":
     value}`.
 
     Raises IsobitError if the options are no JSON.
     """
-    if not is_named(text):
-        return RewardSpec(text)
     name, options = parse_reference(text)
     return RewardSpec(name, options=options)

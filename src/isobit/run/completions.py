@@ -21,6 +21,8 @@ from isobit.errors import IsobitError, brief
 from isobit.run.rows import LARGEST
 
 COMPLETIONS = "completions.jsonl.gz"
+HELD_OUT = "held_out.jsonl.gz"
+"""The same of the evaluations of held-out prompts: a member for each."""
 SAME = "same"
 """What stands for `policy_logprobs` that are `rollout_logprobs`, bit for bit."""
 _LEVEL = 3

@@ -29,7 +29,7 @@ from isobit.data.foreign import BadJson, exists, parse_json, read_bytes, reason_
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints, durable, metrics
 from isobit.run.certificate import CERTIFICATE
-from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.completions import COMPLETIONS, HELD_OUT, pack
 from isobit.run.format import FORMAT, FORMAT_NOW, check_format
 from isobit.run.rows import (
     MOST_STEPS,
@@ -50,7 +50,7 @@ MACHINE = "machine.json"
 RESOLVED = "resolved.json"
 INPUTS = "inputs.json"
 ROLLOUTS_FROM = "rollouts_from.txt"
-NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
+NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, HELD_OUT: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
 _MOST_BYTES = 1 << 24
@@ -232,6 +232,10 @@ class RunDirectory:
         member = pack(rows, digest)
         self._append(COMPLETIONS, member)
         return digest.hexdigest() if member else None
+
+    def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The completions of one evaluation of held-out prompts."""
+        self._append(HELD_OUT, pack(rows))
 
     def write_certificate(self, row: Mapping[str, Any]) -> str:
         """The row of one step; returns its hash."""

@@ -13,7 +13,7 @@ from isobit.data.foreign import exists
 from isobit.errors import IsobitError
 from isobit.run import certificate, completions
 from isobit.run.certificate import CERTIFICATE
-from isobit.run.completions import COMPLETIONS
+from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.run.directory import METRICS, NOTHING_WRITTEN, read_jsonl
 from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_line
 
@@ -31,7 +31,8 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
         path = directory / name
         size = path.stat().st_size if path.is_file() else 0
         if size < offset:
-            found[name] = completions.end(path) if name == COMPLETIONS else end_of_lines(path)
+            packed = name in (COMPLETIONS, HELD_OUT)
+            found[name] = completions.end(path) if packed else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
     lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
     return found, [

@@ -26,6 +26,8 @@ METRICS: dict[str, str] = {
     "is correct (unbiased)",
     "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most "
     "of k samples is correct",
+    "evaluation/stopped": "1 in the step whose evaluation ended the run (evaluation.stop_at, "
+    "evaluation.patience)",
     "accuracy/tag/*": "accuracy/held_out of the prompts with one value of the tag",
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",
@@ -63,6 +65,8 @@ METRICS: dict[str, str] = {
     "stays 0, nothing is learned",
     "groups/resampled": "groups dropped by dynamic sampling",
     "groups/unscored": "completions without a reward",
+    "groups/unshown": "of a distillation: completions whose teacher was shown nothing, or more than "
+    "its context takes (reference.shown); they are not learned from",
     "length/mean": "tokens per completion, the end-of-sequence token included",
     "length/truncated_fraction": "completions that ended at the length limit",
     "env/turns": "turns of the model in an episode with an environment, mean",
@@ -162,6 +166,7 @@ METRICS: dict[str, str] = {
     "serve/requests": "requests of others that were answered during the step (serve.port)",
     "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
+    "prompts/skipped": "prompts that the curriculum passed over before those of the step",
     "weights_version": "syncs of the working weights since the model was loaded",
     "time/sync": "seconds: requantizing the working weights, and sending and checking them with "
     "separate engines",

@@ -10,9 +10,25 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
 from isobit.errors import IsobitError
-from isobit.options.declare import NotAnOption, at_least, at_most
+from isobit.options.declare import NotAnOption, above, at_least, at_most, text_as
 from isobit.options.reading import read
 from isobit.rewards.spec import RewardSpec
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One of several files or directories of data. `FILE` is `{path: FILE}`."""
+
+    path: Annotated[str, "as `task.path`"]
+    weight: Annotated[
+        float | None,
+        above(0),
+        "its part of the prompts, relative to the others'; default, of all or none: its rows",
+    ] = None
+    split: Annotated[str | None, "as `task.split`; default: that"] = None
+    columns: Annotated[Mapping[str, str], "as `task.columns`, over those"] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,10 @@ class TaskSettings:
         "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
         "`datasets`; every column reaches the reward",
     ] = None
+    files: Annotated[
+        tuple[Annotated[DataFile, text_as("path")], ...],
+        "several in place of path, mixed by weight: an epoch has as many prompts as all have rows",
+    ] = ()
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
     held_out_size: Annotated[
         int | None, at_least(0), "examples that are kept out of training, for evaluation"
@@ -86,6 +106,18 @@ class TaskSettings:
             raise IsobitError(
                 f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens"
             )
+        weighted = [file.weight is not None for file in self.files]
+        if any(weighted) and not all(weighted):
+            raise IsobitError(
+                f"files.{weighted.index(False)}: give all files a weight, or none; without one each "
+                "counts as many as it has rows"
+            )
+        if self.files and (self.path is not None or self.held_out_split is not None):
+            other = "path" if self.path is not None else "held_out_split"
+            raise IsobitError(
+                f"files and {other} do not go together: leave {other} out"
+                + ("" if other == "path" else ", and name what is held out with held_out_path")
+            )
 
 
 @dataclass(frozen=True)
@@ -134,6 +166,7 @@ def refuse_file_settings(settings: TaskSettings) -> None:
     unused = TaskSettings()
     for name in (
         "path",
+        "files",
         "held_out_path",
         "format",
         "split",

@@ -90,7 +90,7 @@ class Learning:
                 self._saver.learning(unchanged=Disagreement),
             ):
                 learned = self._learner.learn(samples, advantages, self._state.step)
-        self._calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
+        self._calibrator.learned_from([tokens for s in samples for tokens in s.contexts])
         took |= _counted(samples, took["time/learn"])
         if self._learner.objective.advantage != GIVEN:
             took["advantage/nonzero_fraction"] = _nonzero(advantages)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.config import Config, parse_config
+from isobit.config.reading import read_source
 from isobit.data.arrow_rows import plain
 from isobit.errors import IsobitError, RunFailed
-from isobit.options.declare import plain as plain_values
 from isobit.rewards.spec import OBJECT
 from isobit.rl import Sample
 from isobit.rl.algorithm.advantages import Advantage
@@ -81,7 +81,7 @@ class Given:
         no reward, row or callback, and for what the config names already."""
         functions: dict[str, RewardFunction] = {}
         rows: dict[str, Sequence[dict[str, Any]]] = {}
-        values = plain_values(config)
+        values, _ = read_source(config, ())
         if rewards := _listed(self.rewards):
             if config.rewards.functions:
                 raise IsobitError(

@@ -1,16 +1,19 @@
 """What a run computes with where its config leaves it open: what `auto`, the precision and the
-model decide, and the memory of the machine for `optimizer.micro_batch_tokens: auto`.
+model decide, the memory of the machine for `optimizer.micro_batch_tokens: auto`, and the data for
+`epochs`.
 
 It is computed once, when a run is opened, and whoever needs a part of it is given it.
 `resolved.json` keeps it in the run directory, and a run that goes on must come to the same
 (`keep`). Left out: what computes (`running/machine.py`), and what the config says itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fractions import Fraction
+from typing import Any, TypeVar
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig
 from isobit.engine.engine import tokens_of_a_page
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -19,6 +22,18 @@ from isobit.rl import ResolvedObjective, for_precision
 from isobit.rl.algorithm.objective import shares_prompts
 from isobit.rl.learner.agreement import promises_bits
 from isobit.run.directory import RESOLVED, RunDirectory, object_in
+
+_Config = TypeVar("_Config", Config, SftConfig)
+
+
+def in_steps(config: _Config, prompts: int) -> _Config:
+    """The config with as many steps as its `epochs` over so many training prompts take, rounded
+    up; one without `epochs` as it is."""
+    if config.epochs is None:
+        return config
+    each = config.batch_size if isinstance(config, SftConfig) else config.prompts_per_step
+    steps = math.ceil(Fraction(str(config.epochs)) * prompts / each)
+    return replace(config, steps=steps, epochs=None)
 
 
 @dataclass(frozen=True)
@@ -88,12 +103,18 @@ def resolve(
     until it is known what fits."""
     objective = objective_of(config, model.precision, reward_weights)
     mixture, recurrent = model.config.routed is not None, model.config.linear is not None
+    routes = mixture and (objective.recompute_old or objective.router_replay)
+    if routes and config.environment.used and config.environment.history == "fork":
+        raise IsobitError(
+            "environment.history: fork does not record which experts served the contexts of an "
+            "episode; set algorithm.router_replay: false and recompute_old_logprobs: never"
+        )
     wanted, tokens = config.optimizer.share_prompts, config.optimizer.micro_batch_tokens
     return Resolved(
         objective,
         micro_batch_tokens=1 if tokens == "auto" else tokens,
         share_prompts=shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent),
-        record_routes=mixture and (objective.recompute_old or objective.router_replay),
+        record_routes=routes,
         page_size=tokens_of_a_page(model.config, config.engine.page_size),
         order=model.ops.order,
         expects_equal_bits=promises_bits(model) and learns_like_recorded,

@@ -33,7 +33,7 @@ from .hopper import (
     rounded_once,
     unlike_sides,
 )
-from .test_product import TILES, forced
+from .test_product import TILES, TOKENS_FIRST, forced
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="a GPU is asked itself: tests/gpu")
 CACHES = {"bf16": None, "e4m3": QuantSpec(E4M3, "row"), "int8": QuantSpec(INT8, "row", "fp32")}
@@ -135,12 +135,13 @@ def _operands(kind: str, rows: int, columns: int, inner: int) -> tuple[Operand, 
 
 
 def _product(kind: str, columns: int = 70, inner: int = 400) -> Pairs:
-    """Rows alone and in parts, with those of 80: tiles of 16, 32 and 64 rows; float32 results."""
+    """Rows alone and in parts, with those of 80: tiles of 16, 32 and 64 rows, which stand on
+    the short side, and a large one, where codes are exchanged; float32 results."""
     x, w = _operands(kind, 80, columns, inner)
     whole = OPS.product(x, w, None, torch.float32)
     return [
         (OPS.product(rows_of(x, lo, hi), w, None, torch.float32), whole[lo:hi])
-        for lo, hi in ((0, 1), (79, 80), (3, 20), (10, 75))
+        for lo, hi in ((0, 1), (79, 80), (3, 20), (10, 60), (5, 75))
     ]
 
 
@@ -158,12 +159,16 @@ def test_a_row_of_a_long_product_in_chunks_too(kind: str) -> None:
 
 
 def _by_every_tile(kind: str) -> Pairs:
-    """The product of 80 rows by each tile that a plan has, with the first one's."""
+    """The product of 80 rows by each tile that a plan has, with the first one's; of codes by those
+    with tokens on the long side too."""
     x, w = _operands(kind, 80, 70, 400)
+    tiles = [(*tile, False) for tile in TILES[torch.bfloat16]]
+    if kind == "e4m3":
+        tiles += [(*tile, True) for tile in TOKENS_FIRST]
     found = []
-    for tile_n, tile_m, num_warps in TILES[torch.bfloat16]:
+    for tile_n, tile_m, warps, first in tiles:
         with pytest.MonkeyPatch.context() as patch:
-            forced(patch, tile_n=tile_n, tile_m=tile_m, num_warps=num_warps)
+            forced(patch, tile_n=tile_n, tile_m=tile_m, num_warps=warps, tokens_first=first)
             found.append(OPS.product(x, w, None, torch.float32))
     return [(each, found[0]) for each in found[1:]]
 
@@ -172,6 +177,11 @@ def _by_every_tile(kind: str) -> Pairs:
 @pytest.mark.parametrize("kind", ["e4m3", "bf16"])
 def test_every_tile_gives_the_same_bits(kind: str) -> None:
     assert _differing(_by_every_tile(kind)) == 0
+
+
+def test_tokens_on_the_long_side_are_noticed_where_sides_are_not_alike() -> None:
+    """80 rows of codes have them there, and up to 64 do not."""
+    _is_noticed(lambda: _product("e4m3"), Card(unlike_sides))
 
 
 @pytest.mark.parametrize("kind", ["e4m3", pytest.param("bf16", marks=pytest.mark.slow)])

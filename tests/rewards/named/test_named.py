@@ -308,10 +308,6 @@ BAD = [
         {"function": "code", "options": {"column": ""}},
         "options.column: expected the name of a column",
     ),
-    (
-        {"function": "my.py:f", "options": {"x": 1}},
-        "options: a function of your own takes none; only rewards by name",
-    ),
 ]
 
 

@@ -1,5 +1,5 @@
-"""`isobit train --dry-run`: check everything that a run would open, and say what it is and what
-memory it takes.
+"""`--dry-run` of `isobit train` and `isobit sft`: check everything that a run would open, and say
+what it is and what memory it takes.
 
 What needs no weights comes first: data, rewards, prompts, and the memory plan, which is wanted
 most where the weights do not fit. Then the weights are read, and everything is opened.
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig
+from isobit.distributed import ALONE
 from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
@@ -24,12 +25,18 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
 from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.parts import Parts
-from isobit.training.resolved import objective_of
+from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
 from isobit.training.session.assembly import Tools, open_parts
 from isobit.training.session.cautions import cautions
+from isobit.training.sft.initial import described_model
+from isobit.training.sft.parts import check_evaluation, lessons_of, load_supervised
+from isobit.training.sft.parts import open_parts as open_supervised_parts
 
 Say = Callable[[str], None]
+_LEFT_OUT = (
+    "the rest of the check, which needs them, is left out; lower the plan, or take a larger machine"
+)
 
 
 def dry_run(config: Config, say: Say) -> None:
@@ -53,6 +60,37 @@ def dry_run(config: Config, say: Say) -> None:
     separated(prompts[0])
 
 
+def supervised_dry_run(config: SftConfig, say: Say) -> None:
+    """As `dry_run`, of a supervised run; nothing is written."""
+    refuse_existing(Path(config.run.dir))
+    task = load_supervised(config)
+    check_evaluation(config, task)
+    model = described_model(config, task)
+    lessons = lessons_of(task, model, config, quiet=False)
+    config = in_steps(config, len(lessons.train))
+    ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
+    loss = f"{config.loss} with beta {config.beta}" if config.of_pairs else config.loss
+    held_out = 0 if lessons.asked is None else len(lessons.asked.examples)
+    say(
+        f"{_model_text(config, model)}; task {task.name}: {len(lessons.train)} training and "
+        f"{held_out} held-out examples\n{config.steps} steps of {config.batch_size} examples; loss: "
+        f"{loss}\n{ops.why}; consistency: {config.consistency}"
+    )
+    trained = f"{config.optimizer.masters}, {config.optimizer.state}"
+    say(f"\n{precision.table(model.config.num_layers, trained)}")
+    job = lessons.job(config, model.config, this_machine(ops, config.ranks))
+    say(f"\n{_memory(job)}")
+    first = f"\n{lessons.first(model)}"
+    if (reason := not_loaded(job)) is not None:
+        say(first)
+        raise IsobitError(f"{reason}: {_LEFT_OUT}")
+    tokens = open_supervised_parts(config, quiet=True, ranks=ALONE, began={}).micro_batch_tokens
+    say(
+        f"\nweights are read; longest example: {job.longest} tokens; micro-batches of {tokens} "
+        f"tokens\n{first}"
+    )
+
+
 def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, say: Say) -> str:
     """What needs no weights; returns the first prompt, which comes last. Raises IsobitError,
     after that, where the weights do not fit into the memory."""
@@ -60,6 +98,7 @@ def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, s
     model = described(base, adapter, text_rules(config))
     new_tokens = config.sampling.max_new_tokens
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
+    config = in_steps(config, len(fitted.task.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
@@ -70,25 +109,15 @@ def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, s
     prompt = first_prompt(fitted.task.train, model, tools)
     if (reason := not_loaded(job)) is not None:
         say(prompt)
-        raise IsobitError(
-            f"{reason}: the rest of the check, which needs them, is left out; lower the plan, "
-            "or take a larger machine"
-        )
+        raise IsobitError(f"{reason}: {_LEFT_OUT}")
     return prompt
 
 
 def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
     """What is trained on what, and what to beware of."""
-    parameters = f"{num_parameters(model.config):,} parameters"
     rule = objective_of(config, precision).rule
-    if (given := config.adapter) is not None:
-        chosen = targeted(model.config, given.targets)
-        adapter = Adapter(given.rank, given.alpha, chosen, {}, rslora=given.rslora)
-        parameters += (
-            f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
-        )
     heading = (
-        f"{model.config.family}, {parameters}; "
+        f"{_model_text(config, model)}; "
         f"task {task.name}: {len(task.train)} training and {len(task.held_out)} held-out prompts\n"
         f"{config.steps} steps of {config.prompts_per_step} prompts x "
         f"{config.sampling.group_size} completions; "
@@ -102,6 +131,16 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
         if warning is not None:
             heading += f"\n{warning}"
     return heading
+
+
+def _model_text(config: Config | SftConfig, model: Described) -> str:
+    """Family and parameters, an adapter's too."""
+    text = f"{model.config.family}, {num_parameters(model.config):,} parameters"
+    if (given := config.adapter) is not None:
+        chosen = targeted(model.config, given.targets)
+        adapter = Adapter(given.rank, given.alpha, chosen, {}, rslora=given.rslora)
+        text += f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
+    return text
 
 
 def _memory(job: Job) -> str:

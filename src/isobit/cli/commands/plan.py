@@ -63,7 +63,7 @@ def _text(found: Planned) -> str:
     heading = (
         f"{job.model.family}, {num_parameters(job.model):,} parameters{trained}, "
         f"{job.precision.name}\n"
-        f"{config.prompts_per_step} prompts x {config.sampling.group_size} completions a step: "
+        f"{job.prompts} prompts x {job.group} completions a step: "
         "prompts of "
         f"{job.prompt:,} tokens, completions of at most {job.completion:,}; {batches}"
     )

@@ -227,13 +227,22 @@ def _drawn(
     episodes = Episodes(engine, recorded_dialogue(config, model))
     with OpenGroups(episodes) as gathering:
         for place, sample in enumerate(samples):
-            one, columns = replace(sampling, n=1), {"episode": sample.episode}
+            one, columns = replace(sampling, n=1), _recorded(config, sample)
             named = sample.prompt_index, columns, None, sample.sample_index
             gathering.add(place, episodes.submit(list(sample.prompt_ids), one, *named))
         while gathering:
             for _, group in gathering.step():
                 yield from group
             progress(gathering.completed, count)
+
+
+def _recorded(config: Config, sample: Sample) -> dict[str, Any]:
+    """What was said in an episode; where it may fork its contexts too, which are prompts then."""
+    if config.environment.history != "fork":
+        return {"episode": sample.episode}
+    mask = sample.completion_mask or ()
+    begins = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+    return {"episode": sample.episode, "contexts": [sample.before(place) for place in begins]}
 
 
 def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
@@ -285,6 +294,8 @@ def _ending_differs(sample: Sample, again: Completion) -> str | None:
         return f"truncated: recorded {sample.truncated}, drawn {again.finish_reason == 'length'}"
     if sample.completion != again.text:
         return f"its text: recorded {sample.completion[:60]!r}, drawn {again.text[:60]!r}"
+    if sample.forks != again.forks:
+        return f"forks: recorded {sample.forks}, drawn {again.forks}"
     mask = None if again.completion_mask is None else tuple(again.completion_mask)
     return (
         None if sample.completion_mask == mask else "completion_mask: recorded another than drawn"

@@ -13,7 +13,7 @@ in one line; `appended` gives the tokens all the same. Left out: messages before
 answers that a template splits in two.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,6 +80,19 @@ class Appending:
             if (reason := self.refusal(role)) is not None:
                 raise IsobitError(reason)
 
+    def check_shown(self, *roles: str) -> None:
+        """Raise IsobitError if the template refuses or leaves out a message of one of these roles
+        behind an answer."""
+        for role in roles:
+            given = _dummies(role)
+            if given[0]["content"] not in self._text(
+                self._encoded([self._said(given), *given], True)
+            ):
+                raise IsobitError(
+                    f"the model's chat template leaves out what a message of role {role} says; "
+                    "name one that does not with model.chat_template"
+                )
+
     def refusal(self, role: str) -> str | None:
         """Why what is appended with a message of this role, `tool` or `user`, is not what the
         template would write of the whole conversation, in one line; None: it is."""
@@ -88,7 +101,8 @@ class Appending:
             return None
         return (
             f"the model's chat template {why}, so turns cannot be appended (environment.history: "
-            "append); name a template that keeps what it wrote with model.chat_template"
+            "append); name a template that keeps what it wrote with model.chat_template, or set "
+            "history: fork"
         )
 
     @cached_property
@@ -235,6 +249,28 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else dict(message)
         for place, message in enumerate(messages)
     ]
+
+
+def numbered(
+    messages: Sequence[Message], written: Callable[[Any], Any] = lambda arguments: arguments
+) -> list[dict[str, Any]]:
+    """A conversation whose calls have ids, and their arguments as `written`; tools' messages have
+    those of the calls that they answer, in order."""
+    found, ids, calls = list[dict[str, Any]](), list[str](), 0
+    for message in messages:
+        if message["role"] == "tool":
+            found.append({"name": "tool", **message, "tool_call_id": (ids or [_ID.format(0)])[0]})
+            ids = ids[1:]
+            continue
+        ids = [_ID.format(calls + place) for place, _ in enumerate(message.get("tool_calls", ()))]
+        calls += len(ids)
+        made = [
+            {**call, "id": name}
+            | {"function": call["function"] | {"arguments": written(call["function"]["arguments"])}}
+            for name, call in zip(ids, message.get("tool_calls", ()))
+        ]
+        found.append({**message, "tool_calls": made} if made else dict(message))
+    return found
 
 
 def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:

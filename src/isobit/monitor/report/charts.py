@@ -27,7 +27,7 @@ class Panel:
     """One chart: title, the metrics drawn (names, or patterns such as `accuracy/*`), and how.
 
     `note` says in a sentence what is drawn. `fraction`: from 0 to 1. `axis`: what a row's `step`
-    is; `doubling`: it is a power of two.
+    is; `doubling`: it is a power of two. `named`: a line says its name also where it is alone.
     """
 
     title: str
@@ -39,6 +39,7 @@ class Panel:
     fraction: bool = False
     axis: str = "step"
     doubling: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def draw(panel: Panel, runs: Sequence[Series]) -> str:
     head = f"{escaped(panel.title)}{f' <span>{escaped(panel.unit)}</span>' if panel.unit else ''}"
     note = f"<small>{escaped(panel.note)}</small>" if panel.note else ""
     keys = "".join(f"<li class='c{d.color % COLORS}'>{escaped(d.name)}</li>" for d in drawn)
-    legend = f"<ul class='legend'>{keys}</ul>" if len(drawn) > 1 else ""
+    legend = f"<ul class='legend'>{keys}</ul>" if len(drawn) > 1 or panel.named else ""
     data = {
         "axis": panel.axis,
         "x": across.data(),

@@ -25,7 +25,7 @@ from isobit.monitor.report.solved import prompt_section, prompt_table
 from isobit.monitor.report.summary import about, headline, summary
 from isobit.monitor.report.tables import html_table
 from isobit.run import durable
-from isobit.run.completions import COMPLETIONS
+from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.run.directory import (
     CONFIG,
     METRICS,
@@ -37,7 +37,7 @@ from isobit.run.directory import (
 )
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
-_COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000
+_COMPLETION_BYTES, _HELD_OUT_BYTES, _PROMPT_BYTES = 2_000_000, 400_000, 400_000
 _MOST_CONFIG = 1 << 20
 _STATIC_SAMPLES, _STATIC_LENGTH = 3, 600
 
@@ -53,6 +53,7 @@ class _Run:
     heat: dict[str, Any] | None
     prompts: dict[str, Any]
     samples: dict[str, Any]
+    held_out: dict[str, Any]
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -77,7 +78,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
         ("Quantization", draw_all(panels.QUANTIZATION, series) + _each(runs, _heat)),
         ("Time and memory", draw_all(panels.COST, series)),
         ("Prompts", _each(runs, _prompts)),
-        ("Completions", _each(runs, _completions)),
+        ("Completions", _each(runs, lambda run: _completions(run.samples))),
+        ("Held out", _each(runs, lambda run: _completions(run.held_out))),
         ("Configuration", _configuration(runs)),
     ]
     body = "".join(
@@ -126,6 +128,9 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
         heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),
         prompt_table(rollouts, _PROMPT_BYTES // sharing),
         sample_completions(rollouts, directory, _COMPLETION_BYTES // sharing),
+        sample_completions(
+            read_rollouts(directory / HELD_OUT), directory, _HELD_OUT_BYTES // sharing
+        ),
     )
 
 
@@ -188,10 +193,9 @@ def _prompts(run: _Run) -> str:
     return prompt_section(run.prompts) + embedded(run.prompts) if run.prompts["total"] else ""
 
 
-def _completions(run: _Run) -> str:
+def _completions(samples: Mapping[str, Any]) -> str:
     """The best and the worst of a few steps for who reads without a script; all that was sampled
     for the browser."""
-    samples = run.samples
     if not samples["rows"]:
         return ""
     count, total = len(samples["rows"]), samples["total"]

@@ -70,14 +70,17 @@ TURNS = (
     ),
     Panel("Calls of tools", ("tools/call_frequency",), note="per episode"),
     Panel("Failed calls", ("tools/failure_frequency",), fraction=True, note="of all tools"),
-    Panel("Calls by tool", ("tools/call_frequency/*",), note="per episode", stacked=True),
-    Panel("Failed calls by tool", ("tools/failure_frequency/*",), fraction=True),
+    Panel(
+        "Calls by tool", ("tools/call_frequency/*",), note="per episode", stacked=True, named=True
+    ),
+    Panel("Failed calls by tool", ("tools/failure_frequency/*",), fraction=True, named=True),
     Panel(
         "Time by tool",
         ("time/tools/*",),
         unit="seconds per step",
         note="added up; beside the rollout and one another",
         stacked=True,
+        named=True,
     ),
 )
 

@@ -7,6 +7,7 @@ are too (`run/completions.py`). Left out: tensors (`learner/packing.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from isobit.environments.recorded import EpisodeRecord
@@ -26,7 +27,8 @@ class Sample:
     how many steps had been learned by then. `routes`: the experts that served it in the rollout, as
     text (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy
     ‖ reference), if it is part of the reward. `episode`: what happened in a conversation with an
-    environment, whose last turn's text `completion` is.
+    environment, whose last turn's text `completion` is. `forks`: the places in the completion where
+    a context of its own begins, with given tokens: what is behind one sees nothing in front of it.
     """
 
     prompt_index: int
@@ -44,6 +46,7 @@ class Sample:
     rollout_step: int = 0
     completion_mask: tuple[bool, ...] | None = None
     episode: EpisodeRecord | None = None
+    forks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
@@ -60,10 +63,26 @@ class Sample:
     def num_trained(self) -> int:
         return len(self.trained)
 
+    @property
+    def contexts(self) -> list[tuple[int, ...]]:
+        """The tokens of each context, from the prompt's on: one, where it forks nowhere."""
+        edges = [*self.forks, len(self.completion_ids)]
+        first = (*self.prompt_ids, *self.completion_ids[: edges[0]])
+        return [first, *(self.completion_ids[a:b] for a, b in pairwise(edges))]
+
+    def before(self, place: int) -> tuple[int, ...]:
+        """What stands in front of a token of the completion, in its context."""
+        begins = [fork for fork in self.forks if fork <= place]
+        if begins:
+            return self.completion_ids[begins[-1] : place]
+        return (*self.prompt_ids, *self.completion_ids[:place])
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; without an environment there is no `episode`."""
+        """Plain values for `json.dumps`; without an environment there is no `episode`, and where it
+        forks nowhere there are no `forks`."""
         values = {**vars(self), "rewards": dict(self.rewards)}
-        episode = values.pop("episode")
+        episode, forks = values.pop("episode"), values.pop("forks")
+        values |= {"forks": list(forks)} if forks else {}
         return values if episode is None else {**values, "episode": episode.to_json()}
 
     @staticmethod
@@ -75,6 +94,7 @@ class Sample:
             given[key] = tuple(given[key])
         if given.get("completion_mask") is not None:
             given["completion_mask"] = tuple(given["completion_mask"])
+        given["forks"] = tuple(given.get("forks", ()))
         if given.get("episode") is not None:
             given["episode"] = EpisodeRecord.from_json(given["episode"])
         if (distance := given.get("reference_kl")) is not None:

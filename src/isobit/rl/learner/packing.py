@@ -10,10 +10,13 @@ row's bits depend on what is before it and on nothing else, so log-probabilities
 of the gradient, the sums over the copies of a row are rounded elsewhere
 (tests/rl/test_shared_prompts.py). Left out: completions that begin alike, and which samples are
 packed together (`schedule.py`).
+
+A sample that forks is a sequence for each of its contexts, and one sample to the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -41,11 +44,23 @@ class Trainable(Protocol):
     @property
     def completion_mask(self) -> tuple[bool, ...] | None: ...
 
+    @property
+    def forks(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class _Context:
+    """A context of a sample: what begins it, and what follows."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its
-    sequence [C] int64.
+    sample's number, `sequence` [C] int64.
 
     `whole` [T] int64 are the places of the rows among those of all sequences, W; where none is
     shared, all in turn. `context`: the tokens before each target.
@@ -72,34 +87,51 @@ class PackedBatch:
 def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to
     predict."""
-    prompts = np.array([len(s.prompt_ids) for s in samples], np.int64)
-    completions = np.array([len(s.completion_ids) for s in samples], np.int64)
+    owners, parts = list[int](), list[_Context]()
+    for number, sample in enumerate(samples):
+        found = list(_contexts(sample))
+        owners += [number] * len(found)
+        parts += found
+    prompts = np.array([len(part.prompt_ids) for part in parts], np.int64)
+    completions = np.array([len(part.completion_ids) for part in parts], np.int64)
     assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
     tokens = np.array(
-        [t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])], np.int64
+        [t for part in parts for t in (*part.prompt_ids, *part.completion_ids[:-1])], np.int64
     )
-    targets = np.array([t for s in samples for t in s.completion_ids], np.int64)
+    targets = np.array([t for part in parts for t in part.completion_ids], np.int64)
     starts = np.cumsum(lengths) - lengths
-    sequence = np.repeat(np.arange(len(samples)), completions)
+    sequence = np.repeat(np.arange(len(parts)), completions)
     offset = np.arange(len(targets)) - (np.cumsum(completions) - completions)[sequence]
     places = (starts + prompts - 1)[sequence] + offset
-    masks = [s.completion_mask or (True,) * len(s.completion_ids) for s in samples]
-    trained = np.array([trained for mask in masks for trained in mask], bool)
-    first = _first_of_prompt(samples) if share_prompts else np.arange(len(samples))
-    shared = np.where(first == np.arange(len(samples)), 0, prompts)
+    trained = np.array([trained for part in parts for trained in part.mask], bool)
+    first = _first_of_prompt(parts) if share_prompts else np.arange(len(parts))
+    shared = np.where(first == np.arange(len(parts)), 0, prompts)
     row, whole, layout = shared_rows(lengths, first, shared)
     return PackedBatch(
         tokens=torch.from_numpy(tokens[whole]),
         layout=layout,
         rows=torch.from_numpy(row[places[trained]]),
         targets=torch.from_numpy(targets[trained]),
-        sequence=torch.from_numpy(sequence[trained]),
+        sequence=torch.from_numpy(np.array(owners, np.int64)[sequence[trained]]),
         whole=torch.from_numpy(whole),
         context=Context(
             *map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))
         ),
     )
+
+
+def _contexts(sample: Trainable) -> Iterator[_Context]:
+    """Those of a sample. A later one is begun by its first token, which is given."""
+    ids, mask = (
+        sample.completion_ids,
+        sample.completion_mask or (True,) * len(sample.completion_ids),
+    )
+    edges = [*sample.forks, len(ids)]
+    yield _Context(sample.prompt_ids, ids[: edges[0]], mask[: edges[0]])
+    for begin, end in pairwise(edges):
+        assert not mask[begin], "a context begins with a given token"
+        yield _Context(ids[begin : begin + 1], ids[begin + 1 : end], mask[begin + 1 : end])
 
 
 _Ints = NDArray[np.int64]
@@ -119,8 +151,8 @@ def shared_rows(lengths: _Ints, first: _Ints, shared: _Ints) -> tuple[_Ints, _In
     return row, np.flatnonzero(own), _layout(row, starts, lengths, shared)
 
 
-def _first_of_prompt(samples: Sequence[Trainable]) -> _Ints:
-    """Of each sample the first that has its prompt."""
+def _first_of_prompt(samples: Sequence[_Context]) -> _Ints:
+    """Of each context the first that has its prompt."""
     seen: dict[tuple[int, ...], int] = {}
     return np.array(
         [seen.setdefault(sample.prompt_ids, index) for index, sample in enumerate(samples)],

@@ -72,13 +72,16 @@ def _where(found: Disagreement, learner: Learner) -> str:
         if index in part
     )
     inputs = [
-        [*batch[i].prompt_ids, *batch[i].completion_ids[: max(len(batch[i].completion_ids) - 1, 0)]]
+        list(tokens[:-1] if batch[i].completion_ids else tokens)
         for i in span
+        for tokens in batch[i].contexts
     ]
-    before = [*first.sample.prompt_ids, *first.sample.completion_ids[: first.position]]
+    before = list(first.sample.before(first.position))
     target = first.sample.completion_ids[first.position]
+    forks = sum(fork <= first.position for fork in first.sample.forks)
     try:
-        objective, place = learner.objective, index - span.start
+        objective = learner.objective
+        place = sum(len(batch[i].contexts) for i in range(span.start, index)) + forks
         located = locate(
             learner.model, before, target, inputs, place, objective.temperature, objective.filtering
         )

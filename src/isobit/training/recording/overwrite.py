@@ -28,6 +28,7 @@ def clear_finished(config: Config) -> None:
     with RunDirectory(directory, {}):  # not one that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         kept = load_config(directory / runs.CONFIG)
+        config = _as_kept(config, kept)
         again = (
             f"go on with it: isobit train --resume {directory}, or move it or remove it "
             f"first: rm -r {directory}"
@@ -37,7 +38,7 @@ def clear_finished(config: Config) -> None:
                 f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has "
                 f"{config.steps}; {again}"
             )
-        if kept != _as_kept(config, kept):
+        if kept != config:
             raise IsobitError(f"{directory} holds a run of another configuration; {again}")
         if done not in (0, config.steps):
             raise IsobitError(
@@ -47,7 +48,9 @@ def clear_finished(config: Config) -> None:
 
 
 def _as_kept(config: Config, kept: Config) -> Config:
-    """What `auto` became in the run that is there counts as the same configuration."""
+    """What `auto` and `epochs` became in the run that is there counts as the same configuration."""
+    if config.epochs is not None:
+        config = replace(config, epochs=None, steps=kept.steps)
     if config.optimizer.micro_batch_tokens != "auto":
         return config
     tokens = kept.optimizer.micro_batch_tokens

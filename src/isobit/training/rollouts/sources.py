@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+from isobit.data.curriculum import Curriculum, CurriculumConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
 from isobit.engine.engine import OnGroup, clamped_fraction
@@ -27,7 +28,8 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
-ReferenceKL = Callable[[Sequence[Sample]], Sequence[tuple[float, ...]]]
+ReferenceKL = Callable[[Sequence[Group]], Sequence[tuple[float, ...] | None]]
+"""Of each completion, group by group; None where a teacher is shown nothing."""
 
 
 class Sampler(Protocol):
@@ -68,6 +70,7 @@ class LiveRollouts:
         *,
         prompts_per_step: int,
         steps: int,
+        curriculum: CurriculumConfig,
         reference_kl: ReferenceKL | None,
         before_scoring: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], None] | None = None,
@@ -78,6 +81,7 @@ class LiveRollouts:
         self._prompts_per_step, self._steps = prompts_per_step, steps
         self._reference_kl, self._before_scoring = reference_kl, before_scoring
         self._meanwhile = meanwhile
+        self._curriculum = Curriculum(curriculum, train, state.solved)
 
     def next(self) -> Rollout:
         objective, state = self._objective, self._state
@@ -92,7 +96,7 @@ class LiveRollouts:
         """A group of completions for each of the next `count` prompts that this rank claims; reward
         functions begin on those that are finished while others are still sampled."""
         state, took = self._state, dict[str, float]()
-        ids = list(range(state.cursor, state.cursor + count))
+        ids, after = self._curriculum.take(state.cursor, count)
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, self._sampler.n, progress)
@@ -103,7 +107,9 @@ class LiveRollouts:
             found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
         took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
-        state.cursor += count
+        if self._curriculum.chooses:
+            took["prompts/skipped"] = float(after - state.cursor - count)
+        state.cursor = after
         groups = {
             i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())
         }
@@ -130,12 +136,16 @@ class LiveRollouts:
             for note in notes:
                 self._note(note)
         scored = gather_groups(ranks, mine)
-        samples = [sample for group in scored for sample in group]
-        took["rollout/tokens"] = sum(sample.num_trained for sample in samples)
+        for group in scored:
+            self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
+        took["rollout/tokens"] = sum(sample.num_trained for group in scored for sample in group)
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
-            distances = iter(self._reference_kl(samples))
+            found = self._reference_kl(scored)
+        if self._objective.distills:
+            took["groups/unshown"] = float(sum(distance is None for distance in found))
+        distances = iter(found)
         charged = [[replace(s, reference_kl=next(distances)) for s in group] for group in scored]
         return Scored(charged, took)
 
@@ -226,4 +236,5 @@ def sample_of(completion: Completion, step: int = 0) -> Sample:
         if completion.completion_mask is None
         else tuple(completion.completion_mask),
         episode=completion.episode,
+        forks=completion.forks,
     )

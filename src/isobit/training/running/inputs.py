@@ -127,6 +127,8 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
     )
     functions += [(key, name) for key, name, named in own if name not in named]
+    if config.reference.shown is not None and config.reference.shown.feedback is not None:
+        functions.append(("reference.shown.feedback", config.reference.shown.feedback))
     for key, reference in functions:
         if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
             yield key, file, False
@@ -143,9 +145,11 @@ def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool]]:
+    files = [(f"{section}.files.{i}", file.path) for i, file in enumerate(task.files)]
     for key, path in (
         (f"{section}.path", task.path),
         (f"{section}.held_out_path", task.held_out_path),
+        *files,
     ):
         if path is not None and not path.startswith(OBJECT):
             yield key, Path(path), False

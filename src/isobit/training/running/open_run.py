@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from isobit.config import Config, SftConfig
 from isobit.evaluation.best import Best
+from isobit.evaluation.early_stop import EarlyStop
 from isobit.monitor.report import write_report
 from isobit.monitor.screen import Display
 from isobit.monitor.trackers.process import Trackers
@@ -20,6 +21,7 @@ from isobit.rl import ResolvedObjective
 from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
+from isobit.run.rows import warn
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.meter import Meter
@@ -83,6 +85,7 @@ class OpenRun:
         )
         self.ranks.print_to(log_path(run.directory, self.ranks.rank))
         self._meter = Meter(self._phase, self.model.ops.device)
+        self.stop = EarlyStop(config.evaluation)
         self.best = Best(run.directory, best_by, trained.save_model, self.ranks)
         self.saver = Saver(
             trained, run, state, self.best, self._meter, config.run.keep_last, saved_step
@@ -103,11 +106,6 @@ class OpenRun:
     def told(self) -> Iterable[str | None]:
         """Lines for the reader before the first step; None are none."""
         return ()
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether the run has reached what it was to reach, and needs no more steps."""
-        return False
 
     def memory_metrics(self) -> dict[str, float]:
         """What is allocated, in MiB."""
@@ -133,10 +131,10 @@ class OpenRun:
                 self.display.note(line)
         if self._check_memory:
             self.trained.keep_checksums()
-        if self.ranks.first:
-            for row in runs.read_jsonl(
-                self.run.directory / runs.METRICS
-            ):  # of a resumed run: what it had done
+        say = warn if self.ranks.first else (lambda line: None)
+        for row in runs.read_jsonl(self.run.directory / runs.METRICS, say):
+            self.stop.consider(int(row["step"]), row)  # of a resumed run: what it had done
+            if self.ranks.first:
                 self.display.history.add(row)
         if self.saver.saved_step is None:
             self.recorder.certify(None, {})
@@ -173,7 +171,7 @@ class OpenRun:
         ]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
-        return self.state.step < self._steps and not signals and not self.satisfied
+        return self.state.step < self._steps and not signals and self.stop.reason is None
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
@@ -182,6 +180,8 @@ class OpenRun:
         if self._report and self.ranks.first:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
+        if self.stop.reason is not None:
+            self.display.note(f"ended early: {self.stop.reason}")
         if (verdict := self.display.history.no_progress.verdict) is not None:
             self.display.note(verdict)
         if (line := self.best.line(self.state.step)) is not None:

@@ -19,9 +19,10 @@ from isobit.kernels import versions
 from isobit.options.declare import plain
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json
-from isobit.run import checkpoints, metrics
+from isobit.run import checkpoints, completions, metrics
 from isobit.run import directory as runs
 from isobit.run import ends as files
+from isobit.run.completions import HELD_OUT
 from isobit.run.directory import FollowedDirectory, RunDirectory
 from isobit.run.rows import warn
 from isobit.run.source import source_digest
@@ -85,6 +86,7 @@ def restore(
         queue,
         counted.get("unrecorded"),
         head=ranks.broadcast_result(lambda: head_of(checkpoint)),
+        solved={int(index): part for index, part in counted.get("solved", {}).items()},
     )
     if state.step > config.steps:
         raise IsobitError(
@@ -146,6 +148,7 @@ def _take_the_last_row(
     lasting = {name for name in row if not metrics.of_the_machine(name)}
     if evaluated_only_as_the_last(config, state.step) and lasting > {"step", *state.unrecorded}:
         state.unrecorded, ends[runs.METRICS] = None, end
+        ends[HELD_OUT] = ranks.broadcast_result(lambda: completions.end(run_dir / HELD_OUT))
         return True
     state.unrecorded |= {name: value for name, value in row.items() if name not in lasting}
     return False

@@ -26,7 +26,8 @@ class State:
     no batch yet; `queue`: batches that wait to be learned from, where rollouts run ahead;
     `unrecorded`: metrics of the newest step, if its evaluation failed and they are not in their
     file; `synced_step`: the steps whose masters the working weights are made of, which no
-    checkpoint holds; `head`: the hash of the certificate's newest row."""
+    checkpoint holds; `head`: the hash of the certificate's newest row; `solved`: of the prompts
+    that were sampled, by their index, the fraction of completions, for a curriculum."""
 
     step: int = 0
     cursor: int = 0
@@ -35,6 +36,7 @@ class State:
     unrecorded: dict[str, float] | None = None
     synced_step: int | None = None
     head: str = GENESIS
+    solved: dict[int, float] = field(default_factory=dict)
 
     @property
     def synced(self) -> bool:
@@ -61,7 +63,12 @@ class Snapshot:
     def take(state: State, trained: Trained, written: Mapping[str, Any], best: Any) -> "Snapshot":
         """Of now. Groups and batches are never changed once they are here, so lists are copied and
         no more."""
-        copied = replace(state, pending=list(state.pending), queue=list(state.queue))
+        copied = replace(
+            state,
+            pending=list(state.pending),
+            queue=list(state.queue),
+            solved=dict(state.solved),
+        )
         rest = {
             "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
             "entropy_bonus": trained.learner.entropy_bonus.state(),
@@ -88,5 +95,6 @@ class Snapshot:
             "queue": [batch.to_json() for batch in state.queue],
             "unrecorded": unrecorded,
             "replay": groups_to_json(self.replay),
+            **({"solved": state.solved} if state.solved else {}),
             **self.rest,
         }

@@ -22,8 +22,9 @@ def open_dialogue(
             f"environment: {example.place} has a text as its prompt, and turns need chats; set "
             "task.chat: true"
         )
-    if environments.tools and config.environment.history == "append":
-        dialogue.appending(example.prompt).check("tool")
+    if environments.tools:
+        appending = dialogue.appending(example.prompt)
+        (appending.check_shown if dialogue.forks else appending.check)("tool")
     return dialogue
 
 
@@ -34,4 +35,5 @@ def recorded_dialogue(config: Config, model: Model) -> Dialogue:
 
 def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
     parser = config.environment.parser or "auto"
-    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens)
+    forks = config.environment.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)

@@ -93,7 +93,7 @@ def open_resumed(
     """A run that goes on, with the objects that it was `given`, on any number of ranks. One that
     was killed before its first checkpoint begins again."""
     runs.require_run(run_dir)
-    check_resumed(overrides)
+    check_resumed(overrides, run_dir)
     with locked(run_dir, ranks) as lock:
         return _resumed(run_dir, overrides, given, lock, ranks, quiet=quiet)
 

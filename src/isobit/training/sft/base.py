@@ -43,6 +43,11 @@ def cached_model(
             f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as "
             "adapter.init"
         )
+    if config.optimizer.micro_batch_tokens == "auto":
+        raise IsobitError(
+            f"model.sft: {path} has optimizer.micro_batch_tokens: auto, which each machine resolves "
+            "by its memory; the base model of a run is the same everywhere, so give a number"
+        )
     task = load_supervised(config)
     place = cache_directory() / "sft" / _identity(config, task)
     made = place / "config.json"

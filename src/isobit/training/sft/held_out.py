@@ -16,8 +16,9 @@ from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.measure import EvaluationPlan, measure
+from isobit.evaluation.result import Question
 from isobit.model import Model
-from isobit.monitor.report.intervals import Estimate, proportion
+from isobit.monitor.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rl import Sample
@@ -36,12 +37,11 @@ class Asked:
 
 
 class HeldOutAnswers:
-    """Use as a context manager. `accuracy` is that of the newest evaluation after a step."""
+    """Use as a context manager."""
 
     def __init__(self, model: Model, learner: Learner, asked: Asked) -> None:
         self._model, self._learner, self._asked = model, learner, asked
         self._open = ExitStack()
-        self.accuracy: float | None = None
 
     def __enter__(self) -> "HeldOutAnswers":
         return self
@@ -49,17 +49,20 @@ class HeldOutAnswers:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def evaluate(self, trainer_state: Mapping[str, float]) -> tuple[dict[str, float], str]:
-        """(metrics, a line for the reader) of the present weights."""
+    def evaluate(
+        self, trainer_state: Mapping[str, float]
+    ) -> tuple[dict[str, float], str, tuple[Question, ...]]:
+        """(metrics, a line for the reader, what was answered) of the present weights."""
+        answered: tuple[Question, ...] = ()
         paired = self._learner.objective.loss in PAIR_LOSSES
         metrics = self._preferences() if paired else {"loss/held_out": self.loss()}
         line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
         if self._asked.rewards:
-            found = self.estimate()
+            answered = self.answers()
+            found = proportion(sum(each.greedy.correct for each in answered), len(answered))
             metrics["accuracy/held_out"] = found.value
-            self.accuracy = found.value if trainer_state["global_step"] else None
             line = f"held-out greedy accuracy {found}, loss {loss:.4f}"
-        return metrics, line
+        return metrics, line, answered
 
     def loss(self) -> float:
         """The mean cross-entropy of all trained tokens, in nats; summed without rounding between,
@@ -82,12 +85,11 @@ class HeldOutAnswers:
             "preference/held_out_accuracy": preferred / len(losses),
         }
 
-    def estimate(self) -> Estimate:
-        """The greedy accuracy, with its interval."""
+    def answers(self) -> tuple[Question, ...]:
+        """Greedy ones, with their rewards."""
         engine, pool = self._parts
         plan = EvaluationPlan(Sampling(max_new_tokens=self._asked.max_new_tokens))
-        answered = measure(engine, self._asked.examples, pool, plan, ranks=self._model.ranks)
-        return proportion(sum(question.greedy.correct for question in answered), len(answered))
+        return measure(engine, self._asked.examples, pool, plan, ranks=self._model.ranks)
 
     @cached_property
     def _parts(self) -> tuple[Engine, RewardPool]:

@@ -12,6 +12,7 @@ from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
 from isobit.kernels import computed_by
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
@@ -41,7 +42,18 @@ def initial_model(
     return model
 
 
-def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
+def described_model(config: SftConfig, task: Task) -> Described:
+    """The same without its weights."""
+    if config.model.path is not None:
+        adapter = None if config.adapter is None else config.adapter.init
+        return described(model_named(config.model.path), adapter, text_rules(config))
+    assert config.model.init is not None
+    tokenizer = _tokenizer(config, task)
+    return Described(architecture_of(config.model.init, tokenizer), tokenizer)
+
+
+def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> Tokenizer:
+    """Of characters, for random weights."""
     assert config.model.init is not None
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
@@ -49,7 +61,12 @@ def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model
             f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the "
             "characters"
         )
-    tokenizer = Tokenizer.characters(alphabet, text_rules(config, now))
+    return Tokenizer.characters(alphabet, text_rules(config, now))
+
+
+def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
+    assert config.model.init is not None
+    tokenizer = _tokenizer(config, task, now)
     given = (
         architecture_of(config.model.init, tokenizer),
         tokenizer,

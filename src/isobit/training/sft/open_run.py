@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from isobit.rl.learner.agreement import Disagreement
 from isobit.run import checkpoints
-from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 from isobit.training.adapting import rank_warning
 from isobit.training.learning import Learning
@@ -25,8 +24,7 @@ from isobit.training.sft.parts import SupervisedParts
 
 
 class SupervisedRun(OpenRun):
-    """Its verbs, and when it has reached `evaluation.stop_at`. `saved_step`: of the checkpoint that
-    it goes on from."""
+    """Its verbs. `saved_step`: of the checkpoint that it goes on from."""
 
     def __init__(
         self,
@@ -98,7 +96,9 @@ class SupervisedRun(OpenRun):
             self._meter,
             self.saver,
             self.best,
+            self.stop,
             self.display.note,
+            self.run.write_held_out,
             every=self.config.evaluation.every,
             steps=self.config.steps,
             prompts=len(self.parts.train),
@@ -126,22 +126,6 @@ class SupervisedRun(OpenRun):
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
         yield rank_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
-
-    def _begin(self) -> None:
-        super()._begin()
-        held_out, path = self.parts.held_out, self.run.directory / runs.METRICS
-        if held_out is not None and self.saver.saved_step is not None:  # what it had reached
-            rows = runs.read_jsonl(path, lambda line: None)
-            name = "accuracy/held_out"
-            found = [row[name] for row in rows if name in row and row["step"]]
-            held_out.accuracy = found[-1] if found else None
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether an evaluation after a step has found the accuracy that is asked for."""
-        wanted, held_out = self.config.evaluation.stop_at, self.parts.held_out
-        found = None if held_out is None else held_out.accuracy
-        return wanted is not None and found is not None and found >= wanted
 
     def memory_metrics(self) -> dict[str, float]:
         """What is allocated, in MiB."""

@@ -33,7 +33,7 @@ def open_supervised(config: SftConfig, *, quiet: bool, ranks: Ranks = ALONE) -> 
     config = of_ranks(config, ranks)
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     parts = open_parts(config, quiet=quiet, ranks=ranks, began={})
-    run = directory(folder, ranks, lambda: RunDirectory.create(folder, dump_config(config)))
+    run = directory(folder, ranks, lambda: RunDirectory.create(folder, dump_config(parts.config)))
     go_on_with(run, Changes(inputs, ()), ranks)
     return SupervisedRun(parts, run, State(), quiet=quiet)
 
@@ -43,7 +43,7 @@ def open_supervised_again(
 ) -> SupervisedRun:
     """A run that goes on from its newest whole checkpoint, on any number of ranks. One that was
     killed before its first begins again."""
-    check_resumed(overrides)
+    check_resumed(overrides, run_dir)
     config = load_any_run_config(run_dir, [override("run.dir", run_dir), *overrides])
     if not isinstance(config, SftConfig):
         raise IsobitError(
@@ -57,7 +57,7 @@ def open_supervised_again(
         if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
             ranks.on_first(lambda: refuse_lost(run_dir))
             parts = open_parts(config, quiet=quiet, ranks=ranks, began=began)
-            nothing, kept = runs.NOTHING_WRITTEN, dump_config(config)
+            nothing, kept = runs.NOTHING_WRITTEN, dump_config(parts.config)
             run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, kept, lock))
             go_on_with(run, changes, ranks)
             return SupervisedRun(parts, run, State(), quiet=quiet)

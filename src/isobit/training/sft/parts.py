@@ -13,10 +13,15 @@ from isobit.config import SftConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
-from isobit.errors import IsobitError
-from isobit.model import Model
+from isobit.errors import IsobitError, brief, did_you_mean
+from isobit.model import Model, ModelConfig
+from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
+from isobit.plan.cards import Machine
+from isobit.plan.host import this_machine
+from isobit.plan.job import Given, Job, supervised_job
+from isobit.plan.memory import fitting_tokens
 from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.given import supervised_objective
 from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
@@ -24,7 +29,8 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import model_named
-from isobit.training.rollouts.lengths import keep, outside, say_special_tokens
+from isobit.training.resolved import in_steps
+from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.sft.batches import given
 from isobit.training.sft.held_out import Asked, HeldOutAnswers
@@ -50,11 +56,16 @@ class SupervisedParts:
     def objective(self) -> ResolvedObjective:
         return self.trained.learner.objective
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """As resolved."""
+        return self.trained.learner.micro_batch_tokens
+
     def resolved(self) -> dict[str, Any]:
         """What the config leaves open, as `resolved.json` has it."""
         return {
             "loss": self.objective.loss,
-            "micro_batch_tokens": self.trained.learner.micro_batch_tokens,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "order": self.trained.model.ops.order,
         }
 
@@ -69,6 +80,54 @@ class SupervisedParts:
         return {name: size / 2**20 for name, size in found.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """The examples that fit, what is learned of each, and what is held out, or None."""
+
+    train: Dataset
+    taught: Taught
+    asked: Asked | None
+    questions: Sequence[int]
+    """Tokens of the held-out prompts that are answered too."""
+
+    def first(self, model: Model | Described) -> str:
+        """The example that a run starts with, as the model reads it, and what is learned of it."""
+        example = self.train.at(0)
+        sample = self.taught[example.index][0]
+        mask = sample.completion_mask or (True,) * len(sample.completion_ids)
+        prompt, learned = (
+            model.tokenizer.decode(list(ids), special=True)
+            for ids in (sample.prompt_ids, sample.completion_ids)
+        )
+        return (
+            f"first example ({example.place}, {len(sample.prompt_ids)} tokens):\n{prompt}\n"
+            f"and after it, {sum(mask)} of {len(mask)} tokens learned:\n{learned}"
+        )
+
+    def job(
+        self, config: SftConfig, model: ModelConfig, machine: Machine, ranks: int | None = None
+    ) -> Job:
+        """What is planned."""
+        rows = [each for found in self.taught.values() for each in found]
+        longest = max(rows, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
+        given = Given(
+            len(longest.completion_ids),
+            max(map(len, self.taught.values())),
+            len(self.questions),
+            max(self.questions, default=1),
+        )
+        return supervised_job(config, model, len(longest.prompt_ids), given, machine, ranks)
+
+
+def lessons_of(task: Task, model: Model | Described, config: SftConfig, quiet: bool) -> Lessons:
+    """Raises IsobitError for an example that is too long, or from which nothing can be learned."""
+    train, taught = _fitted(task.train, "training", task, model, config, quiet)
+    asked = _asked(task, model, config, quiet)
+    questions = [] if asked is None or not asked.rewards else asked.examples
+    lengths = [len(encode_prompt(example, model)) for example in questions]
+    return Lessons(train, taught, asked, lengths)
+
+
 def open_parts(
     config: SftConfig,
     *,
@@ -79,16 +138,14 @@ def open_parts(
 ) -> SupervisedParts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
     that goes on. Raises IsobitError for whatever does not fit."""
-    tokens = config.optimizer.micro_batch_tokens
-    if tokens == "auto":
-        raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     check_trackers(plain(config.tracking))
     task = load_supervised(config)
-    _check_evaluation(config, task)
+    check_evaluation(config, task)
     model = initial_model(config, task, ranks, began, checkpoint)
-    quiet = quiet or not ranks.first
-    train, taught = _fitted(task.train, "training", task, model, config, quiet)
-    asked = _asked(task, model, config, quiet)
+    lessons = lessons_of(task, model, config, quiet or not ranks.first)
+    config = in_steps(config, len(lessons.train))
+    tokens = _micro_batch_tokens(config, lessons, model, ranks)
+    config = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
     reference = _reference(config, model, task) if config.of_pairs else None
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
     if not config.of_pairs:  # answers share no prompts, unless two examples happen to
@@ -107,8 +164,20 @@ def open_parts(
     replay = ReplayBuffer(ReplaySettings(), config.seed)
     frozen = [] if reference is None else [reference.transformer]
     trained = Trained(model, learner.optimizer, learner, Calibrator(model, tokens), replay, frozen)
+    asked = lessons.asked
     held_out = None if asked is None else HeldOutAnswers(model, learner, asked)
-    return SupervisedParts(config, trained, reference, train, taught, held_out)
+    return SupervisedParts(config, trained, reference, lessons.train, lessons.taught, held_out)
+
+
+def _micro_batch_tokens(config: SftConfig, lessons: Lessons, model: Model, ranks: Ranks) -> int:
+    """As a number, which the run's config keeps: `auto` is what fits into the rank that has
+    least."""
+    given = config.optimizer.micro_batch_tokens
+    if given != "auto":
+        return given
+    machine = this_machine(model.ops, ranks.size)
+    job = lessons.job(config, model.config, machine, ranks.size)
+    return int(min(ranks.all_gather_json(fitting_tokens(job))))
 
 
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:
@@ -132,21 +201,31 @@ def load_supervised(config: SftConfig) -> Task:
     return load_task(replace(config.task, seed=config.seed, supervised=True))
 
 
-def _check_evaluation(config: SftConfig, task: Task) -> None:
+def check_evaluation(config: SftConfig, task: Task) -> None:
     """Raise IsobitError where there is nothing to evaluate with."""
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
             "task.held_out_path"
         )
-    if config.evaluation.stop_at is not None and not task.rewards:
+    evaluation = config.evaluation
+    name, accuracy = evaluation.stop_by, "accuracy/held_out"
+    known = ["loss/held_out", *([accuracy] if task.rewards else [])]
+    known += ["preference/held_out_accuracy"] if config.of_pairs else []
+    if evaluation.stops and name == accuracy and not task.rewards:
+        key = "patience" if evaluation.stop_at is None else "stop_at"
         raise IsobitError(
-            f"evaluation.stop_at: task {config.task.name!r} has no reward, so there is no accuracy "
-            "to reach"
+            f"evaluation.{key}: task {config.task.name!r} has no reward, so there is no accuracy "
+            "to reach; set evaluation.stop_by: loss/held_out"
+        )
+    if evaluation.stops and name not in known:
+        raise IsobitError(
+            f"evaluation.stop_by: the evaluation has no metric {brief(name)!r}; "
+            f"{did_you_mean(name, known)}"
         )
 
 
-def _asked(task: Task, model: Model, config: SftConfig, quiet: bool) -> Asked | None:
+def _asked(task: Task, model: Model | Described, config: SftConfig, quiet: bool) -> Asked | None:
     if not len(task.held_out):
         return None
     chosen = replace(task.held_out, examples=task.held_out.examples[: config.evaluation.samples])
@@ -156,7 +235,12 @@ def _asked(task: Task, model: Model, config: SftConfig, quiet: bool) -> Asked | 
 
 
 def _fitted(
-    data: Dataset, name: str, task: Task, model: Model, config: SftConfig, quiet: bool
+    data: Dataset,
+    name: str,
+    task: Task,
+    model: Model | Described,
+    config: SftConfig,
+    quiet: bool,
 ) -> tuple[Dataset, dict[int, Sequence[SupervisedSample]]]:
     """The examples that are not too long, which stop the run unless they are dropped, and what is
     learned of each, by its index."""

@@ -28,6 +28,7 @@ from isobit.data.dataset import Example
 from isobit.engine.prompts import encode_prompt as checked_ids
 from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
+from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
 from isobit.tasks import Task
 from isobit.training.rollouts.lengths import encode_prompt
@@ -45,13 +46,14 @@ class SupervisedSample:
     completion_ids: tuple[int, ...]
     completion_mask: tuple[bool, ...] | None = None
     joined: bool = False
+    forks: tuple[int, ...] = ()
 
 
 class Teacher:
     """Makes samples of a task's examples for a model, and counts what is said about them before
     training starts. `turns`: which of the assistant's are learned, last or all."""
 
-    def __init__(self, task: Task, model: Model, turns: str = "last") -> None:
+    def __init__(self, task: Task, model: Model | Described, turns: str = "last") -> None:
         self._task, self._model, self._tokenizer = task, model, model.tokenizer
         self._turns = turns
         added = self._tokenizer.fast.get_added_tokens_decoder()

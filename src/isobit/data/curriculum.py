@@ -1,0 +1,86 @@
+"""Which prompts come again in later epochs, by how many of their completions were solved when they
+were last sampled.
+
+The order of the data stays as it is (`dataset.py`): a prompt whose turn has come is taken or passed
+over. It is passed over by a random word of (seed, epoch, position), so what a run takes next is a
+function of the cursor and of the fractions that it has seen, and a checkpoint holds both. Left out:
+prompts that are dropped after they were sampled (dynamic sampling, `rl/algorithm/credit.py`).
+"""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
+from isobit.options.declare import above, at_most
+
+_WORDS = 2**64
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Which prompts are taken again in later epochs, by the fraction p of their completions that
+    were solved when they were last sampled."""
+
+    mode: Annotated[
+        Literal["none", "skip", "weighted"],
+        "none: all. skip: those of which all completions were solved, or none, are taken with the "
+        "chance floor, the others always. weighted: each with the chance 4p(1 - p), at least floor",
+    ] = "none"
+    floor: Annotated[float, above(0), at_most(1), "the least chance that a prompt is taken"] = 0.1
+    solved_at: Annotated[float, "the reward from which on a completion is solved"] = 1.0
+
+    def chance(self, solved: float | None) -> float:
+        """Of a prompt of which this fraction was solved; None: it has not been sampled."""
+        if self.mode == "none" or solved is None:
+            return 1.0
+        if self.mode == "skip":
+            return self.floor if solved in (0.0, 1.0) else 1.0
+        return max(self.floor, 4 * solved * (1 - solved))
+
+
+class Curriculum:
+    """Of the prompts of `train`. `solved`: the fraction by the example's index, which is changed
+    here and kept in a run's state."""
+
+    def __init__(
+        self, config: CurriculumConfig, train: Dataset, solved: MutableMapping[int, float]
+    ) -> None:
+        self._config, self._train, self._solved = config, train, solved
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any prompt may be passed over."""
+        return self._config.mode != "none"
+
+    def take(self, cursor: int, count: int) -> tuple[list[int], int]:
+        """(the positions of the next `count` prompts that are taken, from `cursor` on; the position
+        after the last of them)."""
+        found: list[int] = []
+        while len(found) < count:
+            if self._takes(cursor):
+                found.append(cursor)
+            cursor += 1
+        return found, cursor
+
+    def _takes(self, cursor: int) -> bool:
+        chance = self._config.chance(self._solved.get(self._train.at(cursor).index))
+        if chance >= 1:
+            return True
+        epoch, position = divmod(cursor, len(self._train))
+        words = _words(self._train.seed, epoch, len(self._train))
+        return int(words[position]) < int(chance * _WORDS)
+
+    def see(self, position: int, rewards: Sequence[float | None]) -> None:
+        """The rewards of the completions of the prompt at a position; None is no reward."""
+        scored = [reward for reward in rewards if reward is not None]
+        if self.chooses and scored:
+            solved = sum(reward >= self._config.solved_at for reward in scored)
+            self._solved[self._train.at(position).index] = solved / len(scored)
+
+
+@lru_cache(maxsize=4)
+def _words(seed: int, epoch: int, size: int) -> Any:
+    """A random word for each position of an epoch, of streams that no order of the data has."""
+    return random_words(seed, SPLIT_STREAM - 1 - epoch, size)

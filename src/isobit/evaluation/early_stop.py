@@ -1,0 +1,80 @@
+"""When a run ends before its last step: a held-out metric has reached a value, or was not better for
+some evaluations in a row.
+
+It knows only the evaluations of the run, which metrics.jsonl keeps: a run that goes on is told them
+again, and ends where it would have ended. Losses are better when they are smaller, all else when it
+is larger. Left out: which model is kept (`best.py`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from isobit.errors import IsobitError
+from isobit.options.declare import at_least
+
+STOPPED = "evaluation/stopped"
+"""The metric of the step at which a run ended so."""
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """When a run ends before its last step."""
+
+    stop_by: Annotated[str, "the metric that stop_at and patience look at"] = "accuracy/held_out"
+    stop_at: Annotated[
+        float | None,
+        "the run ends as soon as an evaluation after a step reaches this: at least, or of a loss at "
+        "most",
+    ] = None
+    patience: Annotated[
+        int | None,
+        at_least(1),
+        "the run ends after so many evaluations in a row that were not better than the best before",
+    ] = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run may end early."""
+        return self.stop_at is not None or self.patience is not None
+
+    def check_stop(self, every: int) -> None:
+        """Raise IsobitError where nothing is evaluated while the run goes on."""
+        if self.stops and not every:
+            key = "stop_at" if self.stop_at is not None else "patience"
+            raise IsobitError(
+                f"evaluation.{key} is looked at every evaluation.every steps; set that too"
+            )
+
+
+class EarlyStop:
+    """`reason`: why the run ends, in words; None while it goes on."""
+
+    def __init__(self, config: StopConfig) -> None:
+        self._config = config
+        self._sign = -1.0 if config.stop_by.startswith("loss/") else 1.0
+        self._best, self._worse = -math.inf, 0
+        self.reason: str | None = None
+
+    def consider(self, step: int, metrics: Mapping[str, float | None]) -> bool:
+        """An evaluation after `step`; whether it ends the run. The one before the first step is a
+        value to be better than, and ends nothing."""
+        config, value = self._config, metrics.get(self._config.stop_by)
+        if not config.stops or self.reason is not None or config.stop_by not in metrics:
+            return False
+        score = -math.inf if value is None or math.isnan(value) else self._sign * value
+        better = score > self._best
+        self._best = max(self._best, score)
+        self._worse = 0 if better else self._worse + 1
+        said = f"step {step}: {config.stop_by} is {math.nan if value is None else value:.4g}"
+        if step == 0:
+            self._worse = 0
+        elif config.stop_at is not None and score >= self._sign * config.stop_at:
+            self.reason = f"{said}, which reaches evaluation.stop_at {config.stop_at:g}"
+        elif config.patience is not None and self._worse >= config.patience:
+            self.reason = (
+                f"{said}, and the best was {self._sign * self._best:.4g}: not better for "
+                f"{self._worse} evaluations (evaluation.patience)"
+            )
+        return self.reason is not None
