@@ -8,6 +8,7 @@ import torch
 
 NAMES = (
     "rollout",
+    "beside_others",
     "grpo_step",
     "saved_bytes",
     "step_memory",
