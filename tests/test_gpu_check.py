@@ -10,7 +10,9 @@ from benchmarks.gpu.common import Bench
 from benchmarks.gpu.results import Results
 from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends import self_check
+from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton import plan
 from tests.kernels.triton.helpers import HAS_GPU
 from tests.kernels.triton.hopper import Array, Card, last_channels_first, unlike_sides
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="a GPU has an instruction of its
 def _both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of attention alone, by a check of its own, and as it was afterwards."""
     monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)
+    monkeypatch.setattr(plan, "_tokens_first", plan._tokens_first)
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "cache"))
 
     def of_attention(ops: TritonOps, kind: str, sizes: self_check.Sizes) -> object:
@@ -33,8 +36,8 @@ def _both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("card", "side", "says"),
     [
-        (Card(), "keys first", "the check passed"),
-        (Card(unlike_sides), "rows first", "exchanged operands change bits on this GPU"),
+        (Card(), EXCHANGED, "the check passed"),
+        (Card(unlike_sides), ONE_SIDE, "exchanged operands change bits on this GPU"),
     ],
     ids=["hopper", "unlike sides"],
 )
@@ -47,7 +50,7 @@ def test_the_script_goes_on_in_the_way_that_keeps_bits(
         check.run(Bench("check", results))
     assert check.verdict(results) == (side, [])
     assert says in check.said(results)
-    assert attention.keys_first() == (side == "keys first")
+    assert attention.keys_first() == plan._tokens_first == (side == EXCHANGED)
 
 
 @pytest.mark.usefixtures("_both_sides")
@@ -59,7 +62,7 @@ def test_a_card_that_neither_side_helps_is_named(tmp_path: Path) -> None:
         check.run(bench)
     assert bench.failed
     side, failed = check.verdict(results)
-    assert side == "rows first"
+    assert side == ONE_SIDE
     assert failed
     assert "THE CHECK FAILED, and no figure counts: attention over keys in BF16" in check.said(
         results

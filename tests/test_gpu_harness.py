@@ -1,12 +1,14 @@
 """What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and
 that nothing is lost where a process ends."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from benchmarks.gpu import (
     grpo,
     kernel_cache,
     kernels,
+    results,
     sanitizer,
     supervise,
     tests,
@@ -27,13 +30,23 @@ from benchmarks.gpu import (
     two_processes,
 )
 from benchmarks.gpu.bits import compared
-from benchmarks.gpu.common import GPU_LOST, Bench, Case
+from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.triton.launch import record_launches
 from isobit.run.source import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
+_machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
+
+
+@pytest.fixture(autouse=True)
+def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine, the commit and the digests of the source stay: git and 600 files are asked for
+    them once, and not in every test."""
+    monkeypatch.setattr(results, "gpu_machine", _machine)
+    monkeypatch.setattr(results, "digests", _digests)
 
 
 class Clock:
@@ -155,9 +168,9 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
-    results = Results(folder, session, rehearsal=True, **more)
-    results.begin()
-    return Bench(stage, results)
+    own = Results(folder, session, rehearsal=True, **more)
+    own.begin()
+    return Bench(stage, own)
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -170,6 +183,7 @@ def _broken(*_: object) -> None:
     )  # Triton's are no RuntimeErrors
 
 
+@pytest.mark.slow  # the next test has the same of one case
 def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One contestant that does not compile, and one case that does not start."""
     ops = kernels.get_ops("triton")
@@ -248,11 +262,11 @@ def test_a_run_goes_on_where_another_was_cut_off(
 
 
 def test_a_stage_without_time_says_what_is_missing(tmp_path: Path) -> None:
-    results = Results(tmp_path, "one")
-    results.begin()
-    assert not Bench("decode", results, budget_s=-1.0).wants("a")
+    own = Results(tmp_path, "one")
+    own.begin()
+    assert not Bench("decode", own, budget_s=-1.0).wants("a")
     assert (_lines(tmp_path)[-1]["status"], _lines(tmp_path)[-1]["case"]) == ("missing", "a")
-    assert not results.whole("decode")
+    assert not own.whole("decode")
 
 
 def test_what_a_stage_does_not_run_restarts_nothing(
@@ -416,11 +430,11 @@ def _check(folder: Path, session: str, tried: dict[str, list[str]]) -> Results:
 @pytest.mark.parametrize(
     ("tried", "side", "failed", "says"),
     [
-        ({"keys first": []}, "keys first", [], "the check passed"),
-        ({"rows first": []}, "rows first", [], "exchanged operands change bits"),
-        ({"keys first": ["x"], "rows first": []}, "rows first", [], "exchanged operands"),
-        ({"keys first": ["x"]}, "keys first", ["x"], "THE CHECK FAILED, and no figure counts: x"),
-        ({"keys first": ["x"], "rows first": ["y"]}, "rows first", ["y"], "FAILED"),
+        ({EXCHANGED: []}, EXCHANGED, [], "the check passed"),
+        ({ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands change bits"),
+        ({EXCHANGED: ["x"], ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands"),
+        ({EXCHANGED: ["x"]}, EXCHANGED, ["x"], "THE CHECK FAILED, and no figure counts: x"),
+        ({EXCHANGED: ["x"], ONE_SIDE: ["y"]}, ONE_SIDE, ["y"], "FAILED"),
     ],
 )
 def test_the_check_says_how_it_goes_on(
@@ -441,7 +455,7 @@ def test_a_check_that_died_has_not_passed(tmp_path: Path) -> None:
 
 
 def test_every_call_begins_with_the_check(tmp_path: Path) -> None:
-    results = _check(tmp_path, "one", {"keys first": []})
+    results = _check(tmp_path, "one", {EXCHANGED: []})
     assert [step.stage for step in command._steps(["kernels"], results)][:2] == [
         "check",
         "ceilings",
@@ -529,7 +543,7 @@ def test_a_tile_that_changed_a_bit_would_be_found(
         line = _lines(tmp_path)[-1]
         assert line["status"] == expected
         wrong_rows = {row["contestant"][:6] for row in line["rows"] if not row["holds"]}
-        assert wrong_rows == ({"N = 64"} if expected == "failed" else set())
+        assert wrong_rows == ({"N = 64", "64 tok"} if expected == "failed" else set())
 
 
 _SUITE = """
@@ -551,6 +565,8 @@ def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
+    if not workers:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others' take a second
     monkeypatch.setattr(tests, "_REHEARSED", ("test_suite.py",))
     original = tests._pytest
     monkeypatch.setattr(tests, "_pytest", lambda chosen, _, bench: original(chosen, workers, bench))
@@ -703,6 +719,18 @@ def test_what_is_compiled_ahead_is_found_when_it_is_launched(tmp_path: Path) -> 
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_where_nothing_is_trained_no_master_is_kept(preset: str, tmp_path: Path) -> None:
+    """And the working weights are those that masters would have made: every byte."""
+    config = replace(shapes(_bench(tmp_path))["toy"], num_layers=1)
+    frozen, trained = (random_model(config, preset, trained=some) for some in (False, True))
+    assert frozen.named_parameters() == {}
+    assert sum(p.numel() for p in trained.parameters()) > 10_000
+    stored = (model.transformer.learner_storage() for model in (frozen, trained))
+    pairs = list(zip(*stored, strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 @pytest.fixture

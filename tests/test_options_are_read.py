@@ -128,6 +128,10 @@ RUNS = (
     ("optimizer={name: muon}", "serve.port=0"),
     ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
     (
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+    ),
+    (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "
         "off_policy_mask_threshold: 0.1}",
         "optimizer={schedule: cosine, warmup_steps: 1}",

@@ -25,6 +25,7 @@ from benchmarks.gpu.common import Bench
 from benchmarks.gpu.results import CHECK, ENDED, FILE, Line, Results, gpu_machine
 from benchmarks.gpu.supervise import LEAST_S, Limits, run_stage
 from benchmarks.gpu.targets import table
+from isobit.kernels.backends.self_check import EXCHANGED
 
 
 class Step(NamedTuple):
@@ -160,7 +161,7 @@ def _step(step: Step, end: float, arguments: argparse.Namespace, results: Result
     """Run a step, unless it has been; how it ended."""
     seconds = min(step.seconds, end - time.perf_counter())
     if step.stage == "compiling" and not arguments.rehearse:
-        if kernel_cache.mark(compiling.code("keys first")).exists():
+        if kernel_cache.mark(compiling.code(EXCHANGED)).exists():
             return "ended: all kernels are there"
     elif step.stage != CHECK and results.whole(step.stage, step.small):
         return "ended before"
@@ -191,13 +192,13 @@ def _command(step: Step, left: float, arguments: argparse.Namespace, results: Re
 
 
 def _after_the_check(arguments: argparse.Namespace, results: Results, end: float) -> None:
-    """What it found, and how the stages go on: with attention's rows where it has passed."""
+    """What it found, and how the stages go on: with rows on the sides where it has passed."""
     side, failed = check.verdict(results)
     print(f"\n{check.said(results)}\n", flush=True)
     if failed:
         return
     del os.environ[_SKIP]  # from here on every process finds the pass, and the side
-    if side != "keys first" and not kernel_cache.mark(compiling.code(side)).exists():
+    if side != EXCHANGED and not kernel_cache.mark(compiling.code(side)).exists():
         again = next(step for step in PLAN if step.stage == "compiling")
         limits = Limits(again.seconds, end, again.silence)
         print("compiling, for that side:", run_stage(

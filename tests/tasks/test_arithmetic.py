@@ -141,3 +141,33 @@ def test_settings_of_files_are_refused() -> None:
         IsobitError, match=r"unknown task '.*'; .*; a file is task\.path \(isobit eval: --data\)$"
     ):
         load_task(TaskSettings(__file__))
+
+
+def test_hints_show_the_answer_of_some_training_prompts() -> None:
+    """Of none that is held out, and of no other problems than without them."""
+    plain, hinted = load(train_size=400), load(train_size=400, hints=0.25)
+    shown = [
+        (one, other)
+        for one, other in zip(plain.train.examples, hinted.train.examples, strict=True)
+        if one != other
+    ]
+    assert 60 < len(shown) < 140
+    assert all(other.prompt == f"{one.columns['answer']};{one.prompt}" for one, other in shown)
+    assert all(one.columns == other.columns for one, other in shown)
+    assert list(hinted.held_out.examples) == list(plain.held_out.examples)
+    assert plain.alphabet is not None
+    assert hinted.alphabet == plain.alphabet + ";"
+
+
+def test_a_pair_is_the_answer_and_one_with_a_wrong_digit() -> None:
+    task = load(train_size=200, pairs=True, operators="+-")
+    places = set()
+    for example in (*task.train.examples, *task.held_out.examples):
+        right, wrong = example.columns["chosen"], example.columns["rejected"]
+        assert right == example.columns["answer"]
+        differing = [i for i, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
+        assert len(differing) == 1
+        assert wrong[differing[0]].isdigit()
+        places.add(differing[0] - len(right))
+    assert places >= {-1, -2, -3}
+    assert load(train_size=5).train.examples[0].columns.keys() == {"answer"}

@@ -66,7 +66,8 @@ def _default(option: Option) -> str:
     if value is None or is_dataclass(value) or value in ((), {}):
         return ""
     value = list(value) if isinstance(value, tuple) else value
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text}`".replace("\n", "\\n")  # as YAML has it in double quotes
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
+from isobit.rl.algorithm.shown import Shown
 
 PrecisionValue = (
     Annotated[str, Suggested(PRECISIONS)]
@@ -207,6 +208,15 @@ class ReferenceConfig:
     ] = None
     precision: Annotated[
         PrecisionValue | None, "precision of the reference; default: the policy's"
+    ] = None
+    weights: Annotated[
+        Literal["initial", "policy"],
+        "without a path: those that the run began with, or those of the policy as it is, which take "
+        "no memory of their own",
+    ] = "initial"
+    shown: Annotated[
+        Shown | None,
+        "what the teacher of a distillation reads beside the prompt: with it a model teaches itself",
     ] = None
 
 

@@ -65,6 +65,8 @@ METRICS: dict[str, str] = {
     "stays 0, nothing is learned",
     "groups/resampled": "groups dropped by dynamic sampling",
     "groups/unscored": "completions without a reward",
+    "groups/unshown": "of a distillation: completions whose teacher was shown nothing, or more than "
+    "its context takes (reference.shown); they are not learned from",
     "length/mean": "tokens per completion, the end-of-sequence token included",
     "length/truncated_fraction": "completions that ended at the length limit",
     "env/turns": "turns of the model in an episode with an environment, mean",

@@ -28,6 +28,8 @@ from isobit.tasks.task import (
     task_options,
 )
 
+HINTED = "{};{}"
+"""A prompt that shows the answer first."""
 REWARD = RewardSpec("isobit.tasks.arithmetic:reward", name="correct")
 DEFAULT_TRAIN_SIZE = 20_000
 DEFAULT_HELD_OUT_SIZE = 512
@@ -51,6 +53,17 @@ class ArithmeticOptions:
     reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = (
         False
     )
+    hints: Annotated[
+        float,
+        at_least(0),
+        at_most(1),
+        "part of the examples to train on whose prompt shows the answer first, such as "
+        "579;123+456=: what a model learns from to make use of a demonstration",
+    ] = 0.0
+    pairs: Annotated[
+        bool,
+        "for a loss of pairs: the columns chosen, the answer, and rejected, which has a wrong digit",
+    ] = False
     train_size: Annotated[
         int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"
     ] = None
@@ -80,9 +93,14 @@ class Problems(Sequence[Example]):
     600."""
 
     def __init__(
-        self, numbers: Sequence[int], options: ArithmeticOptions, template: str | None
+        self,
+        numbers: Sequence[int],
+        options: ArithmeticOptions,
+        template: str | None,
+        hints: float = 0.0,
     ) -> None:
         self._numbers, self._options, self._template = numbers, options, template
+        self._hints = hints
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -93,14 +111,19 @@ class Problems(Sequence[Example]):
     def __getitem__(self, i: slice) -> Sequence[Example]: ...
     def __getitem__(self, i: int | slice) -> Example | Sequence[Example]:
         if isinstance(i, slice):
-            return Problems(self._numbers[i], self._options, self._template)
+            return Problems(self._numbers[i], self._options, self._template, self._hints)
         operator, left, right = operands(self._numbers[i], self._options)
-        question = f"{left}{operator}{right}="
+        reverse = self._options.reverse
+        question, answer = f"{left}{operator}{right}=", gold_answer(operator, left, right, reverse)
         prompt = (
             question if self._template is None else self._template.replace("{prompt}", question)
         )
-        answer = gold_answer(operator, left, right, self._options.reverse)
-        return Example(i % len(self), prompt, {"answer": answer})
+        columns, mixed = {"answer": answer}, _mixed(self._numbers[i])
+        if self._options.pairs:
+            columns |= {"chosen": answer, "rejected": with_wrong_digit(answer, mixed)}
+        if mixed % 1000 < 1000 * self._hints:
+            prompt = HINTED.format(answer, prompt)
+        return Example(i % len(self), prompt, columns)
 
 
 def load(settings: TaskSettings) -> Task:
@@ -113,11 +136,11 @@ def load(settings: TaskSettings) -> Task:
     text = (template or "").replace("{prompt}", "")
     return Task(
         "arithmetic",
-        Dataset(Problems(train, options, template), settings.seed, settings.shuffle),
+        Dataset(Problems(train, options, template, options.hints), settings.seed, settings.shuffle),
         Dataset(Problems(held_out, options, template), settings.seed),
         (REWARD,),
         gold="answer",
-        alphabet=alphabet_of("0123456789=-" + options.operators + text),
+        alphabet=alphabet_of("0123456789=-" + options.operators + text + ";" * (options.hints > 0)),
     )
 
 
@@ -162,6 +185,24 @@ def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> 
     value = left + right if operator == "+" else left - right if operator == "-" else left * right
     digits = str(abs(value))
     return ("-" if value < 0 else "") + (digits[::-1] if reverse else digits)
+
+
+def with_wrong_digit(answer: str, number: int) -> str:
+    """The answer with another digit in one place; `number` says where and which."""
+    places = [i for i, character in enumerate(answer) if character.isdigit()]
+    number, place = divmod(number, len(places))
+    at = places[place]
+    digit = (int(answer[at]) + 1 + number % 9) % 10
+    return f"{answer[:at]}{digit}{answer[at + 1 :]}"
+
+
+def _mixed(number: int) -> int:
+    """Another number, below 2 ** 32, in which neighbours have nothing in common (the finalizer of
+    MurmurHash3)."""
+    number &= 0xFFFFFFFF
+    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return number ^ (number >> 16)
 
 
 def reward(

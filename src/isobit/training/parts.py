@@ -19,6 +19,7 @@ from isobit.tasks import Task
 from isobit.training.resolved import Resolved
 from isobit.training.rollouts.processes import Processes
 from isobit.training.rollouts.serving import Serving
+from isobit.training.rollouts.teaching import Teaching
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer
 
@@ -27,7 +28,8 @@ from isobit.training.scoring import RewardScorer
 class Parts:
     """`engine` rolls out, or the engines of a `fleet` instead; that of `held_out` answers its
     prompts, and that of `serving` others' requests. These share the weights. `processes`: of the user's
-    code; `dialogue`: with environments, where there are some. `unlike`: what makes a run from recorded
+    code; `dialogue`: with environments, where there are some; `teaching`: what a teacher reads, where
+    it is shown more than the policy. `unlike`: what makes a run from recorded
     rollouts compute other bits than they promise."""
 
     config: Config
@@ -45,6 +47,7 @@ class Parts:
     fleet: Fleet | None = None
     serving: Serving | None = None
     dialogue: Dialogue | None = None
+    teaching: Teaching | None = None
 
     @property
     def model(self) -> Model:

@@ -9,6 +9,7 @@ import torch
 
 from isobit.kernels.backends import self_check
 from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton import plan
 
 from .helpers import DEVICE, HAS_GPU
 from .hopper import (
@@ -16,6 +17,7 @@ from .hopper import (
     alternating_channels,
     in_small_tiles,
     last_channels_first,
+    unlike_sides,
 )
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="a GPU has an instruction of its own")
@@ -54,6 +56,15 @@ def test_another_order_in_small_tiles_is_refused(part: str, order: str) -> None:
     few = in_small_tiles(OTHER_ORDERS[order], 64 if part == "output head" else 32)
     found = _failing(part, Card(order=few))
     assert any("other bits" in what for what in found)
+
+
+def test_products_whose_operands_are_exchanged_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 products of more than 64 rows have tokens on the long side. The control: weights there,
+    for any number of rows."""
+    found = _failing("fp8 product", Card(unlike_sides))
+    assert any("other bits" in what for what in found)
+    monkeypatch.setattr(plan, "_tokens_first", False)
+    assert _failing("fp8 product", Card(unlike_sides)) == []
 
 
 def test_rounded_results_show_less_of_an_order() -> None:

@@ -165,8 +165,10 @@ def _overlong(sample: Sample, objective: ResolvedObjective) -> float:
 
 
 def _charged(sample: Sample, objective: ResolvedObjective) -> tuple[float, ...]:
-    """What the KL to the reference takes from each trained token."""
-    if not objective.kl_in_reward or sample.reward is None:
+    """What the KL to the reference takes from each trained token; nothing where a teacher was shown
+    nothing, which has no advantage either."""
+    untaught = objective.distills and sample.reference_kl is None
+    if not objective.kl_in_reward or sample.reward is None or untaught:
         return (0.0,) * sample.num_trained
     assert sample.reference_kl is not None, "the reference has not seen this sample"
     return tuple(objective.kl_coefficient * value for value in sample.reference_kl)

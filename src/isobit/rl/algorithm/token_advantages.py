@@ -55,13 +55,18 @@ def distillation(inputs: AdvantageInputs) -> Advantages:
     teacher) under `kl_estimator` k1, where the reference is a teacher. Its mean over tokens that the
     policy samples is -c·KL(policy ‖ teacher), the reverse KL of each token, with no discount
     (Thinking Machines Lab 2025, "On-Policy Distillation"; the reverse KL of MiniLLM, Gu et al. 2023,
-    arXiv 2306.08543, and GKD, Agarwal et al. 2023, arXiv 2306.13649). No reward has a part in it."""
+    arXiv 2306.08543, and GKD, Agarwal et al. 2023, arXiv 2306.13649). No reward has a part in it.
+    The teacher of a self-distillation is shown more (`shown.py`); None where it was shown nothing:
+    such a completion counts in no average, as SDPO masks it."""
+    rows = zip(inputs.rewards, inputs.penalties, inputs.groups, strict=True)
     return [
         [
-            None if reward is None else tuple(-penalty for penalty in taken)
-            for reward, taken in zip(row, penalties, strict=True)
+            None
+            if reward is None or sample.reference_kl is None
+            else tuple(-penalty for penalty in taken)
+            for reward, taken, sample in zip(row, penalties, group, strict=True)
         ]
-        for row, penalties in zip(inputs.rewards, inputs.penalties, strict=True)
+        for row, penalties, group in rows
     ]
 
 

@@ -187,22 +187,34 @@ class Learner:
         """Of the frozen reference, likewise."""
         return self._reference(samples, self._cutting.whole(samples))
 
-    def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+    def reference_kl(
+        self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None
+    ) -> list[tuple[float, ...] | None]:
         """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to
-        the reward.
+        the reward. `prompts`: what the reference reads before each completion, in the place of its
+        own prompt; None of one that has no teacher, nor a KL then.
 
         Of the old log-probabilities, as verl's `apply_kl_penalty` takes them, not of the rollout's
         where those are another flow's: a reference that is the policy costs exactly nothing
         (tests/rl/test_reference_kl.py).
         """
-        reference = self.reference_logprobs(samples)
+        read = [s.prompt_ids for s in samples] if prompts is None else prompts
+        taught = [
+            replace(sample, prompt_ids=before)
+            for sample, before in zip(samples, read, strict=True)
+            if before is not None
+        ]
+        reference = iter(self.reference_logprobs(taught))
         old = rollout_logprobs(samples)
         if self.objective.recompute_old:
             parts = self._cutting.old(samples, self._unknown(samples), [False] * len(samples), 0)
             old = list(self._old_logprobs(samples, parts, self._forward()).values())
+        estimator = self.objective.estimator
         return [
-            tuple(kl_penalty(mine.double(), other.double(), self.objective.estimator).tolist())
-            for mine, other in zip(old, reference)
+            None
+            if before is None
+            else tuple(kl_penalty(mine.double(), next(reference).double(), estimator).tolist())
+            for mine, before in zip(old, read, strict=True)
         ]
 
     def check_memory(self) -> None:

@@ -71,7 +71,7 @@ class Processes:
             for each in examples:
                 self.environments.check_row(each.place, each.columns)
         some = self.rewards.specs or self.earned or config.rewards.models
-        if not some and not (config.algorithm.distills and not config.evaluation.every):
+        if not some and (config.needs_rewards or config.evaluation.every):
             raise IsobitError(
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"

@@ -28,7 +28,8 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
-ReferenceKL = Callable[[Sequence[Sample]], Sequence[tuple[float, ...]]]
+ReferenceKL = Callable[[Sequence[Group]], Sequence[tuple[float, ...] | None]]
+"""Of each completion, group by group; None where a teacher is shown nothing."""
 
 
 class Sampler(Protocol):
@@ -137,12 +138,14 @@ class LiveRollouts:
         scored = gather_groups(ranks, mine)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
-        samples = [sample for group in scored for sample in group]
-        took["rollout/tokens"] = sum(sample.num_trained for sample in samples)
+        took["rollout/tokens"] = sum(sample.num_trained for group in scored for sample in group)
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
-            distances = iter(self._reference_kl(samples))
+            found = self._reference_kl(scored)
+        if self._objective.distills:
+            took["groups/unshown"] = float(sum(distance is None for distance in found))
+        distances = iter(found)
         charged = [[replace(s, reference_kl=next(distances)) for s in group] for group in scored]
         return Scored(charged, took)
 

@@ -127,6 +127,8 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
     )
     functions += [(key, name) for key, name, named in own if name not in named]
+    if config.reference.shown is not None and config.reference.shown.feedback is not None:
+        functions.append(("reference.shown.feedback", config.reference.shown.feedback))
     for key, reference in functions:
         if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
             yield key, file, False

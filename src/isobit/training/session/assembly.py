@@ -46,6 +46,7 @@ from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, no_processes, open_processes
+from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
 from isobit.training.scoring import RewardScorer, WeightedModel
@@ -145,7 +146,7 @@ def _open_models(
         () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
         config.rewards.on_error == "stop",
         processes.earned,
-        required=not config.algorithm.distills,
+        required=config.needs_rewards,
     )
     longest = encode_prompt(fitted.longest, model, tools)
     return _Models(model, base, fitted.task, longest, scorer, dialogue)
@@ -168,6 +169,11 @@ def _put_together(
     reference = (
         _reference(config, models.base, model, task) if objective.kl_coefficient > 0 else None
     )
+    teaching = None
+    if config.reference.shown is not None and reference is not None and recorded is None:
+        teaching = Teaching.of(
+            config.reference.shown, task, reference, ranks, config.sampling.max_new_tokens
+        )
     optimizer = optimizer_of(config, model)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
@@ -184,7 +190,7 @@ def _put_together(
     def parts_with(config: Config, resolved: Resolved) -> Parts:
         learner = _learner(config, model, optimizer, resolved, reference)
         frozen = [weighted.model.transformer for weighted in scorer.models]
-        frozen += [] if reference is None else [reference.transformer]
+        frozen += [] if reference is None or reference is model else [reference.transformer]
         calibrator = Calibrator(model, resolved.micro_batch_tokens)
         replay = ReplayBuffer(config.replay, config.seed)
         trained = Trained(model, optimizer, learner, calibrator, replay, frozen)
@@ -202,6 +208,7 @@ def _put_together(
             sampling,
             other,
             dialogue=dialogue,
+            teaching=teaching,
         )
 
     if config.optimizer.micro_batch_tokens != "auto":
@@ -278,8 +285,10 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """The frozen model of the KL penalty, or a teacher: working weights, whole on every rank, made
-    of masters that none had whole; or the policy's own, without its adapter. Raises IsobitError for
-    a teacher that has another tokenizer than the policy."""
+    of masters that none had whole; or the policy's own, without its adapter; or the policy itself.
+    Raises IsobitError for a teacher that has another tokenizer than the policy."""
+    if config.reference.weights == "policy":
+        return model
     if config.shares_reference:
         reference = model.without_adapter()
     else:

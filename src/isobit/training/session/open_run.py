@@ -117,7 +117,8 @@ class Session(OpenRun):
             steps=ahead,
             prompts_per_step=self.config.prompts_per_step,
             # several updates of a batch change the policy
-            needs_weights=self.objective.kl_in_reward and self.objective.recompute_old,
+            needs_weights=self.objective.kl_in_reward
+            and (self.objective.recompute_old or self.config.reference.weights == "policy"),
         )
 
     def _live(
@@ -138,10 +139,15 @@ class Session(OpenRun):
             prompts_per_step=self.config.prompts_per_step,
             steps=self.config.steps,
             curriculum=self.config.curriculum,
-            reference_kl=parts.learner.reference_kl if self.objective.kl_in_reward else None,
+            reference_kl=self._reference_kl if self.objective.kl_in_reward else None,
             before_scoring=(lambda: None) if learned is None else learned.wait,
             meanwhile=None if parts.serving is None else parts.serving.meanwhile,
         )
+
+    def _reference_kl(self, groups: Sequence[Group]) -> Sequence[tuple[float, ...] | None]:
+        teaching, samples = self.parts.teaching, [s for group in groups for s in group]
+        prompts = None if teaching is None else teaching.prompts(groups)
+        return self.parts.learner.reference_kl(samples, prompts)
 
     def _learning(
         self,
