@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from benchmarks.gpu import (
     two_processes,
 )
 from benchmarks.gpu.bits import compared
-from benchmarks.gpu.common import GPU_LOST, Bench, Case
+from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.triton.launch import record_launches
 from isobit.run.source import code_digest
 
@@ -282,6 +284,17 @@ def test_what_a_stage_does_not_run_restarts_nothing(
     }
 
 
+def test_small_cases_are_not_the_whole_of_a_stage(tmp_path: Path) -> None:
+    results = _bench(tmp_path, "grpo").results
+    end = {"session": "one", "stage": "grpo", "ended": "ended"}
+    results.case("grpo", "a", "done")
+    results.write(end | {"small": True})
+    assert results.whole("grpo", small=True)
+    assert not results.whole("grpo")
+    results.write(end | {"small": False})
+    assert results.whole("grpo")
+
+
 def test_what_code_computes_has_a_name(tmp_path: Path) -> None:
     """A comment, a docstring and a line's place do not change it; a number does."""
     texts = {
@@ -417,11 +430,11 @@ def _check(folder: Path, session: str, tried: dict[str, list[str]]) -> Results:
 @pytest.mark.parametrize(
     ("tried", "side", "failed", "says"),
     [
-        ({"keys first": []}, "keys first", [], "the check passed"),
-        ({"rows first": []}, "rows first", [], "exchanged operands change bits"),
-        ({"keys first": ["x"], "rows first": []}, "rows first", [], "exchanged operands"),
-        ({"keys first": ["x"]}, "keys first", ["x"], "THE CHECK FAILED, and no figure counts: x"),
-        ({"keys first": ["x"], "rows first": ["y"]}, "rows first", ["y"], "FAILED"),
+        ({EXCHANGED: []}, EXCHANGED, [], "the check passed"),
+        ({ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands change bits"),
+        ({EXCHANGED: ["x"], ONE_SIDE: []}, ONE_SIDE, [], "exchanged operands"),
+        ({EXCHANGED: ["x"]}, EXCHANGED, ["x"], "THE CHECK FAILED, and no figure counts: x"),
+        ({EXCHANGED: ["x"], ONE_SIDE: ["y"]}, ONE_SIDE, ["y"], "FAILED"),
     ],
 )
 def test_the_check_says_how_it_goes_on(
@@ -442,7 +455,7 @@ def test_a_check_that_died_has_not_passed(tmp_path: Path) -> None:
 
 
 def test_every_call_begins_with_the_check(tmp_path: Path) -> None:
-    results = _check(tmp_path, "one", {"keys first": []})
+    results = _check(tmp_path, "one", {EXCHANGED: []})
     assert [step.stage for step in command._steps(["kernels"], results)][:2] == [
         "check",
         "ceilings",
@@ -530,7 +543,7 @@ def test_a_tile_that_changed_a_bit_would_be_found(
         line = _lines(tmp_path)[-1]
         assert line["status"] == expected
         wrong_rows = {row["contestant"][:6] for row in line["rows"] if not row["holds"]}
-        assert wrong_rows == ({"N = 64"} if expected == "failed" else set())
+        assert wrong_rows == ({"N = 64", "64 tok"} if expected == "failed" else set())
 
 
 _SUITE = """
@@ -706,6 +719,18 @@ def test_what_is_compiled_ahead_is_found_when_it_is_launched(tmp_path: Path) -> 
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_where_nothing_is_trained_no_master_is_kept(preset: str, tmp_path: Path) -> None:
+    """And the working weights are those that masters would have made: every byte."""
+    config = replace(shapes(_bench(tmp_path))["toy"], num_layers=1)
+    frozen, trained = (random_model(config, preset, trained=some) for some in (False, True))
+    assert frozen.named_parameters() == {}
+    assert sum(p.numel() for p in trained.parameters()) > 10_000
+    stored = (model.transformer.learner_storage() for model in (frozen, trained))
+    pairs = list(zip(*stored, strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from benchmarks.gpu.common import Bench
 from benchmarks.gpu.results import CHECK, ENDED, FILE, Line, Results, gpu_machine
 from benchmarks.gpu.supervise import LEAST_S, Limits, run_stage
 from benchmarks.gpu.targets import table
+from isobit.kernels.backends.self_check import EXCHANGED
 
 
 class Step(NamedTuple):
@@ -38,7 +39,7 @@ class Step(NamedTuple):
 
 
 PLAN = (
-    Step("compiling", 110, 130),
+    Step("compiling", 110, 150),
     Step(CHECK, 80, 90),
     Step("bits", 170, 75),
     Step("grpo", 120, 120, small=True),
@@ -132,10 +133,13 @@ def _all(arguments: argparse.Namespace) -> int:
         os.environ["ISOBIT_CACHE"] = own  # no check that has passed before counts for this call
         os.environ[_SKIP] = "skip"  # until it has passed: it is a stage here, and ends no other
         if not arguments.rehearse:
-            print(kernel_cache.unpack((resume or out) / kernel_cache.ARCHIVE), flush=True)
+            carried = [folder / kernel_cache.ARCHIVE for folder in (out, resume or out)]
+            print(kernel_cache.unpack(next(filter(Path.exists, carried), carried[0])), flush=True)
         for step in _steps(arguments.stages, results):
             status = _step(step, end, arguments, results)
-            results.write({"session": session, "stage": step.stage, "ended": status})
+            results.write(
+                {"session": session, "stage": step.stage, "ended": status, "small": step.small}
+            )
             print(f"{step.stage}: {status}", flush=True)
             if step.stage == CHECK:
                 _after_the_check(arguments, results, end)
@@ -157,9 +161,9 @@ def _step(step: Step, end: float, arguments: argparse.Namespace, results: Result
     """Run a step, unless it has been; how it ended."""
     seconds = min(step.seconds, end - time.perf_counter())
     if step.stage == "compiling" and not arguments.rehearse:
-        if kernel_cache.mark(compiling.code("keys first")).exists():
+        if kernel_cache.mark(compiling.code(EXCHANGED)).exists():
             return "ended: all kernels are there"
-    elif step.stage != CHECK and results.whole(step.stage):
+    elif step.stage != CHECK and results.whole(step.stage, step.small):
         return "ended before"
     if seconds < LEAST_S:
         return "left for the next call: the minutes are spent"
@@ -188,13 +192,13 @@ def _command(step: Step, left: float, arguments: argparse.Namespace, results: Re
 
 
 def _after_the_check(arguments: argparse.Namespace, results: Results, end: float) -> None:
-    """What it found, and how the stages go on: with attention's rows where it has passed."""
+    """What it found, and how the stages go on: with rows on the sides where it has passed."""
     side, failed = check.verdict(results)
     print(f"\n{check.said(results)}\n", flush=True)
     if failed:
         return
     del os.environ[_SKIP]  # from here on every process finds the pass, and the side
-    if side != "keys first" and not kernel_cache.mark(compiling.code(side)).exists():
+    if side != EXCHANGED and not kernel_cache.mark(compiling.code(side)).exists():
         again = next(step for step in PLAN if step.stage == "compiling")
         limits = Limits(again.seconds, end, again.silence)
         print("compiling, for that side:", run_stage(

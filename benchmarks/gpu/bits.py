@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
+from isobit.kernels.attention.triton.forward import keys_first
 from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.product.triton.cublas import cublas_product, takes
 from isobit.kernels.product.triton.plan import ProductPlan, plan
@@ -33,6 +35,8 @@ _HEAD_INT8 = QuantSpec(INT8, "row", "fp32")
 ROWS_OF_TILES = 128
 TILES = ((64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 4))
 """(rows of the weight, tokens, warps, stages) of a tile: every one that a plan may choose."""
+TOKENS_FIRST = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 4))
+"""Those of FP8 that have tokens on the long side of the instruction."""
 
 
 MODELS = ("Qwen3-0.6B", "Qwen3-8B")
@@ -149,13 +153,13 @@ def _take(x: Operand, start: int, stop: int) -> Operand:
 
 
 @contextmanager
-def forced(tile: tuple[int, int, int, int]) -> Iterator[None]:
+def forced(tile: tuple[int, int, int, int], tokens_first: bool = False) -> Iterator[None]:
     """Inside, every product has this tile, and its chunks are summed as the plan says."""
     tile_n, tile_m, warps, stages = tile
 
-    def chosen_tile(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan:
-        chosen = plan(rows, columns, inner, dtype)
-        return replace(chosen, tile_n=tile_n, tile_m=tile_m, num_warps=warps, num_stages=stages)
+    def chosen_tile(*given: Any) -> ProductPlan:
+        chosen = replace(plan(*given), num_warps=warps, num_stages=stages)
+        return replace(chosen, tile_n=tile_n, tile_m=tile_m, tokens_first=tokens_first)
 
     before, product_module.plan = product_module.plan, chosen_tile
     try:
@@ -178,6 +182,11 @@ def _tiles(kind: str, outputs: int, inputs: int, case: Case, bench: Bench) -> No
     for tile, y in found.items():
         if tile != TILES[0]:
             compared(case, f"N = {tile[1]}, {tile[0]} rows of the weight, against N = 16", y, first)
+    for tile in TOKENS_FIRST if kind == "fp8" and keys_first() else ():
+        what = f"{tile[1]} tokens on the long side, {tile[0]} rows of the weight"
+        with case.attempt(what), forced(tile, True):
+            y = product_module.product(x, w, None, torch.float32)
+            compared(case, f"{what}, against N = 16", y, first)
     changed = _with_one_weight_changed(w)
     with forced(TILES[0]):
         control = product_module.product(x, changed, None, torch.float32)

@@ -1,14 +1,15 @@
 """The check of a first start (`isobit.kernels.backends.self_check`), which every call begins with:
 what follows counts only where it passes.
 
-Where exchanged operands of an instruction change bits, attention has all rows on one side from here
-on, in every stage, as a run would have; what else fails is named, and the stages go on, so that one
+Where exchanged operands of an instruction change bits, attention and products have all rows on one
+side from here on, in every stage, as a run would have; what else fails is named, and the stages go on, so that one
 call shows as much as it can. Left out: whole models (`bits.py`).
 """
 
 from benchmarks.gpu.common import Bench, Case
 from benchmarks.gpu.results import Results
 from isobit.kernels.backends import self_check
+from isobit.kernels.backends.self_check import EXCHANGED
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import ARCHITECTURES, find_gpu
 from isobit.kernels.triton.launch import compile_for, target
@@ -46,7 +47,7 @@ def verdict(results: Results) -> tuple[str, list[str]]:
         if line["session"] == results.session and line.get("stage") == "check" and "rows" in line
     ]
     if not lines or not lines[-1]["rows"]:
-        return "keys first", ["the check has not come to its end"]
+        return EXCHANGED, ["the check has not come to its end"]
     row = lines[-1]["rows"][-1]
     return row["contestant"], row["failures"]
 
@@ -56,9 +57,9 @@ def said(results: Results) -> str:
     side, failed = verdict(results)
     if failed:
         return f"THE CHECK FAILED, and no figure counts: {failed[0]} ({len(failed)} in all)"
-    if side == "keys first":
+    if side == EXCHANGED:
         return "the check passed"
     return (
-        "the check passed with all rows of attention on one side of its instructions: exchanged "
-        "operands change bits on this GPU"
+        "the check passed with all rows on one side of the instructions: exchanged operands "
+        "change bits on this GPU"
     )

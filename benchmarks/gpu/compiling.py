@@ -31,7 +31,6 @@ from benchmarks.gpu.results import digests
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.kernel_table import META, launches, signature
 from isobit.kernels import get_ops
-from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends import self_check
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import find_gpu, versions
@@ -44,8 +43,8 @@ _MOST_WORKERS = 14  # each has a context on the GPU, of half a gigabyte
 
 
 def code(side: str) -> str:
-    """A name for what is compiled: of the source, the versions, the architecture, and the side of
-    attention's rows."""
+    """A name for what is compiled: of the source, the versions, the architecture, and the sides of
+    the rows."""
     gpu = find_gpu()
     found = versions() | {"gpu": "none" if gpu is None else gpu.architecture}
     known = [*digests().values(), *found.values(), side, Path(__file__).read_text()]
@@ -72,12 +71,7 @@ def run(bench: Bench) -> None:
         if not found:
             raise RuntimeError("no worker has compiled anything: see what it printed")
         if whole and not bench.rehearsal:
-            kernel_cache.mark(code(_side())).touch()
-
-
-def _side() -> str:
-    """That of attention's rows, in this process and its workers."""
-    return "keys first" if attention.keys_first() else "rows first"
+            kernel_cache.mark(code(self_check.side())).touch()
 
 
 def _by_workers(count: int, bench: Bench) -> tuple[list[dict[str, Any]], bool]:
@@ -123,7 +117,7 @@ def distinct() -> list[KernelLaunch]:
 
 
 def _open_gpu() -> None:
-    """Its tiles, and the side of attention's rows, in this process."""
+    """Its tiles, and the sides of the rows, in this process."""
     if find_gpu() is not None:
         get_ops("triton")
 
@@ -155,8 +149,10 @@ def _tiles() -> list[KernelLaunch]:
         for outputs, inputs in bits.sizes_of({name: SHAPES[name] for name in bits.MODELS}).values():
             for kind in ("fp8", "bf16"):
                 x, w = bits.operands(kind, bits.ROWS_OF_TILES, outputs, inputs, ops)
-                for tile in bits.TILES:
-                    with bits.forced(tile):
+                firsts = bits.TOKENS_FIRST if kind == "fp8" else ()
+                tiles = [*((tile, False) for tile in bits.TILES), *((t, True) for t in firsts)]
+                for tile, tokens_first in tiles:
+                    with bits.forced(tile, tokens_first):
                         product_module.product(x, w, None, torch.float32)
     return found
 

@@ -133,12 +133,15 @@ class Results:
             return False
         return not (self.retry and line["status"] == "failed" and line["session"] != self.session)
 
-    def whole(self, stage: str) -> bool:
-        """Whether the stage has come to its end, with every case done or failed."""
+    def whole(self, stage: str, small: bool = False) -> bool:
+        """Whether the stage has come to its end, or that of its `small` cases, with every case done
+        or failed."""
         lines = self.lines()
         alike = self._alike(lines)(stage)
         own = [line for line in lines if line["session"] in alike and line.get("stage") == stage]
-        ends = [line["ended"] for line in own if "ended" in line]
+        ends = [
+            line["ended"] for line in own if "ended" in line and (small or not line.get("small"))
+        ]
         ended = any(end.startswith("ended") for end in ends)
         return ended and all(
             self.settled(*key) for key in self.of_this_machine() if key[0] == stage

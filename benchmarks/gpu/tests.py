@@ -165,7 +165,7 @@ class Guard:
 
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
-        get_ops("triton")  # its tiles, and the side of attention's rows that the check has found
+        get_ops("triton")  # its tiles, and the sides of the rows that the check has found
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Guard(), "isobit-guard")
     else:

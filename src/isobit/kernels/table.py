@@ -81,7 +81,7 @@ def triton_ops(consistency: str) -> "TritonOps":
         )
     from isobit.kernels.attention.triton.forward import keys_first
 
-    sides = "" if keys_first() else ", attention with all rows on one side of its instructions"
+    sides = "" if keys_first() else ", with all rows on one side of the instructions"
     return TritonOps(consistency, f"triton backend: {gpu}{sides}", _device())
 
 

@@ -13,7 +13,9 @@ from benchmarks.gpu.common import Bench
 from benchmarks.gpu.results import Results
 from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends import self_check
+from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton import plan
 
 from .helpers import DEVICE, HAS_GPU
 from .hopper import (
@@ -63,6 +65,15 @@ def test_another_order_in_small_tiles_is_refused(part: str, order: str) -> None:
     assert any("other bits" in what for what in found)
 
 
+def test_products_whose_operands_are_exchanged_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 products of more than 64 rows have tokens on the long side. The control: weights there,
+    for any number of rows."""
+    found = _failing("fp8 product", Card(unlike_sides))
+    assert any("other bits" in what for what in found)
+    monkeypatch.setattr(plan, "_tokens_first", False)
+    assert _failing("fp8 product", Card(unlike_sides)) == []
+
+
 def test_rounded_results_show_less_of_an_order() -> None:
     """Why the check compares float32: of the same product, one row alone and among others."""
     x, w = self_check._random(OPS, 0, 80, _INPUTS), self_check._random(OPS, 1, _OUTPUTS, _INPUTS)
@@ -82,6 +93,7 @@ OPS = TritonOps("bitwise", "interpreted", DEVICE)
 def _both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of attention alone, by a check of its own, and as it was afterwards."""
     monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)
+    monkeypatch.setattr(plan, "_tokens_first", plan._tokens_first)
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "cache"))
 
     def of_attention(ops: TritonOps, kind: str, sizes: self_check.Sizes) -> object:
@@ -94,8 +106,8 @@ def _both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("card", "side", "says"),
     [
-        (Card(), "keys first", "the check passed"),
-        (Card(unlike_sides), "rows first", "exchanged operands change bits on this GPU"),
+        (Card(), EXCHANGED, "the check passed"),
+        (Card(unlike_sides), ONE_SIDE, "exchanged operands change bits on this GPU"),
     ],
     ids=["hopper", "unlike sides"],
 )
@@ -108,7 +120,7 @@ def test_the_script_goes_on_in_the_way_that_keeps_bits(
         check.run(Bench("check", results))
     assert check.verdict(results) == (side, [])
     assert says in check.said(results)
-    assert attention.keys_first() == (side == "keys first")
+    assert attention.keys_first() == plan._tokens_first == (side == EXCHANGED)
 
 
 @pytest.mark.usefixtures("_both_sides")
@@ -120,7 +132,7 @@ def test_a_card_that_neither_side_helps_is_named(tmp_path: Path) -> None:
         check.run(bench)
     assert bench.failed
     side, failed = check.verdict(results)
-    assert side == "rows first"
+    assert side == ONE_SIDE
     assert failed
     assert "THE CHECK FAILED, and no figure counts: attention over keys in BF16" in check.said(
         results

@@ -12,6 +12,7 @@ from isobit.kernels import KVStore, Layout
 from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends import self_check
 from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton import plan
 from isobit.precision import QTensor
 from tests.kernels.triton.helpers import DEVICE
 
@@ -165,6 +166,7 @@ def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
     fails either way."""
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)  # put back at the end
+    monkeypatch.setattr(plan, "_tokens_first", plan._tokens_first)
     other, wrong = "attention over keys in INT8: decoded rows have other bits", ["output head: off"]
     monkeypatch.setattr(
         self_check, "failures", lambda *given: [other, *wrong] if attention.keys_first() else []
@@ -176,7 +178,7 @@ def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
     assert self_check.remembered(ops) == []
     assert not attention.keys_first()
     assert [path.name.split(".", 1)[1] for path in (tmp_path / "gpu").iterdir()] == [
-        "rows-first.passed"
+        "one-side.passed"
     ]
     monkeypatch.setattr(attention, "_FEW_ROWS", 32)
     monkeypatch.setattr(self_check, "failures", lambda *given: pytest.fail("it was asked again"))

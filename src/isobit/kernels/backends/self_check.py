@@ -29,6 +29,7 @@ from isobit.kernels.gpu import versions
 from isobit.kernels.matrices import Operand, values
 from isobit.kernels.ops import DeltaHeads, Layout, Ops
 from isobit.kernels.optim.definition import round_stochastically
+from isobit.kernels.product.triton.plan import put_weights_first
 from isobit.kernels.stores import KVStore, StateStore
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 from isobit.run.source import code_digest
@@ -42,6 +43,8 @@ _ROWS = 80  # more than one tile, and not whole ones
 _PARTS = ((0, 1), (79, 80), (3, 20), (10, 60), (5, 72))  # tiles of 16, 32, 64 rows, and the large
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BOUND = 2.0**-7  # of the largest result: BF16 rounds by half of this at most
+EXCHANGED, ONE_SIDE = "operands exchanged", "rows on one side"
+_EXCHANGING = ("attention over keys", "FP8 product")
 Found = tuple[str, bool]
 
 
@@ -77,23 +80,30 @@ def remembered(
 ) -> list[str]:
     """`failures`, unless there were none before on the same GPU with the same software.
 
-    Decoding's attention exchanges the operands of the learner's matrix instructions, which no
-    specification says to keep bits. Where attention alone fails, it is asked again with all rows on
-    one side, and computes so if that holds. `tried` receives what failed, by the side of the rows.
+    Decoding exchanges the operands of the learner's matrix instructions, in attention and in FP8
+    products, which no specification says to keep bits. Where these alone fail, they are asked again
+    with all rows on one side, and compute so if that holds. `tried` receives what failed either way,
+    `EXCHANGED` and `ONE_SIDE`.
     """
     tried = {} if tried is None else tried
     try:
         place = cache_directory("gpu")
     except CacheUnusable:
         place = None
-    rows_first = f"{_identity()}.rows-first.passed"
-    if place is None or not (place / rows_first).exists():
-        found = tried["keys first"] = _once(ops, fp8, place, f"{_identity()}.passed", sizes)
-        if not found or not all(what.startswith("attention over keys") for what in found):
+    one_side = f"{_identity()}.one-side.passed"
+    if place is None or not (place / one_side).exists():
+        found = tried[EXCHANGED] = _once(ops, fp8, place, f"{_identity()}.passed", sizes)
+        if not found or not all(what.startswith(_EXCHANGING) for what in found):
             return found
     attention.put_rows_first()
-    found = tried["rows first"] = _once(ops, fp8, place, rows_first, sizes)
+    put_weights_first()
+    found = tried[ONE_SIDE] = _once(ops, fp8, place, one_side, sizes)
     return found
+
+
+def side() -> str:
+    """How this process multiplies."""
+    return EXCHANGED if attention.keys_first() else ONE_SIDE
 
 
 def _once(ops: "TritonOps", fp8: bool, place: Path | None, name: str, sizes: Sizes) -> list[str]:
