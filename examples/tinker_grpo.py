@@ -22,7 +22,7 @@ def main(url: str, token: str, steps: str = "10") -> None:
     service = tinker.ServiceClient(base_url=url, api_key=key)
     policy = service.create_lora_training_client(base_model=base, rank=8, seed=0).result()
     tokenizer = policy.get_tokenizer()
-    prompts = [tokenizer.encode(f"Say something short about {thing}.") for thing in THINGS]
+    prompts = [tokenizer.encode(f"Say something short about {one}.") for one in THINGS]
     for step in range(int(steps)):
         sampler = policy.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=LONGEST, seed=step)
