@@ -65,15 +65,25 @@ void bf16_row(const Product& g, int64_t row, int64_t depth, float* line, uint16_
     for (int64_t k = 0; k < depth; k += 32) _mm512_storeu_si512(out + k, upper_halves(vload(line + k), vload(line + k + 16)));
 }
 
+INLINE __m512i scaled(__m512i pairs, Vec factor) { return pair_up(mul(even_of(pairs), factor), mul(odd_of(pairs), factor)); }
+
 // A panel of B as pairs of BF16 numbers, as tiles read it: where it is stored, or decoded into `room`.
 const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t depth, float* values, uint16_t* room) {
     if (g.kind_b == BF16) return (const uint16_t*)g.packed + packed_offset(g, panel, 0);
-    if (g.kind_b == E4M3 && !(g.scaled & FOLD_B)) {
+    const bool fold = g.scaled & FOLD_B;
+    if (g.kind_b == E4M3 && (!fold || g.scale_b.block_columns % 4 == 0)) {
         const uint8_t* p = (const uint8_t*)g.packed + packed_offset(g, panel, 0);
-        for (int64_t k = 0; k < depth; k += 4, p += 64) {
-            __m512i first, second;
-            decode_pairs(p, unscaled(), first, second);
-            _mm512_storeu_si512(room + k * PANEL, first), _mm512_storeu_si512(room + (k + 2) * PANEL, second);
+        const int64_t run = fold ? g.scale_b.block_columns : depth;
+        for (int64_t start = 0; start < depth; start += run) {
+            alignas(64) float scale[16] = {};
+            if (fold && start < g.k) g.scale_b.fill(panel * PANEL, PANEL, g.n, start, scale);
+            const Vec factor = vload(scale);
+            for (int64_t k = start; k < depth && k < start + run; k += 4, p += 64) {
+                __m512i first, second;
+                decode_pairs(p, unscaled(), first, second);
+                _mm512_storeu_si512(room + k * PANEL, fold ? scaled(first, factor) : first);
+                _mm512_storeu_si512(room + (k + 2) * PANEL, fold ? scaled(second, factor) : second);
+            }
         }
         return room;
     }
