@@ -105,6 +105,8 @@ gpu: $(VENV)/.gpu
 
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
+	$(BIN)/python -m benchmarks.orientation --out benchmarks/results/gpu
+	$(BIN)/python -m benchmarks.layer_bytes --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 
 wheel: $(VENV)/.dev
