@@ -21,6 +21,7 @@ NAMES = (
     "adapters",
     "serve_step",
     "turns",
+    "turns_memory",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

@@ -192,6 +192,27 @@ def test_an_environment_may_begin_otherwise_for_each_sample(model: Model) -> Non
         assert finish(engine)[request].logprobs == c.logprobs[start:stop]
 
 
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content"),
+    [
+        ("it is 5", None, "it is 5"),
+        ("<think>\nhm\n</think>\n\nit is 5", "hm", "it is 5"),
+        ("hm\n</think>\n\nit is 5", "hm", "it is 5"),  # which the prompt has opened
+        ("<think>\nhm", "hm", ""),  # cut off
+        ("<think>\n\n</think>\n\nit is 5", None, "it is 5"),
+    ],
+)
+def test_thoughts_are_told_apart(
+    model: Model, text: str, thoughts: str | None, content: str
+) -> None:
+    """In what rewards and templates see of an answer."""
+    said = Completion(0, 0, [1], [2], text, [0.0], "stop", 0)
+    turn, message = dialogue_of(model, FakeEnvironments()).turn(0, said, 0, ())
+    assert (turn.content, turn.reasoning or None) == (content, thoughts)
+    wanted = {"role": "assistant", "content": content}
+    assert message == (wanted if thoughts is None else wanted | {"reasoning_content": thoughts})
+
+
 def test_seconds_are_added_up_by_tool(model: Model) -> None:
     """Half a second a turn, of tools by the turn's number."""
 

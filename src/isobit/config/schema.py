@@ -180,7 +180,13 @@ class Config:
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
             )
-        self._check_prompts()
+        self.curriculum.check(distills=algorithm.distills, engines=self.fleet.engines)
+        if self.epochs is not None and (algorithm.dynamic_sampling or self.curriculum.chooses):
+            why = "curriculum" if self.curriculum.chooses else "algorithm.dynamic_sampling"
+            raise IsobitError(
+                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
+                "steps is an epoch: give steps"
+            )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
@@ -207,26 +213,6 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
-            )
-
-    def _check_prompts(self) -> None:
-        """Raise IsobitError where epochs cannot be counted, or no fraction that is solved be
-        known."""
-        chosen = self.curriculum.mode != "none"
-        if self.epochs is not None and (self.algorithm.dynamic_sampling or chosen):
-            why = "curriculum" if chosen else "algorithm.dynamic_sampling"
-            raise IsobitError(
-                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
-                "steps is an epoch: give steps"
-            )
-        if chosen and self.algorithm.distills:
-            raise IsobitError(
-                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
-            )
-        if chosen and self.fleet.engines:
-            raise IsobitError(
-                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
-                "solved yet: set fleet.engines: 0, or leave it out"
             )
 
     def _check_distillation(self) -> None:

@@ -1,6 +1,6 @@
 """Keeps the threads of PyTorch's OpenMP from spinning where PyTorch was loaded before isobit.
 
-GNU's OpenMP reads GOMP_SPINCOUNT when it is loaded; `isobit/__init__.py` sets it, but a script that
+GNU's OpenMP reads GOMP_SPINCOUNT when it is loaded; importing isobit sets it, but a script that
 imports torch first has the default: after each operator of PyTorch a thread spins for about 10 ms,
 on a core that the operators' own threads (`threads.cpp`) and other processes want. Once a process
 has more OpenMP threads than cores, they spin a hundred rounds (libgomp's manual, GOMP_SPINCOUNT).
