@@ -8,6 +8,7 @@ import torch
 
 NAMES = (
     "rollout",
+    "beside_others",
     "grpo_step",
     "saved_bytes",
     "step_memory",
@@ -20,6 +21,7 @@ NAMES = (
     "adapters",
     "serve_step",
     "turns",
+    "turns_memory",
 )
 LARGE = ("long_completions",)
 """Only by name: it takes many minutes and GiB."""

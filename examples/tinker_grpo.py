@@ -21,8 +21,8 @@ def main(url: str, token: str, steps: str = "10") -> None:
     base = rest.get_server_capabilities().result().supported_models[0].model_name
     service = tinker.ServiceClient(base_url=url, api_key=key)
     policy = service.create_lora_training_client(base_model=base, rank=8, seed=0).result()
-    encode = policy.get_tokenizer().encode
-    prompts = [encode(f"Say something short about {thing}.") for thing in THINGS]
+    tokenizer = policy.get_tokenizer()
+    prompts = [tokenizer.encode(f"Say something short about {one}.") for one in THINGS]
     for step in range(int(steps)):
         sampler = policy.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=LONGEST, seed=step)
@@ -31,7 +31,7 @@ def main(url: str, token: str, steps: str = "10") -> None:
         data, sampled, rewards = [], [], []
         for prompt, group in zip(prompts, groups, strict=True):
             answers = group.result().sequences
-            scores = np.array([1 - len(one.tokens) / LONGEST for one in answers])
+            scores = np.array([-len(tokenizer.decode(one.tokens)) for one in answers])
             rewards += scores.tolist()
             advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
             for one, advantage in zip(answers, advantages, strict=True):
@@ -51,7 +51,7 @@ def main(url: str, token: str, steps: str = "10") -> None:
         old, new = np.concatenate(sampled), np.concatenate(again)
         differ = int((old.view(np.int32) != new.view(np.int32)).sum())
         reward = np.mean(rewards)
-        print(f"step {step}  reward {reward:.3f}  {differ} of {len(old)} differ")
+        print(f"step {step}  reward {reward:.2f}  {differ} of {len(old)} differ")
     print("saved", policy.save_state("short").result().path)
 
 

@@ -1,6 +1,6 @@
 """Tiny random models for all tests, and where a real one stands beside the checkout."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ def tensor(value: object) -> Tensor:
     """What may be None or quantized, and here is a tensor: a gradient, a bias, a plain weight."""
     assert isinstance(value, Tensor)
     return value
+
+
+def slow_where(rows: Sequence[Any], slow: Callable[..., bool]) -> list[Any]:
+    """Rows of parameters, tuples or single values, of which some are left to the full suite: those
+    whose claim quicker rows of the same test make too."""
+    found = []
+    for row in rows:
+        values = row if isinstance(row, tuple) else (row,)
+        found.append(pytest.param(*values, marks=pytest.mark.slow) if slow(*values) else row)
+    return found
 
 
 def level(backend: str) -> str:

@@ -261,7 +261,7 @@ def test_configs_are_valid(path: Path) -> None:
             load_config(
                 ROOT / compared.train, [*compared.changes, f"precision={json.dumps(preset)}"]
             )
-    elif "init" in values["model"]:
+    elif "init" in values["model"] or "batch_size" in values:
         assert isinstance(load_sft_config(path), SftConfig)
     else:
         assert isinstance(load_config(path), Config)

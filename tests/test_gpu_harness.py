@@ -1,6 +1,7 @@
 """What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and
 that nothing is lost where a process ends."""
 
+import functools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from benchmarks.gpu import (
     grpo,
     kernel_cache,
     kernels,
+    results,
     sanitizer,
     supervise,
     tests,
@@ -36,6 +38,15 @@ from isobit.kernels.triton.launch import record_launches
 from isobit.run.source import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
+_machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
+
+
+@pytest.fixture(autouse=True)
+def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine, the commit and the digests of the source stay: git and 600 files are asked for
+    them once, and not in every test."""
+    monkeypatch.setattr(results, "gpu_machine", _machine)
+    monkeypatch.setattr(results, "digests", _digests)
 
 
 class Clock:
@@ -157,9 +168,9 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
-    results = Results(folder, session, rehearsal=True, **more)
-    results.begin()
-    return Bench(stage, results)
+    own = Results(folder, session, rehearsal=True, **more)
+    own.begin()
+    return Bench(stage, own)
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -172,6 +183,7 @@ def _broken(*_: object) -> None:
     )  # Triton's are no RuntimeErrors
 
 
+@pytest.mark.slow  # the next test has the same of one case
 def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One contestant that does not compile, and one case that does not start."""
     ops = kernels.get_ops("triton")
@@ -250,11 +262,11 @@ def test_a_run_goes_on_where_another_was_cut_off(
 
 
 def test_a_stage_without_time_says_what_is_missing(tmp_path: Path) -> None:
-    results = Results(tmp_path, "one")
-    results.begin()
-    assert not Bench("decode", results, budget_s=-1.0).wants("a")
+    own = Results(tmp_path, "one")
+    own.begin()
+    assert not Bench("decode", own, budget_s=-1.0).wants("a")
     assert (_lines(tmp_path)[-1]["status"], _lines(tmp_path)[-1]["case"]) == ("missing", "a")
-    assert not results.whole("decode")
+    assert not own.whole("decode")
 
 
 def test_what_a_stage_does_not_run_restarts_nothing(
@@ -553,6 +565,8 @@ def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
+    if not workers:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others' take a second
     monkeypatch.setattr(tests, "_REHEARSED", ("test_suite.py",))
     original = tests._pytest
     monkeypatch.setattr(tests, "_pytest", lambda chosen, _, bench: original(chosen, workers, bench))

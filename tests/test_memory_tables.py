@@ -23,17 +23,42 @@ def test_the_page_has_what_fits() -> None:
     assert "\n".join(lines) in page
 
 
-def test_the_page_by_hardware_has_what_one_gpu_trains() -> None:
+@pytest.mark.slow
+def test_the_page_by_hardware_has_what_one_gpu_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/how-to/hardware.md").read_text()
     lines = fits.largest()
     assert len(lines) == 2 + len(fits.RECIPES)
     assert "\n".join(lines) in page
+    monkeypatch.setattr(advice, "HEAD_ROOM", 0.3)  # the control
+    assert "\n".join(fits.largest()) not in page
+
+
+def test_the_page_by_hardware_has_what_the_largest_gpu_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last column, of adapters: one model each."""
+    page = (ROOT / "docs/how-to/hardware.md").read_text()
+    name = list(fits.ONE_GPU)[-1]
+    monkeypatch.setattr(fits, "ONE_GPU", {name: fits.ONE_GPU[name]})
+    monkeypatch.setattr(fits, "RECIPES", fits.RECIPES[-2:])
+    assert all("adapter" in what for what, *_ in fits.RECIPES)
+    for control in (False, True):
+        cells = [line.split(" | ") for line in fits.largest()[2:]]
+        rows = [
+            line
+            for what, preset, _ in cells
+            for line in page.splitlines()
+            if line.startswith(f"{what} | {preset} |")
+        ]
+        assert len(rows) == 2
+        ends = [row.endswith(f" | {end}") for row, (*_, end) in zip(rows, cells)]
+        assert all(ends) is not control
+        monkeypatch.setattr(advice, "HEAD_ROOM", 0.5)
 
 
 def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "HEAD_ROOM", 0.3)
     assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()
-    assert "\n".join(fits.largest()) not in (ROOT / "docs/how-to/hardware.md").read_text()
 
 
 def test_the_page_has_the_counted_bytes_of_a_frozen_base() -> None:

@@ -8,8 +8,9 @@ benchmarks/results/gpu.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-from benchmarks import roofline
+from benchmarks import layer_bytes, orientation, roofline
 from benchmarks.gpu import targets
 from benchmarks.kernel_table import architecture_table, table
 
@@ -26,12 +27,18 @@ def tables() -> dict[str, str]:
         "architectures": architecture_table(
             json.loads((KERNELS.parent / "architectures.json").read_text())
         ),
+        "orientation": orientation.table(_kept("orientation")),
+        "layer_bytes": layer_bytes.table(_kept("layer_bytes")),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
         "ceilings": targets.ceilings_table(KERNELS.parent),
         "bits": targets.bits_table(KERNELS.parent),
         "reached": targets.table(KERNELS.parent),
     }
+
+
+def _kept(name: str) -> Any:
+    return json.loads((KERNELS.parent / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def filled(page: str) -> str:

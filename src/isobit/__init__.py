@@ -7,6 +7,7 @@ import torch. Type checkers read the imports below instead, and so know every na
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from isobit.training.train import resume as resume
     from isobit.training.train import train as train
 
-# GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each
-# other at the end of every operator. By default they spin so long that beside other busy processes
-# a step takes many times as long (docs/log.md); with this they spin for microseconds, then sleep.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. By default its threads spin
+# for milliseconds at the end of every operator, on cores that our own threads and other processes
+# want (docs/log.md); with this for microseconds, then they sleep. Where PyTorch is there already,
+# `kernels/native/openmp.py` has the same done.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "100")
 # PyTorch reads this at its first allocation: tensors of 2 MiB and more then ask for huge pages.
 # Every step's gradients are fresh memory, and a page of 4 KiB at a time takes longer than the
 # product that writes them (docs/log.md).

@@ -13,6 +13,7 @@ from isobit.engine.types import Sampling
 from isobit.kernels import KVStore
 from isobit.model import Model
 from isobit.options.consistency import TDP32, VDP32
+from tests.models import slow_where
 
 from .helpers import differing, fresh, learner_logprobs, tiny
 from .test_invariance import PROMPT_IDS, PROMPTS
@@ -32,6 +33,8 @@ UNIFIED = [
     E4M3,
 ]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
+BY_REFERENCE = ("bf16", "fp8", "nvfp4")
+"""What `make test` has of the reference operators, which take ten times as long."""
 HARD = {
     "kv_pages": 24,
     "page_size": 4,
@@ -43,7 +46,10 @@ HARD = {
 @pytest.mark.parametrize(
     ("preset", "backend", "temperature"),
     [
-        *((*flow, 1.0) for flow in FLOWS),
+        *slow_where(
+            [(*flow, 1.0) for flow in FLOWS],
+            lambda preset, backend, _: backend == "reference" and preset not in BY_REFERENCE,
+        ),
         ("fp8", "native", 0.7),
         ("bf16[kv_cache=int8, kv_scale=ue8m0]", "native", 1.0),
     ],
@@ -106,7 +112,11 @@ def test_negative_control_an_activation_scale_per_tensor(
 
 
 @pytest.mark.parametrize(
-    ("backend", "consistency"), [("native", "bitwise"), ("native", "exact"), ("reference", "exact")]
+    ("backend", "consistency"),
+    slow_where(
+        [("native", "bitwise"), ("native", "exact"), ("reference", "exact")],
+        lambda backend, _: backend == "reference",
+    ),
 )
 def test_zero_bits_differ_with_probabilities_in_e4m3(
     backend: str, consistency: str, make_engine: MakeEngine

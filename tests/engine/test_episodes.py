@@ -1,8 +1,11 @@
 """Conversations of several turns over one engine: the bits do not depend on when environments
 reply."""
 
+import gc
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -189,6 +192,27 @@ def test_an_environment_may_begin_otherwise_for_each_sample(model: Model) -> Non
         assert finish(engine)[request].logprobs == c.logprobs[start:stop]
 
 
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content"),
+    [
+        ("it is 5", None, "it is 5"),
+        ("<think>\nhm\n</think>\n\nit is 5", "hm", "it is 5"),
+        ("hm\n</think>\n\nit is 5", "hm", "it is 5"),  # which the prompt has opened
+        ("<think>\nhm", "hm", ""),  # cut off
+        ("<think>\n\n</think>\n\nit is 5", None, "it is 5"),
+    ],
+)
+def test_thoughts_are_told_apart(
+    model: Model, text: str, thoughts: str | None, content: str
+) -> None:
+    """In what rewards and templates see of an answer."""
+    said = Completion(0, 0, [1], [2], text, [0.0], "stop", 0)
+    turn, message = dialogue_of(model, FakeEnvironments()).turn(0, said, 0, ())
+    assert (turn.content, turn.reasoning or None) == (content, thoughts)
+    wanted = {"role": "assistant", "content": content}
+    assert message == (wanted if thoughts is None else wanted | {"reasoning_content": thoughts})
+
+
 def test_seconds_are_added_up_by_tool(model: Model) -> None:
     """Half a second a turn, of tools by the turn's number."""
 
@@ -294,3 +318,72 @@ def test_memory_does_not_grow_with_turns_that_are_done(model: Model) -> None:
         record = episodes._engine.scheduler.record  # type: ignore[attr-defined]
         sizes.append((record.num_slots, record.tokens.nbytes))
     assert sizes[0] == sizes[1]
+
+
+class Together(FakeEnvironments):
+    """Answers when all that are open have asked, and looks at them before."""
+
+    def look(self, turns: int) -> None:
+        """Called with the number of turns that each has had."""
+
+    def poll(self, wait_s: float) -> list[Reply]:
+        if len(self.waiting) < len(self.columns):
+            return []
+        if self.waiting and not self.waiting[0].rewards and self.asked:
+            self.look(max(map(len, self.turns.values())))
+        return super().poll(wait_s)
+
+
+class Keeping(Episodes):
+    """The control keeps every turn's completion."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.kept: list[Completion] = []
+
+    def _answered(self, request: Request, completion: Completion) -> None:
+        self.kept.append(completion)
+        super()._answered(request, completion)
+
+
+def test_a_thousand_open_episodes_keep_their_tokens_once(model: Model) -> None:
+    """What is held of those that wait is their tokens and what was said; a token of four turns takes
+    no more bytes than one of the first, and the engine holds nothing. With every turn's completion
+    kept, the control, it takes twice as many."""
+    engine = Engine(model, kv_pages=400, page_size=4, max_sequences=256)
+    bytes_a_token, control = dict[int, float](), dict[int, float]()
+
+    class Looking(Together):
+        def look(self, turns: int) -> None:
+            opened = list(episodes._open.values())
+            assert len(opened) == 1000
+            assert engine.num_open == engine.pages.num_used == 0
+            tokens = sum(len(e.context.prompt_token_ids + e.context.token_ids) for e in opened)
+            bytes_a_token[turns] = held(opened) / tokens
+            control[turns] = held([opened, episodes.kept]) / tokens
+
+    endless = FakeEnvironments(lambda columns, turns: Step(({"role": "tool", "content": "ok"},)))
+    dialogue = dialogue_of(model, Looking(endless.answer))
+    episodes = Keeping(engine, dialogue)
+    with OpenGroups(episodes) as gathering:
+        for place in range(250):
+            sampling = replace(SAMPLING, n=4, max_new_tokens=4)
+            gathering.add(place, episodes.submit(chat(f"{place}+1"), sampling, place, {}))
+        while gathering:
+            gathering.step()
+    assert bytes_a_token[4] <= bytes_a_token[1]
+    assert control[1] == pytest.approx(bytes_a_token[1], rel=0.01)
+    assert control[4] > 1.5 * bytes_a_token[4]
+
+
+def held(objects: object) -> int:
+    """Bytes of all that can be reached, each object once, without code."""
+    seen, left, size = set[int](), [objects], 0
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
+            continue
+        seen.add(id(one))
+        size += sys.getsizeof(one)
+        left += gc.get_referents(one)
+    return size

@@ -16,6 +16,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.types import EngineSize, Sampling
 from tests.kernels.helpers import threads
+from tests.models import slow_where
 
 from .helpers import Outcome, outcome, rollout, tiny
 
@@ -54,8 +55,13 @@ def test_the_baseline_is_worth_comparing() -> None:
     assert baseline("float32", "reference") != baseline("fp8", "reference")
 
 
-@pytest.mark.parametrize(("preset", "backend"), FLOWS)
-@pytest.mark.parametrize("max_sequences", [1, 5])
+@pytest.mark.parametrize(
+    ("preset", "backend", "max_sequences"),
+    slow_where(
+        [(*flow, max_sequences) for flow in FLOWS for max_sequences in (1, 5)],
+        lambda preset, backend, max_sequences: backend == "reference" and max_sequences == 1,
+    ),
+)
 def test_batch_size(preset: str, backend: str, max_sequences: int, make_engine: MakeEngine) -> None:
     check(
         preset,
@@ -64,8 +70,13 @@ def test_batch_size(preset: str, backend: str, max_sequences: int, make_engine: 
     )
 
 
-@pytest.mark.parametrize(("preset", "backend"), FLOWS)
-@pytest.mark.parametrize("budget", [2, 7])
+@pytest.mark.parametrize(
+    ("preset", "backend", "budget"),
+    slow_where(
+        [(*flow, budget) for flow in FLOWS for budget in (2, 7)],
+        lambda preset, backend, budget: backend == "reference" and budget == 2,
+    ),
+)
 def test_chunked_prefill(preset: str, backend: str, budget: int, make_engine: MakeEngine) -> None:
     engine = make_engine(tiny(preset, backend), kv_pages=200, max_batch_tokens=budget)
     check(preset, backend, engine)

@@ -16,6 +16,7 @@ from isobit.model import Model
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.training.rollouts.sources import sample_of
+from tests.models import slow_where
 
 from .helpers import fresh, tiny
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS
@@ -230,9 +231,16 @@ def test_many_requests_leave_nothing_behind(
         assert mixes <= 30
 
 
-@pytest.mark.parametrize(("preset", "backend"), FLOWS)
 @pytest.mark.parametrize(
-    "sizes", [{"kv_pages": 200}, {"kv_pages": 200, "page_size": 4, "prefix_cache": False}]
+    ("preset", "backend", "sizes"),
+    slow_where(
+        [
+            (*flow, {"kv_pages": 200, **more})
+            for flow in FLOWS
+            for more in ({}, {"page_size": 4, "prefix_cache": False})
+        ],
+        lambda preset, backend, sizes: backend == "reference" and len(sizes) > 1,
+    ),
 )
 def test_an_extension_gives_the_bits_of_all_its_tokens_afresh(
     preset: str, backend: str, sizes: dict[str, int], make_engine: MakeEngine

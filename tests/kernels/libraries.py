@@ -28,9 +28,10 @@ def library_of(
     monkeypatch: pytest.MonkeyPatch,
     sources: Path = recipe.HERE,
 ) -> ctypes.CDLL:
-    """A library of these files alone, with the signatures of what is in it."""
+    """A library of these files and the threads that they share, with the signatures of what is in
+    it."""
     monkeypatch.setenv("ISOBIT_CXXFLAGS", flags)
-    monkeypatch.setattr(recipe, "SOURCES", tuple(files))
+    monkeypatch.setattr(recipe, "SOURCES", (*files, "native/threads.cpp"))
     library = ctypes.CDLL(str(build.compiled(recipe.compiler(), folder, sources)))
     for name, (result, arguments) in interface._SIGNATURES.items():
         if hasattr(library, name):

@@ -2,10 +2,10 @@
 address thread`.
 
 `address` finds reads and writes outside of tensors and scratch, and undefined behaviour. `thread`
-finds data races between the threads of a parallel region; it brings its own OpenMP
-(`sanitized.cpp`). Only the operators are watched, with shapes of the tests: not PyTorch, Python or
-libgomp, nor the paths of instruction sets that this processor lacks. Before the tests each
-sanitizer must report the faults that are planted in the same library.
+finds data races between the threads that share an operator. Only the operators are watched, with
+shapes of the tests: not PyTorch or Python, nor the paths of instruction sets that this processor
+lacks. Before the tests each sanitizer must report the faults that are planted in the same library
+(`sanitized.cpp`).
 """
 
 import argparse
@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobit.kernels.native.recipe import WARNINGS, compiler
+from isobit.kernels.native.recipe import HERE, WARNINGS, compiler
 
 ROOT = Path(__file__).parents[2]
 _SELECTED = (
@@ -90,7 +90,7 @@ def prepare(sanitizer: Sanitizer, folder: Path) -> dict[str, str]:
         "-std=c++17",
         "-fPIC",
         "-fvisibility=hidden",
-        "-fopenmp",
+        f"-I{HERE}",
         "-c",
         "-o",
         str(planted),

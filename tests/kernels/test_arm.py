@@ -40,7 +40,6 @@ def compiled(folder: Path, source: Path, *flags: str) -> str:
         CROSS,
         *FLAGS,
         *warnings,
-        "-fopenmp",
         f"-I{HERE}",
         *flags,
         "-c",
@@ -55,7 +54,7 @@ def compiled(folder: Path, source: Path, *flags: str) -> str:
 def on_arm(folder: Path, objects: list[str]) -> list[str]:
     program = str(folder / "digests")
     subprocess.run(
-        [CROSS, "-static", "-fopenmp", *objects, "-o", program],
+        [CROSS, "-static", *objects, "-o", program],
         check=True,
         stderr=subprocess.DEVNULL,
     )
@@ -66,7 +65,7 @@ def test_an_arm_processor_computes_the_same_bits(tmp_path: Path) -> None:
     here = str(tmp_path / "here")
     linked = [library()._name, f"-Wl,-rpath,{Path(library()._name).parent}", "-o", here]
     subprocess.run(
-        [compiler(), *FLAGS, "-fopenmp", f"-I{HERE}", str(PROGRAM), *linked],
+        [compiler(), *FLAGS, f"-I{HERE}", str(PROGRAM), *linked],
         check=True,
         timeout=300,
     )

@@ -115,6 +115,24 @@ def test_trl_s_templates_keep_what_trl_says() -> None:
     assert sum(kept.values()) > 45
 
 
+def test_what_cannot_be_appended_may_fork() -> None:
+    """Of TRL's templates each that shows what a tool says, also that which leaves out thoughts."""
+    shown, other = 0, set[str]()
+    for file in templates_of_trl():
+        appending = Appending(of_file(file))
+        refused = appending.refusal("tool")
+        try:
+            appending.check_shown("tool")
+        except IsobitError:
+            assert refused is not None, file.stem
+            continue
+        shown += 1
+        if refused is not None:
+            other.add(file.stem)
+    assert shown == 54
+    assert other == {"qwen3"}
+
+
 def test_what_is_appended_is_what_trl_appends() -> None:
     """But for the line's end behind an end of turn that is not the tokenizer's own, which TRL
     leaves out."""

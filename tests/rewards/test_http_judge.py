@@ -121,7 +121,7 @@ def test_no_reward_is_lost_that_the_judge_would_give(recipe: Path, judge: None) 
     several batches on the same workers."""
     assert 2 < sum(map(hopeless, TEXTS)) < 20
     specs = [RewardSpec(f"{recipe}/judge.py:judged", deadline_s=60)]
-    options = {"num_workers": 2, "on_error": "skip", "environment": ["JUDGE_URL", "JUDGE_API_KEY"]}
+    options = {"num_workers": 4, "on_error": "skip", "environment": ["JUDGE_URL", "JUDGE_API_KEY"]}
     with RewardPool(specs, chunk_size=16, **options) as pool:  # type: ignore[arg-type]
         for _ in range(2):
             rewards = pool.score(TEXTS, TEXTS, [{}] * len(TEXTS))

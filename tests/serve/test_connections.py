@@ -86,17 +86,20 @@ def test_one_connection_too_many_is_told_so(narrow: Running) -> None:
     settled(narrow)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: a\r\n"])
-def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running, sent: bytes) -> None:
-    """Also after an answer, in the middle of the next request; one that asks again is not."""
-    with opened(narrow) as line:
-        line.sendall(sent)
-        assert closed(line)
-    if sent:
-        with opened(narrow) as line:
+def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running) -> None:
+    """Also after an answer, in the middle of the next request; one that asks again is not. They
+    wait side by side."""
+    parts = (b"GET /hea", b"GET /health HTTP/1.1\r\nHost: a\r\n")
+    with ExitStack() as stack:
+        lines = {sent: stack.enter_context(opened(narrow)) for sent in (b"", *parts)}
+        for sent, line in lines.items():
+            line.sendall(sent)
+        after = {sent: stack.enter_context(opened(narrow)) for sent in parts}
+        for sent, line in after.items():
             assert answer(line).startswith(b"HTTP/1.1 200")
             line.sendall(sent)
-            assert closed(line)
+        assert [sent for sent, line in lines.items() if not closed(line)] == []
+        assert [sent for sent, line in after.items() if not closed(line)] == []
     with opened(narrow) as line:
         for _ in range(3):
             assert answer(line).startswith(b"HTTP/1.1 200")

@@ -14,7 +14,7 @@ from tests.models import require
 
 from .helpers import KEY, Running, serving
 
-STEP = re.compile(r"^step \d+  reward ([\d.]+)  (\d+) of (\d+) differ$", re.M)
+STEP = re.compile(r"^step \d+  reward (-?[\d.]+)  (\d+) of (\d+) differ$", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_grpo_learns_and_no_log_probability_differs(trainer: tuple[Running, Path
     rewards = [float(reward) for reward, _, _ in steps]
     assert len(steps) == 8
     assert all(int(differ) == 0 and int(count) > 100 for _, differ, count in steps)
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1, rewards
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 3, rewards
     assert re.search(r"^saved tinker://\S+/weights/short$", printed, re.M)
 
 

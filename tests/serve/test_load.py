@@ -34,4 +34,4 @@ def test_a_wrong_answer_is_noticed(
     calls = iter([wrong + asked[2:]])  # the first call says what is asked alone
     monkeypatch.setattr(load, "honest", lambda: next(calls, asked))
     with pytest.raises(AssertionError):
-        load.run(folder / "base", adapters, tmp_path, seconds=3, clients=4, tenants=2)
+        load.run(folder / "base", adapters, tmp_path, seconds=1, clients=4, tenants=2)

@@ -164,3 +164,7 @@ def test_a_config_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert row["mismatch/differing_tokens"] == 0
     assert row["mismatch/compared_tokens"] > 0
     assert row["env/turns"] >= 1
+    seconds = [took for key, took in row.items() if key.startswith("time/tools/")]
+    assert sum(seconds) == pytest.approx(row["time/tools"])
+    calls = [count for key, count in row.items() if key.startswith("tools/call_frequency/")]
+    assert sum(calls) == pytest.approx(row["tools/call_frequency"])

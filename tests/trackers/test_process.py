@@ -63,13 +63,17 @@ def rows(run: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.is_file() else []
 
 
-def tracked(run: Path, steps: int, exit_code: int = 0, until: str | None = None) -> list[str]:
+def tracked(
+    run: Path, steps: int, exit_code: int = 0, until: str | None = None, close_s: float = 3.0
+) -> list[str]:
     """A run that writes some rows; returns what it said. `until`: wait for this on a line of the
     tracker's."""
     run.mkdir()
     said: list[str] = []
     with (
-        Trackers(SETTINGS, {}, run, lambda: exit_code, said.append) as trackers,
+        Trackers(
+            SETTINGS | {"close_s": close_s}, {}, run, lambda: exit_code, said.append
+        ) as trackers,
         (run / "metrics.jsonl").open("a") as f,
     ):
         for step in range(1, steps + 1):
@@ -146,7 +150,7 @@ def test_what_hangs_delays_only_the_end_and_by_a_limit(
         else where + " import time; time.sleep(1000);"
     )
     library(GOOD.replace(where, hang))
-    tracked(tmp_path / "run", 500)
+    tracked(tmp_path / "run", 500, close_s=1.0)
     error = capfd.readouterr().err
     assert (
         "the time to send what is left (tracking.close_s) is over; nothing was sent to it" in error

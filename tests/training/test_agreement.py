@@ -19,7 +19,7 @@ from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.train import replay, resume, train
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 from tests.runs import fingerprint, write_config
 
@@ -137,7 +137,11 @@ def test_a_stale_weight_version_stops_the_run(
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp8", "fp8-unified", "fp8[kv_cache=e4m3-calibrated]", "bf16"]
+    "precision",
+    slow_where(
+        ["fp8", "fp8-unified", "fp8[kv_cache=e4m3-calibrated]", "bf16"],
+        lambda precision: precision not in ("fp8", "bf16"),
+    ),
 )
 def test_an_unbroken_run_never_stops(tmp_path: Path, base_model: Path, precision: str) -> None:
     """The control, under each mode; with several optimizer steps a batch, whose later ones are of

@@ -22,7 +22,7 @@ from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import CONFIG, ROLLOUTS_FROM, read_jsonl
 from isobit.training.running.result import TrainResult
 from isobit.training.train import replay, resume, train
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 
@@ -478,28 +478,28 @@ def test_ahead_without_recomputation_the_ratio_is_to_the_rollout(
     assert all("correction/mean_weight" not in row for row in result.metrics)
 
 
+@pytest.mark.parametrize("consistency", slow_where(["bitwise", "fast"], lambda c: c == "fast"))
 @pytest.mark.parametrize("preset", ["fp8", "fp8-e2e", "mxfp8", "nvfp4", "fp8-rollout", "bf16"])
-def test_every_option_of_a_precision_learns_or_is_refused(preset: str) -> None:
+def test_every_option_of_a_precision_learns_or_is_refused(preset: str, consistency: str) -> None:
     """No combination of one preset and one option is accepted and then breaks in the middle of a
     step."""
     taken = 0
     for name, option in options_of(PrecisionChanges).items():
         for choice in choices(option.kind) if name != "bf16_layers" else ():
-            for consistency in ("bitwise", "fast"):
-                try:
-                    flow = precision_from({"preset": preset, name: choice})
-                except IsobitError:
-                    continue
-                plain = tiny_model("float32")
-                masters = {name: p.detach() for name, p in plain.named_parameters().items()}
-                ops = get_ops("auto", consistency)
-                model = Model(Transformer(plain.config, flow, ops, masters), plain.tokenizer)
-                Calibrator(model).calibrate(["1+1="])
-                samples = roll_out(model)
-                metrics = make_learner(model).learn(samples, alternating(samples), 0).metrics
-                assert math.isfinite(metrics["grad_norm"]), (preset, name, choice, consistency)
-                taken += 1
-    assert taken > 10
+            try:
+                flow = precision_from({"preset": preset, name: choice})
+            except IsobitError:
+                continue
+            plain = tiny_model("float32")
+            masters = {name: p.detach() for name, p in plain.named_parameters().items()}
+            ops = get_ops("auto", consistency)
+            model = Model(Transformer(plain.config, flow, ops, masters), plain.tokenizer)
+            Calibrator(model).calibrate(["1+1="])
+            samples = roll_out(model)
+            metrics = make_learner(model).learn(samples, alternating(samples), 0).metrics
+            assert math.isfinite(metrics["grad_norm"]), (preset, name, choice, consistency)
+            taken += 1
+    assert taken > 5
 
 
 def test_learner_logprobs_stand_beside_those_of_the_rollout(

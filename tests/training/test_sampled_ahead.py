@@ -110,8 +110,10 @@ def test_a_run_may_warn_or_correct(
             "replay.groups_per_step=1",
             "replay.capacity=4",
         ),
-        ("precision=fp8[kv_cache=e4m3-calibrated]", "rollouts_ahead=2"),
-        ("precision=bf16", "algorithm.preset=dapo"),
+        pytest.param(
+            ("precision=fp8[kv_cache=e4m3-calibrated]", "rollouts_ahead=2"), marks=pytest.mark.slow
+        ),
+        pytest.param(("precision=bf16", "algorithm.preset=dapo"), marks=pytest.mark.slow),
     ],
 )
 def test_without_a_fault_nothing_differs_and_nothing_changes(

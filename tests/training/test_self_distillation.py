@@ -309,5 +309,16 @@ def test_what_teaches_nothing_is_refused(tmp_path: Path, student: Path) -> None:
         r"prompts.jsonl:1: .*with the demonstration the prompt has 6\d tokens",
         shown={"demonstration": "how", "template": "1" * 55 + "{prompt}{shown}"},
     )
+    chats = tmp_path / "chats.jsonl"
+    lines = [[{"role": role, "content": "1+1="}] for role in ("user", "system")]
+    chats.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    template = tmp_path / "digits.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    refused(
+        "chats.jsonl:2: reference.shown: the prompt's last message must be the user's",
+        f"model.chat_template={template}",
+        shown={"success": 1.0},
+        task={"path": str(chats), "held_out_size": 0},
+    )
     refused("no reward", shown={"success": 1.0}, rewards={"functions": []})
     refused("token", shown={"success": 1.0, "template": "{prompt}\n{shown}"})

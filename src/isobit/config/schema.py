@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from isobit.config.contradictions import check_adapter, check_kl, check_loss, check_reference
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
@@ -50,7 +51,7 @@ from isobit.options.declare import (
 from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
-from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective, with_preset
+from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -156,7 +157,7 @@ class Config:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
             )
-        _check_adapter(self.adapter, self.optimizer)
+        check_adapter(self.adapter, self.optimizer)
         if self.serve.port is not None:
             self._check_serve()
         if sampling.filtered and algorithm.kl_coefficient:
@@ -171,15 +172,21 @@ class Config:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
-        _check_reference(self.reference, algorithm)
-        _check_kl(algorithm)
-        _check_loss(algorithm)
+        check_reference(self.reference, algorithm)
+        check_kl(algorithm)
+        check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
                 "or write correction: none"
             )
-        self._check_prompts()
+        self.curriculum.check(distills=algorithm.distills, engines=self.fleet.engines)
+        if self.epochs is not None and (algorithm.dynamic_sampling or self.curriculum.chooses):
+            why = "curriculum" if self.curriculum.chooses else "algorithm.dynamic_sampling"
+            raise IsobitError(
+                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
+                "steps is an epoch: give steps"
+            )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
@@ -206,26 +213,6 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
-            )
-
-    def _check_prompts(self) -> None:
-        """Raise IsobitError where epochs cannot be counted, or no fraction that is solved be
-        known."""
-        chosen = self.curriculum.mode != "none"
-        if self.epochs is not None and (self.algorithm.dynamic_sampling or chosen):
-            why = "curriculum" if chosen else "algorithm.dynamic_sampling"
-            raise IsobitError(
-                f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
-                "steps is an epoch: give steps"
-            )
-        if chosen and self.algorithm.distills:
-            raise IsobitError(
-                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
-            )
-        if chosen and self.fleet.engines:
-            raise IsobitError(
-                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
-                "solved yet: set fleet.engines: 0, or leave it out"
             )
 
     def _check_distillation(self) -> None:
@@ -270,68 +257,6 @@ class Config:
                 "serve.port needs consistency: bitwise or exact; under fast an answer depends on "
                 "what else is sampled"
             )
-
-
-def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
-    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
-    if adapter is not None and optimizer.name == "muon":
-        raise IsobitError(
-            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
-            "each; set optimizer.name: adamw, or leave the adapter out"
-        )
-
-
-def _check_loss(algorithm: Objective) -> None:
-    """Raise IsobitError where a part of the objective has no meaning beside its loss or advantage."""
-    if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
-        raise IsobitError(
-            f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
-            "clip: leave one of them out"
-        )
-    if algorithm.advantage == "maxrl" and (algorithm.kl_in_reward or algorithm.overlong_buffer):
-        raise IsobitError(
-            "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
-            "overlong_buffer can make less: leave one of them out"
-        )
-    if algorithm.loss in OWN_RATIO and algorithm.ratio != "token":
-        raise IsobitError(
-            f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
-            "defines its ratio: leave one of them out"
-        )
-
-
-def _check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
-    """Raise IsobitError for a teacher that is shown something and taught by nobody, or a policy that
-    would be compared with itself."""
-    if reference.shown is not None and not algorithm.distills:
-        raise IsobitError(
-            "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
-        )
-    if reference.weights == "policy" and reference.shown is None:
-        raise IsobitError(
-            "reference.weights: policy has no distance to itself: say what it is shown as a teacher "
-            "(reference.shown), or take the initial weights"
-        )
-    if reference.weights == "policy" and (reference.path or reference.precision):
-        raise IsobitError(
-            "reference.weights: policy is the policy itself: leave reference.path and precision out"
-        )
-
-
-def _check_kl(algorithm: Objective) -> None:
-    """Raise IsobitError where a KL penalty has no effect, or its estimator no meaning."""
-    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
-        raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-    if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
-        raise IsobitError(
-            "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
-            "take k2 or k3, or charge it to the reward with kl_in_reward: true"
-        )
-    if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
-        raise IsobitError(
-            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
-            "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,4 +404,4 @@ class SftConfig:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"
             )
-        _check_adapter(self.adapter, self.optimizer)
+        check_adapter(self.adapter, self.optimizer)

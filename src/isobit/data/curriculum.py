@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
+from isobit.errors import IsobitError
 from isobit.options.declare import above, at_most
 
 _WORDS = 2**64
@@ -31,9 +32,26 @@ class CurriculumConfig:
     floor: Annotated[float, above(0), at_most(1), "the least chance that a prompt is taken"] = 0.1
     solved_at: Annotated[float, "the reward from which on a completion is solved"] = 1.0
 
+    @property
+    def chooses(self) -> bool:
+        """Whether any prompt may be passed over."""
+        return self.mode != "none"
+
+    def check(self, *, distills: bool, engines: int) -> None:
+        """Raise IsobitError in a run where nothing is solved, or nobody says here what is."""
+        if self.chooses and distills:
+            raise IsobitError(
+                "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
+            )
+        if self.chooses and engines:
+            raise IsobitError(
+                "curriculum: engines of a fleet sample beside the learner, and are not told what is "
+                "solved yet: set fleet.engines: 0, or leave it out"
+            )
+
     def chance(self, solved: float | None) -> float:
         """Of a prompt of which this fraction was solved; None: it has not been sampled."""
-        if self.mode == "none" or solved is None:
+        if not self.chooses or solved is None:
             return 1.0
         if self.mode == "skip":
             return self.floor if solved in (0.0, 1.0) else 1.0
@@ -52,7 +70,7 @@ class Curriculum:
     @property
     def chooses(self) -> bool:
         """Whether any prompt may be passed over."""
-        return self._config.mode != "none"
+        return self._config.chooses
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
         """(the positions of the next `count` prompts that are taken, from `cursor` on; the position

@@ -87,7 +87,11 @@ class FleetEngine:
             request = self._open.pop(index, None)
             if request is not None:
                 before = request.extends
-                for one in self._batch.done[index]:
+                done, self._batch.done[index] = self._batch.done[index], []
+                self._batch.requests[index][
+                    "prompt"
+                ] = []  # a turn's tokens, which nobody asks again
+                for one in done:
                     found.append((request, one if before is None else joined(before, one)))
         return found
 

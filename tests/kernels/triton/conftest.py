@@ -1,4 +1,5 @@
-"""Memory that is allocated but not yet written, and a card that is not there."""
+"""Memory that is allocated but not yet written, a card that is not there, and a compiler for what
+is launched."""
 
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import torch
 
 from .helpers import HAS_GPU
 from .hopper import Card
+from .launches import compiled, noted
 
 
 @pytest.fixture
@@ -26,3 +28,18 @@ def hopper() -> Iterator[Card]:
     with Card().computes() as card:
         yield card
     assert card.asked, "no product was computed by the emulated instruction"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launches_compile(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """In a full run every launch that was made since the first of these tests compiles for sm_90:
+    at the end, once for each worker."""
+    if HAS_GPU or not request.config.getoption("full"):
+        yield
+        return
+    with noted() as found:
+        yield
+    count, failures = compiled(list(found.values()), tmp_path_factory.mktemp("launches"))
+    assert failures == [], f"of {count} launches {len(failures)} do not compile for sm_90"

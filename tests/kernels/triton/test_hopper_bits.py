@@ -1,5 +1,6 @@
 """What a row's bits depend on, under Hopper's matrix instruction and at the real tiles: decoding,
-chunks and the learner's packed rows; rows alone and among others; an engine and its learner.
+chunks and the learner's packed rows; rows alone and among others. An engine
+and its learner are in `tests/engine/test_hopper.py`.
 
 Each promise stands beside cards and kernels that break it: terms in another order in small tiles,
 sides that are not alike, channels in reverse. Under the emulated instruction these are noticed. The
@@ -7,21 +8,17 @@ interpreter's own product rounds a sum once, and notices none of them.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle
 
-from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Stacked, get_ops
 from isobit.kernels.attention.triton import split
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Operand, rows_of
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
-from tests.engine.helpers import differing
-from tests.models import tiny_model
 
 from ..helpers import ROW, WEIGHT, bits, draw, keys_of
 from .helpers import HAS_GPU
@@ -255,28 +252,3 @@ def test_the_output_head_gives_a_row_the_same_bits() -> None:
 def test_another_order_in_the_heads_small_tiles_is_noticed() -> None:
     """Small ones have 64 rows there."""
     _is_noticed(_head, Card(order=in_small_tiles(last_channels_first, 64)))
-
-
-@lru_cache
-def _model(precision: str) -> Model:
-    return tiny_model(precision, backend="triton", scale=6, num_layers=1, num_heads=2,
-                      num_kv_heads=1, head_dim=128)  # fmt: skip
-
-
-def _completions(model: Model) -> list[list[Completion]]:
-    engine = Engine(model, kv_pages=12, page_size=4, max_batch_tokens=9, max_sequences=3)
-    groups = engine.generate([[3, 4, 5, 6, 7, 8, 9], [5]], Sampling(2, 3, seed=1, ignore_eos=True))
-    engine.integrity()
-    return groups
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp8[kv_cache=e4m3]"])
-def test_an_engine_records_what_its_learner_computes_with_heads_of_128(precision: str) -> None:
-    """The control: a learner on a card whose small tiles have another order."""
-    model = _model(precision)
-    groups = _completions(model)
-    assert differing(model, groups) == (0, 12)
-    with Card(order=in_small_tiles(last_channels_first)).computes():
-        assert differing(model, groups)[0] > 0

@@ -231,8 +231,7 @@ EXPORT void isobit_attention(const Attention* arguments) {
             work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 16;
         }
     }
-#pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic, 1)
-    for (size_t i = 0; i < tasks.size(); i++) {
+    for_each_in_turn(useful_threads(g.threads, work), tasks.size(), [&](int64_t i) {
         if (reads_stored(g, tasks[i].tokens)) {
             if (g.single) attend_stored<float>(g, tasks[i]);
             else attend_stored<double>(g, tasks[i]);
@@ -240,5 +239,5 @@ EXPORT void isobit_attention(const Attention* arguments) {
             if (g.single) attend_block<float>(g, tasks[i]);
             else attend_block<double>(g, tasks[i]);
         }
-    }
+    });
 }

@@ -98,11 +98,10 @@ EXPORT void isobit_attention_backward(const Attention* arguments) {
     std::vector<int64_t> key_start(g.sequences);
     for (int64_t s = 1; s < g.sequences; s++)
         key_start[s] = key_start[s - 1] + g.context[s - 1] + g.row_start[s] - g.row_start[s - 1];
-#pragma omp parallel for num_threads(useful_threads(g.threads, g.rows * g.heads * g.dim)) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
+    for_each_in_turn(useful_threads(g.threads, g.rows * g.heads * g.dim), count, [&](int64_t i) {
         const int64_t sequence = i / g.kv_heads;
-        if (g.row_start[sequence + 1] + g.context[sequence] == g.row_start[sequence]) continue;
+        if (g.row_start[sequence + 1] + g.context[sequence] == g.row_start[sequence]) return;
         if (g.single) differentiate<float>(g, sequence, i % g.kv_heads, key_start[sequence]);
         else differentiate<double>(g, sequence, i % g.kv_heads, key_start[sequence]);
-    }
+    });
 }

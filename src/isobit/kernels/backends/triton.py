@@ -193,7 +193,7 @@ class TritonOps(Ops):
     sum_of_rows_backward = staticmethod(grouped.sum_of_rows_backward)
     rms_norm = staticmethod(norm.rms_norm)
     rms_norm_backward = staticmethod(norm.rms_norm_backward)
-    rms_norm_backward_added = staticmethod(norm.rms_norm_backward)
+    rms_norm_backward_added = staticmethod(norm.rms_norm_backward_added)
     gate_mul = staticmethod(gate.gate_mul)
     gate_mul_backward = staticmethod(gate.gate_mul_backward)
     rotary = staticmethod(heads.rotary)

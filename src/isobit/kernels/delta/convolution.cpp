@@ -76,9 +76,9 @@ void convolve_strip(const Convolution& g, const T* x, T* stored, int64_t first, 
 template <class T>
 void convolve(const Convolution& g, const T* x, T* stored, T* y, int64_t threads) {
     const int64_t rows = g.sequences.row_start[g.sequences.count];
-#pragma omp parallel for num_threads(useful_threads(threads, rows * g.channels / 2)) schedule(static)
-    for (int64_t strip = 0; strip < padded(g.channels, STRIP) / STRIP; strip++)
+    for_each(useful_threads(threads, rows * g.channels / 2), padded(g.channels, STRIP) / STRIP, [&](int64_t strip) {
         convolve_strip(g, x, stored, strip * STRIP, y);
+    });
 }
 
 // The sums of a weight's gradient: chains of CHAINED rows of the batch, added in ascending order.
@@ -142,9 +142,9 @@ void gradient_strip(const Convolution& g, const T* dy, const T* x, int64_t first
 template <class T>
 void gradients(const Convolution& g, const T* dy, const T* x, T* dx, float* dweight, int64_t threads) {
     const int64_t rows = g.sequences.row_start[g.sequences.count];
-#pragma omp parallel for num_threads(useful_threads(threads, rows * g.channels)) schedule(static)
-    for (int64_t strip = 0; strip < padded(g.channels, STRIP) / STRIP; strip++)
+    for_each(useful_threads(threads, rows * g.channels), padded(g.channels, STRIP) / STRIP, [&](int64_t strip) {
         gradient_strip(g, dy, x, strip * STRIP, dx, dweight);
+    });
 }
 
 }  // namespace

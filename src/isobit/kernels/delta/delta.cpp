@@ -141,12 +141,11 @@ void delta_rule(const DeltaRule& g, const Sequences& sequences) {
     const int64_t heads = sequences.count * g.value_heads, rows = sequences.row_start[sequences.count];
     const int64_t step = 16 * WIDEST, parts = heads < g.threads ? padded(g.value_dim, step) / step : 1;
     const int64_t work = rows * g.value_heads * g.key_dim * g.value_dim / 8;
-#pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic, 1)
-    for (int64_t task = 0; task < heads * parts; task++) {
+    for_each_in_turn(useful_threads(g.threads, work), heads * parts, [&](int64_t task) {
         const int64_t one = task / parts, first = task % parts * step;
         const int64_t last = parts == 1 || first + step > g.value_dim ? g.value_dim : first + step;
         run_head<T>(g, sequences, one / g.value_heads, one % g.value_heads, first, last);
-    }
+    });
 }
 
 }  // namespace

@@ -154,9 +154,8 @@ void run_head(const DeltaGradients& g, int64_t start, int64_t stop, int64_t head
 EXPORT void isobit_delta_rule_backward(const DeltaGradients* arguments) {
     const DeltaGradients& g = *arguments;
     const int64_t work = g.row_start[g.sequences] * g.value_heads * g.key_dim * g.value_dim / 2;
-#pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic, 1)
-    for (int64_t task = 0; task < g.sequences * g.value_heads; task++) {
+    for_each_in_turn(useful_threads(g.threads, work), g.sequences * g.value_heads, [&](int64_t task) {
         const int64_t *start = g.row_start + task / g.value_heads;
         if (start[0] < start[1]) run_head(g, start[0], start[1], task % g.value_heads);
-    }
+    });
 }

@@ -33,11 +33,10 @@ static INLINE void rotate(const T* x, const float* c, const float* s, int64_t he
 template <class T>
 static void rotary(const T* x, int64_t stride, const float* cosine, const float* sine, const int64_t* positions,
                    int64_t tokens, int64_t heads, int64_t dim, float direction, T* out, int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, tokens * heads * dim / 4)) schedule(static)
-    for (int64_t t = 0; t < tokens; t++) {
+    for_each(useful_threads(threads, tokens * heads * dim / 4), tokens, [&](int64_t t) {
         const int64_t place = positions[t] * (dim / 2);
         rotate(x + t * stride, cosine + place, sine + place, heads, dim, direction, out + t * heads * dim);
-    }
+    });
 }
 
 EXPORT void isobit_rotary(int64_t kind, const void* x, int64_t stride, const float* cosine, const float* sine,
@@ -120,15 +119,13 @@ static bool make_inputs(const HeadInputs& g) {
     const Cache values{g.store_v, g.scale_v, g.kv_heads, g.dim, g.form, g.power_of_two};
     std::atomic<bool> good{true};
     const int64_t work = g.tokens * (g.heads + 2 * g.kv_heads) * g.dim / 4, width = norm_width<R>(g.dim);
-#pragma omp parallel num_threads(useful_threads(g.threads, work))
-    {
+    for_ranges(useful_threads(g.threads, work), g.tokens, 1, [&](int64_t first, int64_t last) {
         static thread_local Scratch scratch;
         R *q_norm = (R*)scratch.get(4 * width), *k_norm = q_norm + width, *wide = k_norm + width;
         T* normed = (T*)(wide + width);
         if (g.q_norm) decode_weight(g.norm_kind, g.q_norm, g.dim, q_norm), decode_weight(g.norm_kind, g.k_norm, g.dim, k_norm);
         else q_norm = k_norm = nullptr;
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < g.tokens; t++) {
+        for (int64_t t = first; t < last; t++) {
             const float *c = g.cosine + g.positions[t] * (g.dim / 2), *s = g.sine + g.positions[t] * (g.dim / 2);
             const T *q = (const T*)g.q + t * g.q_stride, *k = (const T*)g.k + t * g.k_stride;
             T *query = (T*)g.rotated_q + t * g.heads * g.dim, *key = (T*)g.rotated_k + t * g.kv_heads * g.dim;
@@ -136,7 +133,7 @@ static bool make_inputs(const HeadInputs& g) {
             make_heads(k, k_norm, g.eps, c, s, g.kv_heads, g.dim, wide, normed, key);
             if (!keys.write(key, g.slots[t]) || !values.write((const T*)g.v + t * g.v_stride, g.slots[t])) good = false;
         }
-    }
+    }, 1);
     return good;
 }
 

@@ -24,8 +24,7 @@ INLINE void write_strip(f32x16 x, uint16_t* p, int64_t count) {
 EXPORT void isobit_separate_rms_norm(int64_t weight_kind, const uint16_t* x, const uint16_t* residual, const void* weight,
                                      int64_t rows, int64_t columns, double eps, uint16_t* y, uint16_t* summed,
                                      float* rstd, int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, rows * columns / 4)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_each(useful_threads(threads, rows * columns / 4), rows, [&](int64_t r) {
         const uint16_t* row = x + r * columns;
         f32x16 squares[2] = {splat(0.0f), splat(0.0f)};
         for (int64_t i = 0; i < columns; i += 16) {
@@ -46,21 +45,20 @@ EXPORT void isobit_separate_rms_norm(int64_t weight_kind, const uint16_t* x, con
                                                       : read_strip((const float*)weight + i, columns - i);
             write_strip(normalized * factor, y + r * columns + i, columns - i);
         }
-    }
+    });
 }
 
 // out = bf16(activation(gate)) · up.
 template <Activation A>
 static void separate_gate_mul(const uint16_t* gate_up, int64_t rows, int64_t inner, uint16_t* out, int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, rows * inner)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_each(useful_threads(threads, rows * inner), rows, [&](int64_t r) {
         const uint16_t *gate = gate_up + r * 2 * inner, *up = gate + inner;
         for (int64_t i = 0; i < inner; i += 16) {
             const f32x16 wide = bounded_gate<A>(read_strip(gate + i, inner - i));
             const f32x16 gated = as_bf16((A == SIGMOID ? splat(1.0f) : wide) / (splat(1.0f) + gate_exponential<A, true>(wide)));
             write_strip(gated * bounded_up<A>(read_strip(up + i, inner - i)), out + r * inner + i, inner - i);
         }
-    }
+    });
 }
 EXPORT void isobit_separate_gate_mul(int64_t activation, const uint16_t* gate_up, int64_t rows, int64_t inner,
                                      uint16_t* out, int64_t threads) {

@@ -104,7 +104,7 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
             tasks.push_back({i, row, left < STRIP ? left : STRIP});
             work += (left + 4) * g.adapters[i]->ranks * (g.k + g.columns) / 96;
         }
-#pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic)
-    for (int64_t t = 0; t < int64_t(tasks.size()); t++)
+    for_each_in_turn(useful_threads(g.threads, work), int64_t(tasks.size()), [&](int64_t t) {
         add_rows(g, *g.adapters[tasks[t].adapter], g.rows + tasks[t].row, tasks[t].count);
+    });
 }

@@ -4,8 +4,7 @@ here once.
 A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`), used where it was
 made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
 compiled into the user's cache, for this processor. Its file is named after sources, flags, compiler
-and processor, so another version builds anew and no stale one can be loaded. OpenMP's symbols are
-left for the library that PyTorch has loaded, so that both share one pool of threads. Left out: the
+and processor, so another version builds anew and no stale one can be loaded. Left out: the
 commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags;
 `-DISOBIT_PORTABLE` leaves out all intrinsics.
 """
@@ -19,11 +18,10 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from isobit.kernels.cache import CacheUnusable, unless_passed
 from isobit.kernels.cache import cache_directory as own_directory
 from isobit.kernels.native.interface import declare
+from isobit.kernels.native.openmp import keep_from_spinning
 from isobit.kernels.native.recipe import (
     HERE,
     LEVELS,
@@ -79,6 +77,7 @@ def available() -> tuple[bool, str]:
 
 @cache
 def _opened() -> tuple[ctypes.CDLL, str]:
+    keep_from_spinning()
     unusable = ""
     if not os.environ.get("CXX") and not os.environ.get("ISOBIT_CXXFLAGS"):
         found = prebuilt_here(_features())
@@ -112,15 +111,11 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     """The library in `directory` that `program` makes of `sources`, now if not before. Raises
     BuildFailed."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
-    openmp, linking = _openmp_flags(program)
-    general = [
-        "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
-        *openmp,
-    ]
-    name = digest(*general, *linking, *extra, _version(program), _processor(), sources=sources)
+    general = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
+    name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        compile_library(program, path, general, linking, sources, extra)
+        compile_library(program, path, general, [], sources, extra)
     return path
 
 
@@ -140,16 +135,6 @@ def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
     return unless_passed(
         cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0
     )
-
-
-def _openmp_flags(program: str) -> tuple[list[str], list[str]]:
-    """Flags that compile for OpenMP, and that link it: only where PyTorch's own does not offer
-    GNU's symbols."""
-    if platform.system() == "Darwin" or not torch.backends.openmp.is_available():
-        return [], []
-    if hasattr(ctypes.CDLL(None), "GOMP_parallel") and "clang" not in Path(program).name:
-        return ["-fopenmp"], ["-Wl,--unresolved-symbols=ignore-all"]
-    return ["-fopenmp"], ["-fopenmp"]
 
 
 def _version(program: str) -> str:

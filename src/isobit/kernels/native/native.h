@@ -4,13 +4,10 @@
 // written as `multiply_add`.
 #pragma once
 
+#include "native/threads.h"
 #include "native/vectors.h"
 
 #include <cstdlib>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -33,15 +33,15 @@ SOURCES = (
     "attention/attention.cpp", "attention/attention_backward.cpp",
     "delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp",
     "heads/heads.cpp", "inference_engine/inference_engine.cpp",
-    "low_rank/low_rank.cpp", "native/interface.cpp", "native/rows32.cpp", "norms/norms.cpp",
+    "low_rank/low_rank.cpp", "native/interface.cpp", "native/rows32.cpp", "native/threads.cpp", "norms/norms.cpp",
     "optim/squares.cpp", "optim/stochastic.cpp",
     "product/ordered.cpp", "product/product.cpp", "quantize/quantize.cpp", "sampling/sampling.cpp",
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
     "attention/attention.h", "attention/attention_rows.h", "delta/delta.h", "heads/heads.h",
-    "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/self_test.h", "native/tile.h",
-    "native/vectors.h", "norms/norms.h",
+    "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/self_test.h", "native/threads.h",
+    "native/tile.h", "native/vectors.h", "norms/norms.h",
     "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
     "product/ordered_registers.h", "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip
@@ -52,6 +52,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fPIC",
     "-fvisibility=hidden",
+    "-pthread",
 )
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")
 """Of the tests; the last but one is wrong about GCC's own AVX-512 headers. A user's build shows no
@@ -106,8 +107,7 @@ def prebuilt(level: str, folder: Path = PREBUILT) -> Path:
 
 def build_levels(folder: Path) -> list[Path]:
     """Compile the libraries that a wheel carries into `folder`, which then holds nothing else. They
-    need the C library and the GNU OpenMP that PyTorch has loaded, nothing more. Raises BuildFailed,
-    also where none are carried."""
+    need the C library, nothing more. Raises BuildFailed, also where none are carried."""
     if platform.system() != "Linux" or not on_x86():
         raise BuildFailed(
             f"a wheel's libraries are for Linux on x86-64, not {platform.system()} on "
@@ -118,11 +118,8 @@ def build_levels(folder: Path) -> list[Path]:
     folder.mkdir(parents=True)
     for level in LEVELS:
         path = prebuilt(level, folder)
-        general = [f"-march={level}", "-mtune=generic", "-fopenmp"]
+        general = [f"-march={level}", "-mtune=generic"]
         compile_library(program, path, general, ["-static-libstdc++", "-static-libgcc", "-s"])
-        if b"GOMP_parallel" not in path.read_bytes():
-            path.unlink()
-            raise BuildFailed(f"{program} does not use GNU's OpenMP; set CXX=g++")
     return [prebuilt(level, folder) for level in LEVELS]
 
 
@@ -166,7 +163,18 @@ def compile_library(
                 process.wait()
         target = os.path.join(folder, path.name)
         _finish(
-            _start([program, "-shared", *objects.values(), *linking, *everywhere, "-o", target])
+            _start(
+                [
+                    program,
+                    "-shared",
+                    "-pthread",
+                    *objects.values(),
+                    *linking,
+                    *everywhere,
+                    "-o",
+                    target,
+                ]
+            )
         )
         os.replace(target, path)
 

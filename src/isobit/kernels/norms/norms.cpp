@@ -13,21 +13,19 @@ static bool rms_norm(const T* x, const T* residual, int64_t weight_kind, const v
                      int64_t columns, double eps, T* y, T* summed, float* rstd, const Quantized& to, int64_t threads) {
     const int64_t width = norm_width<R>(columns);
     std::atomic<bool> good{true};
-#pragma omp parallel num_threads(useful_threads(threads, rows * columns / 2))
-    {
+    for_ranges(useful_threads(threads, rows * columns / 2), rows, 1, [&](int64_t first, int64_t last) {
         static thread_local Scratch scratch;
         R *wide = (R*)scratch.get(3 * width), *scale = wide + width;
         T* own = (T*)(scale + width);
         decode_weight(weight_kind, weight, columns, scale);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
+        for (int64_t r = first; r < last; r++) {
             const int64_t at = r * columns;
             T* target = to.codes ? own : y + at;
             rstd[r] = rms_norm_row(x + at, residual ? residual + at : nullptr, summed + at, scale, columns, eps, wide,
                                    target);
             if (to.codes && !quantize_row(to, target, r, columns)) good = false;
         }
-    }
+    }, 1);
     return good;
 }
 
@@ -114,8 +112,7 @@ template <class R, class T>
 static void rms_norm_backward(const T* dy, const T* summed, const float* weight, const float* rstd, int64_t rows,
                               int64_t columns, T* dx, float* dweight, int64_t threads) {
     int useful = useful_threads(threads, rows * columns);
-#pragma omp parallel for num_threads(useful) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_each(useful, rows, [&](int64_t r) {
         const T *g = dy + r * columns, *s = summed + r * columns;
         const float mean = mean_product(g, s, weight, rstd[r], columns, R(0));
         int64_t i = 0;
@@ -127,13 +124,12 @@ static void rms_norm_backward(const T* dy, const T* summed, const float* weight,
             float scaled = decode_scalar(g[i]) * weight[i], normed = decode_scalar(s[i]) * rstd[r];
             round_to(rstd[r] * (scaled - normed * mean), dx + r * columns + i);
         }
-    }
+    });
     int64_t strips = padded(columns, 64) / 64;
-#pragma omp parallel for num_threads(useful) schedule(static)
-    for (int64_t strip = 0; strip < strips; strip++) {
+    for_each(useful, strips, [&](int64_t strip) {
         const int64_t first = strip * 64, count = columns - first < 64 ? columns - first : 64;
         column_sums(dy + first, summed + first, rstd, rows, columns, count, R(0), dweight + first);
-    }
+    });
 }
 
 EXPORT void isobit_rms_norm_backward(int64_t kind, int64_t weight_kind, int64_t single, const void* dy,
@@ -151,14 +147,13 @@ EXPORT void isobit_rms_norm_backward(int64_t kind, int64_t weight_kind, int64_t 
 template <Activation A, bool Single, class T>
 static bool gate_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, const Quantized& to, int64_t threads) {
     std::atomic<bool> good{true};
-#pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_each(useful_threads(threads, rows * inner * 2), rows, [&](int64_t r) {
         static thread_local Scratch scratch;
         const T* gate = gate_up + r * 2 * inner;
         T* target = to.codes ? (T*)scratch.get(inner) : out + r * inner;
         gate_mul_row<A, Single>(gate, gate + inner, inner, target);
         if (to.codes && !quantize_row(to, target, r, inner)) good = false;
-    }
+    });
     return good;
 }
 
@@ -201,8 +196,7 @@ static INLINE void gate_mul_backward_lanes(const T* dh, const T* gate, const T* 
 
 template <Activation A, bool Single, class T>
 static void gate_mul_backward(const T* dh, const T* gate_up, int64_t rows, int64_t inner, T* out, int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_each(useful_threads(threads, rows * inner * 2), rows, [&](int64_t r) {
         const T *d = dh + r * inner, *gate = gate_up + r * 2 * inner, *up = gate + inner;
         T *dgate = out + r * 2 * inner, *dup = dgate + inner;
         int64_t i = 0;
@@ -214,7 +208,7 @@ static void gate_mul_backward(const T* dh, const T* gate_up, int64_t rows, int64
             gate_mul_backward_lanes<A, Single>(in[0], in[1], in[2], result[0], result[1]);
             std::memcpy(dgate + i, result[0], bytes), std::memcpy(dup + i, result[1], bytes);
         }
-    }
+    });
 }
 
 EXPORT void isobit_gate_mul_backward(int64_t activation, int64_t kind, int64_t single, const void* dh,

@@ -6,8 +6,8 @@
 EXPORT void isobit_round_stochastically(const float* x, uint16_t* out, int64_t count, int64_t first, int64_t seed,
                                         int64_t step, int64_t threads) {
     const int64_t key[4] = {seed, 0, 0, step};
-#pragma omp parallel for num_threads(useful_threads(threads, count)) schedule(static)
-    for (int64_t i = 0; i < count; i += 64) {
+    for_each(useful_threads(threads, count), (count + 63) / 64, [&](int64_t block) {
+        const int64_t i = block * 64;
         uint32_t words[32];
         philox(uint64_t(first + i) / 8, key, words);
         const int64_t end = count - i < 64 ? count - i : 64;
@@ -19,5 +19,5 @@ EXPORT void isobit_round_stochastically(const float* x, uint16_t* out, int64_t c
             rounded = magnitude == 0x7f800000u ? 0x7f80u : magnitude > 0x7f800000u ? 0x7fc0u : rounded;
             out[i + j] = uint16_t(bits >> 16 & 0x8000u) | uint16_t(rounded);
         }
-    }
+    });
 }

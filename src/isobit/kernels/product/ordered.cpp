@@ -91,14 +91,13 @@ void interleave(const uint16_t* rows, uint16_t* out) {
 template <class T>
 void pack(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, T* out, int64_t threads) {
     const int64_t panels = padded(n, PANEL) / PANEL, depth = padded(k, DEPTH);
-#pragma omp parallel for num_threads(useful_threads(threads, n * k / 4)) schedule(static)
-    for (int64_t p = 0; p < panels; p++) {
+    for_each(useful_threads(threads, n * k / 4), panels, [&](int64_t p) {
         static thread_local Scratch scratch;
         T* panel = (T*)scratch.get(depth * PANEL * sizeof(T) / sizeof(double));
         pack_panel(b, n, k, row_stride, column_stride, p, panel);
         std::memset(panel + k * PANEL, 0, (depth - k) * PANEL * sizeof(T));
         for (int64_t i = 0; i < depth; i += 4) interleave(panel + i * PANEL, out + (p * depth + i) * PANEL);
-    }
+    });
 }
 
 // ---- the self-test ----
@@ -170,31 +169,11 @@ EXPORT void isobit_ordered_product(const Product* arguments) {
     const Product& g = *arguments;
     if (g.m == 0 || g.n == 0) return;
     const OrderedPart run = ordered_path(g.isa);
-    const int64_t panels = padded(g.n, PANEL) / PANEL;
-    const int parts = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
-    const bool by_rows = g.m >= 128 || (panels < 2 * parts && g.m >= 16);
-    if (parts == 1) {
+    const int threads = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
+    in_cells(g, threads, 16, 4, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         Flushing flushing;
-        run(g, 0, g.m, 0, panels);
-        return;
-    }
-#pragma omp parallel num_threads(parts)
-    {
-        Flushing flushing;
-        int64_t part = 0, all = 1;
-#if defined(_OPENMP)
-        part = omp_get_thread_num(), all = omp_get_num_threads();
-#endif
-        if (by_rows) {
-            const int64_t strips = padded(g.m, 16) / 16;
-            const int64_t first = strips * part / all * 16, last = strips * (part + 1) / all * 16;
-            if (first < last) run(g, first, last > g.m ? g.m : last, 0, panels);
-        } else {
-            const int64_t groups = padded(panels, 4) / 4;
-            const int64_t first = groups * part / all * 4, last = groups * (part + 1) / all * 4;
-            if (first < last) run(g, 0, g.m, first, last > panels ? panels : last);
-        }
-    }
+        run(g, row, row_end, panel, panel_end);
+    });
 }
 
 // Several products of one B each, such as those of experts: threads take panels of any of them, so that many small ones
@@ -208,17 +187,13 @@ EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t 
         work += g.n * g.k * (g.m + 4) / 96;
         first[i + 1] = first[i] + (g.m == 0 ? 0 : padded(padded(g.n, PANEL) / PANEL, GROUP) / GROUP);
     }
-#pragma omp parallel num_threads(useful_threads(threads, work))
-    {
+    for_each(useful_threads(threads, work), first[count], [&](int64_t t) {
         Flushing flushing;
-#pragma omp for schedule(dynamic, 2) nowait
-        for (int64_t t = 0; t < first[count]; t++) {
-            const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
-            const Product& g = each[i];
-            const int64_t panels = padded(g.n, PANEL) / PANEL, from = (t - first[i]) * GROUP;
-            ordered_path(g.isa)(g, 0, g.m, from, from + GROUP < panels ? from + GROUP : panels);
-        }
-    }
+        const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
+        const Product& g = each[i];
+        const int64_t panels = padded(g.n, PANEL) / PANEL, from = (t - first[i]) * GROUP;
+        ordered_path(g.isa)(g, 0, g.m, from, from + GROUP < panels ? from + GROUP : panels);
+    });
 }
 
 // How many elements of adversarial products differ from scalar fused multiply-adds: of BF16 numbers and of codes, alone

@@ -11,8 +11,8 @@ constexpr int64_t GROUP = 4;   // panels of B that are decoded together
 template <class T>
 static void pack(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, T* out, int64_t threads) {
     int64_t panels = padded(n, PANEL) / PANEL;
-#pragma omp parallel for num_threads(useful_threads(threads, n * k / 4)) schedule(static)
-    for (int64_t p = 0; p < panels; p++) pack_panel(b, n, k, row_stride, column_stride, p, out + p * k * PANEL);
+    for_each(useful_threads(threads, n * k / 4), panels,
+             [&](int64_t p) { pack_panel(b, n, k, row_stride, column_stride, p, out + p * k * PANEL); });
 }
 
 EXPORT void isobit_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
@@ -148,27 +148,8 @@ static void product_part(const Product& g, int64_t row0, int64_t row1, int64_t p
 EXPORT void isobit_product(const Product* arguments) {
     const Product& g = *arguments;
     if (g.m == 0 || g.n == 0) return;
-    int64_t panels = padded(g.n, PANEL) / PANEL;
-    int parts = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 48);
-    bool by_rows = g.m >= 128 || (panels < 2 * parts && g.m >= 16);
-    if (parts == 1) {
-        product_part(g, 0, g.m, 0, panels);
-        return;
-    }
-#pragma omp parallel num_threads(parts)
-    {
-        int64_t part = 0, all = 1;
-#if defined(_OPENMP)
-        part = omp_get_thread_num(), all = omp_get_num_threads();
-#endif
-        if (by_rows) {
-            int64_t strips = padded(g.m, 8) / 8;
-            int64_t first = strips * part / all * 8, last = strips * (part + 1) / all * 8;
-            last = last > g.m ? g.m : last;
-            if (first < last) product_part(g, first, last, 0, panels);
-        } else {
-            int64_t first = panels * part / all, last = panels * (part + 1) / all;
-            if (first < last) product_part(g, 0, g.m, first, last);
-        }
-    }
+    const int threads = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 48);
+    in_cells(g, threads, 8, 1, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+        product_part(g, row, row_end, panel, panel_end);
+    });
 }

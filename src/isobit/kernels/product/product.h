@@ -40,6 +40,23 @@ struct Product {
     const float* common;
 };
 
+// body(first row, last row, first panel, last panel) for the cells of a product that threads share: bands of rows, or
+// where there are few rows, of panels. A cell decodes its rows of A once, and panels of B once for some hundred rows:
+// so bands are cut into pieces of BAND rows at most, and runs of panels where decoding A is nothing.
+constexpr int64_t BAND = 512;
+template <class Body>
+inline void in_cells(const Product& g, int64_t threads, int64_t row_grain, int64_t panel_grain, const Body& body) {
+    const int64_t panels = padded(g.n, PANEL) / PANEL;
+    if (g.m >= 128 || (panels < 2 * threads && g.m >= 16)) {
+        const int64_t pieces = ((g.m + threads - 1) / threads + BAND - 1) / BAND, all = threads * pieces;
+        for_ranges(threads, g.m, padded((g.m + all - 1) / all, row_grain),
+                   [&](int64_t first, int64_t last) { body(first, last, 0, panels); }, pieces);
+    } else {
+        for_ranges(threads, panels, panel_grain, [&](int64_t first, int64_t last) { body(0, g.m, first, last); },
+                   g.m <= 8 ? 4 : 1);
+    }
+}
+
 template <class T>
 static void pack_panel(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, int64_t p, T* out) {
     int64_t first = p * PANEL, rows = n - first < PANEL ? n - first : PANEL;

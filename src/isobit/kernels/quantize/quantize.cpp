@@ -59,15 +59,14 @@ static int64_t quantize(const T* x, int64_t rows, int64_t columns, int64_t block
     std::atomic<int64_t> bad{0};
     int64_t strips = (rows + block_rows - 1) / block_rows;
     bool by_column = block_columns == 1 && block_rows > 1;
-#pragma omp parallel for num_threads(useful_threads(threads, rows * columns / 8)) schedule(static)
-    for (int64_t s = 0; s < strips; s++) {
+    for_each(useful_threads(threads, rows * columns / 8), strips, [&](int64_t s) {
         int64_t row = s * block_rows, last = row + block_rows < rows ? row + block_rows : rows;
         bool good = by_column ? quantize_columns(Plain<T>{x, columns}, row, last, power_of_two, codes,
                                                  scales + s * columns)
                               : quantize_tiles(x, row, last, columns, block_rows, block_columns, power_of_two, codes,
                                                scales);
         if (!good) bad = 1;
-    }
+    });
     return bad;
 }
 
@@ -89,11 +88,10 @@ EXPORT int64_t isobit_requantize(const uint8_t* x, int64_t rows, int64_t columns
                                  int64_t power_of_two, uint8_t* codes, float* scales, int64_t threads) {
     const Coded matrix{x, columns, x_scales, x_block_rows, x_block_columns};
     std::atomic<int64_t> bad{0};
-#pragma omp parallel for num_threads(useful_threads(threads, rows * columns / 8)) schedule(static)
-    for (int64_t row = 0; row < rows; row += block_rows) {
-        int64_t last = row + block_rows < rows ? row + block_rows : rows;
-        if (!quantize_columns(matrix, row, last, power_of_two, codes, scales + row / block_rows * columns)) bad = 1;
-    }
+    for_each(useful_threads(threads, rows * columns / 8), (rows + block_rows - 1) / block_rows, [&](int64_t s) {
+        int64_t row = s * block_rows, last = row + block_rows < rows ? row + block_rows : rows;
+        if (!quantize_columns(matrix, row, last, power_of_two, codes, scales + s * columns)) bad = 1;
+    });
     return bad;
 }
 
@@ -129,11 +127,10 @@ static void compare(const Matrix& x, const Coded& quantized, int64_t rows, doubl
                     double* noise, int64_t threads) {
     std::atomic<int64_t> clamped{0}, flushed{0};
     const int64_t blocks = (rows + 127) / 128;
-#pragma omp parallel for num_threads(useful_threads(threads, rows * x.columns / 4)) schedule(static)
-    for (int64_t b = 0; b < blocks; b++) {
+    for_each(useful_threads(threads, rows * x.columns / 4), blocks, [&](int64_t b) {
         int64_t last = (b + 1) * 128 < rows ? (b + 1) * 128 : rows;
         compare_rows(x, quantized, b * 128, last, values + b, noise + b, clamped, flushed);
-    }
+    });
     counts[0] = double(clamped.load()), counts[1] = double(flushed.load());
 }
 
@@ -159,8 +156,7 @@ EXPORT void isobit_error_sums(int64_t kind, const void* x, const float* x_scales
 EXPORT void isobit_dequantize(const uint8_t* codes, int64_t rows, int64_t columns, const float* scales,
                               int64_t block_rows, int64_t block_columns, uint16_t* out, int64_t threads) {
     int64_t blocks = (columns + block_columns - 1) / block_columns;
-#pragma omp parallel for num_threads(useful_threads(threads, rows * columns / 16)) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+    for_each(useful_threads(threads, rows * columns / 16), rows, [&](int64_t r) {
         for (int64_t b = 0; b < blocks; b++) {
             f32x16 scale = splat(scales[r / block_rows * blocks + b]);
             int64_t first = r * columns + b * block_columns;
@@ -168,4 +164,5 @@ EXPORT void isobit_dequantize(const uint8_t* codes, int64_t rows, int64_t column
             for (; first + 16 <= end; first += 16) store(out + first, to_bf16(decode(codes + first) * scale));
             for (; first < end; first++) out[first] = to_bf16(decode_scalar(codes[first]) * scale[0]);
         }
+    });
 }

@@ -51,9 +51,9 @@ static void logprob_row(const float* logits, int64_t count, int64_t token, float
 EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
                                   const float* temperature, int64_t step, float* logprobs, float* entropy,
                                   int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+    for_each(useful_threads(threads, rows * count * 2), rows, [&](int64_t r) {
         logprob_row(logits + r * count, count, tokens[r], temperature[r * step], logprobs + r, entropy + r);
+    });
 }
 
 static INLINE double uniform(uint32_t word) { return (double(word) + 0.5) * 0x1p-32; }
@@ -96,7 +96,7 @@ static int64_t race(const float* logits, const int64_t* key, int64_t count, floa
 
 EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count,
                           const float* temperature, int64_t step, int64_t* tokens, int64_t threads) {
-#pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+    for_each(useful_threads(threads, rows * count * 2), rows, [&](int64_t r) {
         tokens[r] = race(logits + r * count, keys + r * 4, count, temperature[r * step]);
+    });
 }

@@ -51,6 +51,11 @@ class Sample:
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
         assert self.completion_mask is None or len(self.completion_mask) == len(self.completion_ids)
+        assert list(self.forks) == sorted(set(self.forks))
+        for fork in self.forks:  # which a given token begins
+            assert self.completion_mask is not None
+            assert 0 < fork < len(self.completion_ids)
+            assert not self.completion_mask[fork]
 
     @property
     def trained(self) -> Sequence[int]:

@@ -1,9 +1,10 @@
 """What a teacher is shown beside the prompt, and the policy is not: with it the policy can be its
 own teacher (self-distillation).
 
-A demonstration of the row: SDFT, Shenfeld et al. 2026, arXiv 2601.19897, section 3. Another
+Both minimize the reverse KL of each token, KL(π(· | prompt) ‖ π(· | prompt, shown)), where the second
+is a constant. A demonstration of the row: SDFT, Shenfeld et al. 2026, arXiv 2601.19897. Another
 completion of the group that succeeded, or feedback on this one: SDPO, Hübotter et al. 2026, arXiv
-2601.20802, section 3; which of them is chosen as in its authors' code (lasgroup/SDPO,
+2601.20802; which of them is chosen as in its authors' code (lasgroup/SDPO,
 `_maybe_build_self_distillation_batch`) and in TRL's `SuccessfulRolloutTeacherContextBuilder`
 (tests/rl/test_shown.py). Left out: tokens (`training/rollouts/teaching.py`), and a teacher that
 averages past weights.

@@ -39,13 +39,7 @@ class Teaching:
         cannot be encoded."""
         made = Teaching(shown, task.train, teacher, ranks, feedback_function(shown))
         if shown.demonstration is None:
-            first = task.train.examples[0]
-            for template, used in (
-                (shown.template, shown.success is not None),
-                (shown.feedback_template, shown.feedback is not None),
-            ):
-                if used:
-                    made._encoded(first, composed(first.prompt, "", template))
+            made._check_templates()
             return made
         room = teacher.config.max_positions - most_tokens
         for example in task.train.examples:
@@ -83,14 +77,32 @@ class Teaching:
                 found.append(known[key] if fits else None)
         return found
 
+    def _check_templates(self) -> None:
+        """Raise IsobitError for a prompt that no template takes, or a template that cannot be
+        encoded."""
+        shown, examples = self.shown, self.train.examples
+        for template, used in (
+            (shown.template, shown.success is not None),
+            (shown.feedback_template, shown.feedback is not None),
+        ):
+            prompts = [self._with(each, "", template) for each in examples if used]
+            if prompts:
+                self._encoded(examples[0], prompts[0])
+
+    def _with(self, example: Example, text: str, template: str) -> Prompt:
+        try:
+            return composed(example.prompt, text, template)
+        except IsobitError as error:
+            raise IsobitError(f"{example.place}: {error}") from None
+
     def _demonstrated(self, example: Example) -> Prompt:
         shown = self.shown
         assert shown.demonstration is not None
         try:
             text = demonstration_of(example.columns, shown.demonstration)
-            return composed(example.prompt, text, shown.template)
         except IsobitError as error:
             raise IsobitError(f"{example.place}: {error}") from None
+        return self._with(example, text, shown.template)
 
     def _encoded(self, example: Example, prompt: Prompt) -> list[int]:
         return encode_prompt(replace(example, prompt=prompt), self.teacher)

@@ -190,18 +190,29 @@ def rms_norm_quantized(
 
 
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of summed [R, C] in its type, and `added` to it if given; gradient of weight [C]
-    float32).
+    """(gradient of summed [R, C] in its type, gradient of weight [C] float32).
 
     With n = summed · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n. It repeats:
     rows are added in order in chunks, whose number depends on R alone, and the chunks in a fixed
-    order. It reads 4 bytes and writes 2 an element of BF16, and a float32 row for each chunk; 2
-    more are read of `added`, whose sum is of the rounded gradient, as if it came after.
+    order. It reads 4 bytes and writes 2 an element of BF16, and a float32 row for each chunk.
     """
+    return _gradients(dy, summed, weight, rstd, None)
+
+
+def rms_norm_backward_added(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_backward`, its first result plus `added` [R, C]: the sum of what is rounded, as if
+    it came after. 2 bytes more are read."""
+    return _gradients(dy, summed, weight, rstd, added.contiguous())
+
+
+def _gradients(
+    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dy, summed = dy.contiguous(), summed.contiguous()
-    added = None if added is None else added.contiguous()
     rows, columns = summed.shape
     wide = triton.next_power_of_2(columns)
     per = max(_FEWEST_ROWS, triton.next_power_of_2(-(-rows // _MOST_CHUNKS)))

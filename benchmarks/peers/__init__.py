@@ -1,0 +1,1 @@
+"""Engines of others as contestants: each a script that an interpreter of its own runs."""

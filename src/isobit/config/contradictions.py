@@ -1,0 +1,71 @@
+"""What sections of a config contradict each other, refused with what to leave out. Left out: what
+the whole of a config contradicts (`schema.py`)."""
+
+from isobit.config.sections import AdapterConfig, ReferenceConfig
+from isobit.errors import IsobitError
+from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
+from isobit.rl.optim.schedule import OptimizerSettings
+
+__all__ = ["check_adapter", "check_kl", "check_loss", "check_reference"]
+
+
+def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
+    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
+    if adapter is not None and optimizer.name == "muon":
+        raise IsobitError(
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
+            "each; set optimizer.name: adamw, or leave the adapter out"
+        )
+
+
+def check_loss(algorithm: Objective) -> None:
+    """Raise IsobitError where a part of the objective has no meaning beside its loss or advantage."""
+    if algorithm.dual_clip is not None and algorithm.loss in {*LOSS_KINDS} - {"clip"}:
+        raise IsobitError(
+            f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
+            "clip: leave one of them out"
+        )
+    if algorithm.advantage == "maxrl" and (algorithm.kl_in_reward or algorithm.overlong_buffer):
+        raise IsobitError(
+            "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
+            "overlong_buffer can make less: leave one of them out"
+        )
+    if algorithm.loss in OWN_RATIO and algorithm.ratio != "token":
+        raise IsobitError(
+            f"algorithm.ratio: {algorithm.ratio} has no meaning under loss: {algorithm.loss}, which "
+            "defines its ratio: leave one of them out"
+        )
+
+
+def check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
+    """Raise IsobitError for a teacher that is shown something and taught by nobody, or a policy that
+    would be compared with itself."""
+    if reference.shown is not None and not algorithm.distills:
+        raise IsobitError(
+            "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
+        )
+    if reference.weights == "policy" and reference.shown is None:
+        raise IsobitError(
+            "reference.weights: policy has no distance to itself: say what it is shown as a teacher "
+            "(reference.shown), or take the initial weights"
+        )
+    if reference.weights == "policy" and (reference.path or reference.precision):
+        raise IsobitError(
+            "reference.weights: policy is the policy itself: leave reference.path and precision out"
+        )
+
+
+def check_kl(algorithm: Objective) -> None:
+    """Raise IsobitError where a KL penalty has no effect, or its estimator no meaning."""
+    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+        raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
+    if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
+        raise IsobitError(
+            "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
+            "take k2 or k3, or charge it to the reward with kl_in_reward: true"
+        )
+    if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
+        raise IsobitError(
+            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
+            "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
+        )

@@ -1,0 +1,37 @@
+"""Keeps the threads of PyTorch's OpenMP from spinning where PyTorch was loaded before isobit.
+
+GNU's OpenMP reads GOMP_SPINCOUNT when it is loaded; importing isobit sets it, but a script that
+imports torch first has the default: after each operator of PyTorch a thread spins for about 10 ms,
+on a core that the operators' own threads (`threads.cpp`) and other processes want. Once a process
+has more OpenMP threads than cores, they spin a hundred rounds (libgomp's manual, GOMP_SPINCOUNT).
+So one region of so many threads is opened, which then sleep. Left out: other OpenMP libraries.
+"""
+
+import ctypes
+import os
+import threading
+
+__all__ = ["keep_from_spinning"]
+
+
+def keep_from_spinning() -> bool:
+    """Whether it was done: not where a variable says how threads wait, a user's or isobit's; or
+    where PyTorch has not loaded GNU's OpenMP."""
+    loaded = ctypes.CDLL(None)
+    said = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
+    if said or not hasattr(loaded, "GOMP_parallel"):
+        return False
+    begun = threading.Event()
+    threading.Thread(target=_keep_a_team, args=(loaded, begun), daemon=True).start()
+    begun.wait()
+    return True
+
+
+def _keep_a_team(loaded: ctypes.CDLL, begun: threading.Event) -> None:
+    """Open a region with a thread more than there are cores, and live on: a team ends with the
+    thread that began it."""
+    nothing = ctypes.cast(loaded.free, ctypes.c_void_p)  # of no memory: a function that returns
+    loaded.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    loaded.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+    begun.set()
+    threading.Event().wait()
