@@ -66,28 +66,23 @@ def kills() -> str:
     )
 
 
-def hostile(name: str = "serve_hostile", option: str = "", trained: str = "adapter") -> str:
+def hostile() -> str:
     """A sentence of `tests.serve.hostile`."""
-    found = read(name)
+    found = read("serve_hostile")
     (row,) = found["rows"]
     values, statuses = claims(found), found["parts"]["statuses"]
     served = sum(count for status, count in statuses.items() if int(status) < 300)
     return (
-        f"`python -m tests.serve.hostile --cases 10000{option}`: {row['case']} over "
+        f"`python -m tests.serve.hostile --cases 10000`: {row['case']} over "
         f"{len(found['parts']['answered'])} routes, of which {served:,.0f} were answered and "
         f"{sum(statuses.values()) - served:,.0f} refused in one line, "
         f"{values['answers with a status from 500 on']:.0f} with a fault of the server's; the "
         f"slowest took {values['seconds of the slowest answer']:.1f} seconds, and "
-        f"{values[f'honest runs among them, with one {trained}']:.0f} honest training runs among "
-        f"them have one {trained}."
+        f"{values['honest runs among them, with one adapter']:.0f} honest training runs among "
+        "them have one adapter."
     )
 
 
-def hostile_full() -> str:
-    """Of a server that trains the whole model."""
-    return hostile("serve_hostile_full", " --train full", "model")
-
-
 if __name__ == "__main__":
-    for part in (load, kills, hostile, hostile_full):
+    for part in (load, kills, hostile):
         print(part(), end="\n\n")
