@@ -39,9 +39,7 @@ NOT_BY_A_RUN = {
     "FleetSettings.cpus_per_engine",
     "FleetSettings.gpus_per_engine",
     "FleetSettings.deadline_s",
-    # by the config itself: `Config.most_tokens`, and the refusal of fork
-    "EnvironmentConfig.max_tokens",
-    "EnvironmentConfig.history",
+    "EnvironmentConfig.max_tokens",  # by the config itself: `Config.most_tokens`
     # by an MCP server (tests/environments)
     "McpServer.command",
     "McpServer.environment",

@@ -43,7 +43,7 @@ PLAN = (
     Step(CHECK, 80, 90),
     Step("bits", 170, 75),
     Step("grpo", 120, 120, small=True),
-    Step("ceilings", 45, 40),
+    Step("ceilings", 45, 60),
     Step("decode", 100, 75),
     Step("kernels", 120, 60),
     Step("learner", 120, 120),

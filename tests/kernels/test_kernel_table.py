@@ -277,6 +277,39 @@ def test_the_kept_table_is_clean() -> None:
     assert used == {"Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"}
 
 
+def test_tokens_first_takes_fewer_instructions_and_spills_nothing() -> None:
+    """Of a whole tile, as docs/gpu.md shows them."""
+    for row in json.loads((KERNELS.parent / "orientation.json").read_text(encoding="utf-8")):
+        before, now = (row[side] for side in ("weights first", "tokens first"))
+        assert before["spilled_bytes"] == now["spilled_bytes"] == 0
+        assert now["registers"] <= 255
+        tile = [each["warps"] * each["instructions"] for each in (before, now)]
+        assert 0 < tile[1] < 0.7 * tile[0], row
+
+
+_COUNTED = """
+import json
+from benchmarks import layer_bytes, orientation
+print(json.dumps([orientation.counted(), layer_bytes.counted()]))
+"""
+
+
+@pytest.mark.slow
+def test_the_kept_counts_are_those_of_the_code(tmp_path: Path) -> None:
+    """Instructions of products, and bytes between them. Before, more bytes were moved."""
+    orientation, layer_bytes = (
+        json.loads((KERNELS.parent / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("orientation", "layer_bytes")
+    )
+    found = json.loads(python(_COUNTED, tmp_path))
+    assert found == [orientation, layer_bytes["now"]]
+    fewer = [
+        sum(layer_bytes[when]["Qwen3-8B fp8 backward"]["between"].values())
+        for when in ("now", "before")
+    ]
+    assert fewer[0] < 0.9 * fewer[1]
+
+
 def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
     kept = json.loads((KERNELS.parent / "architectures.json").read_text(encoding="utf-8"))
     assert [row["architecture"] for row in kept] == [

@@ -10,7 +10,7 @@ import pytest
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import durable
 from isobit.run.certificate import CERTIFICATE
-from isobit.run.completions import COMPLETIONS
+from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.run.directory import (
     METRICS,
     QUANTIZATION,
@@ -40,7 +40,7 @@ def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
         run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
         assert run.written() == {
             "rows": 2,
-            "offsets": {COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0},
+            "offsets": {COMPLETIONS: 0, HELD_OUT: 0, QUANTIZATION: 0, CERTIFICATE: 0},
         }
         state = {"step": 2, **run.written()}
         found, lost = ends(run.directory, state)

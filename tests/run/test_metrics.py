@@ -49,7 +49,8 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     # calibrated queries; tests/training/test_serve.py: a run that serves;
     # tests/training/test_turns.py: environments; tests/training/test_preference_run.py,
     # tests/training/test_sft_run.py, tests/rl/test_entropy.py: losses of supervised runs, and the bonus;
-    # tests/training/test_self_distillation.py: a teacher that is shown something
+    # tests/training/test_self_distillation.py: a teacher that is shown something;
+    # tests/data/test_curriculum.py, tests/evaluation/test_early_stop.py: what ends or skips
     elsewhere = {
         name
         for name in metrics.METRICS
@@ -66,7 +67,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
                 *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
                 *("serve/", "time/serve", "env/", "tools/", "time/tools"),
                 *("preference/", "loss/dpo", "loss/ipo", "loss/cross", "loss/held_out"),
-                *("entropy_coefficient", "groups/unshown"),
+                *("entropy_coefficient", "groups/unshown", "prompts/skipped", "evaluation/stopped"),
             )
         )
         and name[-1] != "*"

@@ -15,9 +15,7 @@ def load(
     return load_task(
         TaskSettings(
             "arithmetic",
-            None,
-            None,
-            held_out_size,
+            held_out_size=held_out_size,
             prompt_template=template,
             options=options,
             seed=seed,

@@ -194,7 +194,7 @@ def _attention(ops: "TritonOps", kind: str, length: int) -> Iterator[Found]:
 
     def attend(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         given = rows.contiguous(), store, layout.to(ops.device), dim**-0.5
-        return ops.attention(*given, out_type=torch.float32)
+        return ops.attend(*given, out_type=torch.float32)
 
     whole = attend(q, packed)
     starts = [0, 1, length // 4, length // 2, length - 1]

@@ -199,6 +199,7 @@ class TritonOps(Ops):
     rotary = staticmethod(heads.rotary)
     attention_inputs_backward = staticmethod(heads_backward.attention_inputs_backward)
     attention = staticmethod(attention_kernels.attention)
+    attend = staticmethod(attention_kernels.attend)
     attention_backward = staticmethod(attention_backward_kernels.attention_backward)
     sinks_backward = staticmethod(attention_definition.sinks_backward)
     short_convolution = staticmethod(convolution.short_convolution)

@@ -98,6 +98,19 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, as `Ops.attention`: results in q's type."""
+    assert probabilities is None, "`check_precision` refuses it"
+    return attend(q, store, layout, scale, window, sinks)
+
+
+def attend(
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     out_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
@@ -108,7 +121,6 @@ def attention(
     tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
     `layout.max_rows` and `layout.max_keys` are bounds.
     """
-    assert probabilities is None, "`check_precision` refuses it"
     rows, heads, dim = q.shape
     kv_heads, sequences = store.k.shape[1], layout.context.shape[0]
     assert store.k.dtype == (store.kv.format.stored if store.kv is not None else q.dtype)
