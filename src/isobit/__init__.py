@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # want (docs/log.md); with this for microseconds, then they sleep. Where PyTorch is there already,
 # `kernels/native/openmp.py` has the same done.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "100")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # PyTorch reads this at its first allocation: tensors of 2 MiB and more then ask for huge pages.
 # Every step's gradients are fresh memory, and a page of 4 KiB at a time takes longer than the
 # product that writes them (docs/log.md).

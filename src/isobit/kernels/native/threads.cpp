@@ -17,10 +17,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A thread that waits spins first: one region follows another within microseconds, and to wake a thread takes as long.
-// Where other processes want the cores, the system counts what is spun as use, and takes the core away when there is
-// work. A thread sees that it was put aside by the time between two of its looks at the clock; then its team hardly
-// spins for a while.
-constexpr std::chrono::microseconds SPIN{1000}, SHORT_SPIN{2}, PUT_ASIDE{100}, CAREFUL{50000};
+// It gives the core away at every look at the clock, so that other processes, and PyTorch's threads, have it at once.
+constexpr std::chrono::microseconds SPIN{1000};
 
 // How often this process was forked: a child has no helpers of its parent's teams.
 std::atomic<int64_t> forks{0};
@@ -80,7 +78,6 @@ private:
     std::atomic<bool> stops{false};
     alignas(64) std::atomic<int64_t> active{0}, asleep{0};
     std::atomic<bool> awaited{false};
-    std::atomic<Clock::rep> careful_until{0};
     std::mutex mutex;
     std::condition_variable begins, ends;
 
@@ -145,20 +142,17 @@ private:
 
     // Whether `over()` came within the time that it is worth to spin.
     template <class Over>
-    bool spin(const Over& over) {
+    static bool spin(const Over& over) {
         if (over()) return true;
-        auto before = Clock::now();
-        const auto stop = before + (before.time_since_epoch().count() < careful_until ? SHORT_SPIN : SPIN);
-        for (;;) {
+        const auto stop = Clock::now() + SPIN;
+        do {
             for (int i = 0; i < 16; i++) {
                 if (over()) return true;
                 pause();
             }
-            const auto now = Clock::now();
-            if (now - before > PUT_ASIDE) careful_until = (now + Clock::duration(CAREFUL)).time_since_epoch().count();
-            if (now > stop) return over();
-            before = now;
-        }
+            std::this_thread::yield();
+        } while (Clock::now() < stop);
+        return over();
     }
 };
 
