@@ -10,7 +10,9 @@ import pytest
 
 from isobit.config import load_config, load_sft_config
 from isobit.monitor.report import write_report
-from isobit.run.completions import HELD_OUT
+from isobit.monitor.report.rollouts import read_rollouts
+from isobit.monitor.report.selection import sample_completions
+from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.training.sft.supervised import supervised_run
 from isobit.training.train import resume, train
 from tests.runs import write_config
@@ -38,6 +40,11 @@ def test_each_evaluation_is_kept_and_shown(tmp_path: Path, base_model: Path) -> 
     page = write_report([run.run_dir], tmp_path / "page.html").read_text()
     assert "<section id='part-held-out'>" in page
     assert "All 36 completions, of 3 of 3 steps" in page
+    shown = sample_completions(read_rollouts(run.run_dir / HELD_OUT), run.run_dir, 10**6)
+    assert [row["length"] for row in shown["rows"]] == [row["tokens"] for row in found]
+    assert not shown["recorded"]  # so the page offers no colours of tokens
+    samples = sample_completions(read_rollouts(run.run_dir / COMPLETIONS), run.run_dir, 10**6)
+    assert samples["recorded"]
     without = ["evaluation={}", f"run.dir={tmp_path / 'none'}"]
     control = train(load_config(write_config(tmp_path, base_model, steps=1), without), quiet=True)
     assert (control.run_dir / HELD_OUT).read_bytes() == b""

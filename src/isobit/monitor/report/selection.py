@@ -26,11 +26,12 @@ Data = dict[str, Any]
 
 def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> Data:
     """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to
-    by number; `total` is how many completions there are, `steps` of how many steps. About `budget`
-    bytes as JSON, at most."""
+    by number; `total` is how many completions there are, `steps` of how many steps; `recorded`:
+    whether their tokens are, which held-out completions' are not. About `budget` bytes as JSON, at
+    most."""
     tokens, prompts = _Pieces(directory), _Numbered()
     rows: list[Data] = []
-    spent = 0
+    spent, recorded = 0, False
     for row in rollouts.rows(_places(rollouts, budget)):
         known = len(prompts.texts), len(tokens.numbered.texts)
         found = _row(row, prompts, tokens)
@@ -42,6 +43,7 @@ def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> 
         if spent > budget and rows:
             break
         rows.append(found)
+        recorded |= "completion_ids" in row
     rows.sort(key=lambda row: (row["step"], row["prompt_index"], row["sample_index"]))
     return {
         "rows": rows,
@@ -50,6 +52,7 @@ def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> 
         "special": sorted(tokens.special),
         "total": rollouts.count,
         "steps": len(rollouts.steps),
+        "recorded": recorded,
     }
 
 
@@ -108,7 +111,7 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
         "prompt": prompts.number(_shortened(str(row.get("prompt") or ""), _LONGEST_PROMPT)),
         "reward": row.get("reward"),
         "truncated": bool(row.get("truncated")),
-        "length": len(ids),
+        "length": len(ids) or row.get("tokens") or 0,
     }
     by_function = row.get("rewards") or {}
     if len(by_function) > 1:

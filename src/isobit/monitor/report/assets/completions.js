@@ -108,7 +108,7 @@
     const hint = coloured ? "Point at a token, or touch it, to read its numbers." : "The run has no tokenizer to show tokens with.";
     const readout = element("p", "readout", hint);
     readout.setAttribute("role", "status");
-    browser.replaceChildren(controls, choices, scale, list, pages, readout);
+    browser.replaceChildren(controls, ...(data.recorded ? [choices, scale] : []), list, pages, ...(data.recorded ? [readout] : []));
 
     const shadeOf = (row, i) => {
       if (colour === "log-probability") return SCALES[colour].shade(row.logprobs[i]);
