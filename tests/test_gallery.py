@@ -49,7 +49,9 @@ def test_what_is_shown_is_of_every_config_that_runs_here() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_a_config_of_a_chat_model_renders_chats(path: Path) -> None:
     values = yaml.safe_load(path.read_text())
-    if re.search("instruct|chat", str(values.get("model", {}).get("path", "")), re.IGNORECASE):
+    model = values.get("model", {})  # a path stands alone
+    name = model if isinstance(model, str) else model.get("path", "")
+    if re.search("instruct|chat", str(name), re.IGNORECASE):
         assert values["task"]["chat"] is True
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +238,10 @@ def test_a_finished_run_has_nothing_to_do(
     the best."""
     evaluate, counted = PeriodicEvaluation.evaluate, list[int]()
 
-    def better(self: PeriodicEvaluation, *progress: float) -> tuple[dict[str, float], str]:
-        found, line = evaluate(self, *progress)
+    def better(self: PeriodicEvaluation, progress: Mapping[str, float]) -> Any:
+        found, line, answered = evaluate(self, progress)
         counted.append(len(counted))
-        return found | {"accuracy/held_out": len(counted) / 10}, line
+        return found | {"accuracy/held_out": len(counted) / 10}, line, answered
 
     monkeypatch.setattr(PeriodicEvaluation, "evaluate", better)
     run = train(load_config(write_config(tmp_path, base_model, **HARD), [f"steps={steps}"])).run_dir

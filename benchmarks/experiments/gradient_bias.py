@@ -76,6 +76,7 @@ class Sample:
     stops: tuple[bool, ...]
     group: int
     completion_mask: tuple[bool, ...] | None = None
+    forks: tuple[int, ...] = ()
 
     def cut(self, length: int) -> "Sample":
         each = (self.completion_ids[:length], self.rollout_logprobs[:length], self.stops[:length])

@@ -182,6 +182,8 @@ KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
     "rewards/built.py": {"{place}"},  # of a row, whose name is text
+    "rewards/own_options.py": {"{name}"},  # of an option, which is text
+    "training/recording/evaluating.py": {"{each['role']}"},  # of a message, which is text
     "training/running/restoring.py": {"{key}"},  # of a config
 }
 """The places that may, and what is turned into text there."""

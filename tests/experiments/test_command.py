@@ -7,11 +7,18 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.experiments import gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long
+from benchmarks.experiments import (
+    distillation,
+    gradient_bias,
+    kv_cache,
+    non_inferiority,
+    recurrence,
+    sparse_long,
+)
 from benchmarks.experiments.command import write
 
-EXPERIMENTS = [gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long]
-ON_RUNS = [non_inferiority, sparse_long]
+EXPERIMENTS = [distillation, gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long]
+ON_RUNS = [distillation, non_inferiority, sparse_long]
 """Those that take no model and no prompts."""
 
 

@@ -25,9 +25,9 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
+from isobit.evaluation.result import Graded, Question
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
-from isobit.monitor.report.intervals import proportion
 from isobit.options.declare import choices, options_of
 from isobit.precision import Precision, precision_from
 from isobit.rewards.pool import RewardPool
@@ -41,6 +41,11 @@ from isobit.training.sft.initial import architecture_of
 from isobit.training.sft.supervised import resume_supervised, supervised_run
 
 WriteConfig = Callable[..., Path]
+
+
+def answered(correct: int) -> tuple[Question, ...]:
+    """16 answers, so many of them right."""
+    return tuple(Question("", None, Graded("", float(place < correct))) for place in range(16))
 
 
 def made(config: SftConfig, quiet: bool = True) -> Path:
@@ -113,8 +118,8 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
         with RewardPool(task.rewards) as pool:
-            answered = measure(engine, examples, pool, EvaluationPlan(Sampling(max_new_tokens=4)))
-            accuracy[path] = sum(question.greedy.correct for question in answered) / len(answered)
+            questions = measure(engine, examples, pool, EvaluationPlan(Sampling(max_new_tokens=4)))
+            accuracy[path] = sum(question.greedy.correct for question in questions) / len(questions)
     assert accuracy[untrained] < 0.2
     assert accuracy[out] > 0.75
 
@@ -125,9 +130,7 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
     """At the first of its evaluations that finds it, with the weights of as many steps. The
     control: never found."""
     answers = iter([9, 3, 8, 12])  # the first one before the first step, which does not count
-    monkeypatch.setattr(
-        HeldOutAnswers, "estimate", lambda evaluation: proportion(next(answers), 16)
-    )
+    monkeypatch.setattr(HeldOutAnswers, "answers", lambda _: answered(next(answers)))
     asked = {"samples": 16, "every": 2, "stop_at": 0.5}
     out = made(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
     said = capsys.readouterr().err
@@ -139,9 +142,7 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
     short = made(load_sft_config(config(steps=4), [f"out={out / 'short'}"]))
     assert (out / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
     answers = iter([0, 3, 4, 5, 6])
-    monkeypatch.setattr(
-        HeldOutAnswers, "estimate", lambda evaluation: proportion(next(answers), 16)
-    )
+    monkeypatch.setattr(HeldOutAnswers, "answers", lambda _: answered(next(answers)))
     long = made(load_sft_config(config(steps=7, evaluation=asked), [f"out={out / 'long'}"]))
     assert next(answers, None) is None
     assert (out / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()

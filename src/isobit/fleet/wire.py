@@ -160,7 +160,8 @@ def completion_of(values: Mapping[str, Any]) -> Completion:
     """A completion from its fields."""
     top = values.get("top_logprobs")
     pairs = None if top is None else [[(token, value) for token, value in each] for each in top]
-    return Completion(**{**values, "top_logprobs": pairs})
+    forks = tuple(values.get("forks", ()))
+    return Completion(**{**values, "top_logprobs": pairs, "forks": forks})
 
 
 def _fields(kind: type, value: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class TaskSettings:
     files: Annotated[
         tuple[Annotated[DataFile, text_as("path")], ...],
         "several in place of path, mixed by weight: an epoch has as many prompts as all have rows",
-    ] = ()
+    ] = field(default=(), kw_only=True)
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
     held_out_size: Annotated[
         int | None, at_least(0), "examples that are kept out of training, for evaluation"

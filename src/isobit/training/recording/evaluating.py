@@ -1,5 +1,6 @@
 """An evaluation of the held-out prompts, when one is due, and what of it is kept."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
     for number, question in enumerate(questions):
         prompt = question.prompt
         if not isinstance(prompt, str):
-            prompt = "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+            prompt = "\n".join(f"{each['role']}: {_said(each)}" for each in prompt)
         for sample, graded in enumerate((question.greedy, *question.samples)):
             yield {
                 "step": step,
@@ -43,6 +44,12 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
                 "tag": question.tag,
                 **asdict(graded),
             }
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """What a message says; as JSON where it is no text, such as parts, or none beside calls."""
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 class HeldOut(Protocol):
