@@ -87,6 +87,8 @@ def test_every_signal_goes_on_to_the_ranks_and_the_third_ends_them() -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) for _ in range(2)
     ]
+    # a shell's background job ignores it, and what is ignored is not passed on
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with supervisor._received() as signals:
         waiting = threading.Thread(target=supervisor._wait, args=(processes, signals))
         try:
@@ -103,6 +105,7 @@ def test_every_signal_goes_on_to_the_ranks_and_the_third_ends_them() -> None:
             waiting.join(60)
             assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
         finally:
+            signal.signal(signal.SIGINT, before)
             for process in processes:
                 process.kill()
 
