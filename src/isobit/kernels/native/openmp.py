@@ -9,6 +9,7 @@ So one region of so many threads is opened, which then sleep. Left out: other Op
 
 import ctypes
 import os
+import sys
 import threading
 
 __all__ = ["keep_from_spinning"]
@@ -16,22 +17,20 @@ __all__ = ["keep_from_spinning"]
 
 def keep_from_spinning() -> bool:
     """Whether it was done: not where a variable says how threads wait, a user's or isobit's; or
-    where PyTorch has not loaded GNU's OpenMP."""
+    where PyTorch has not loaded GNU's OpenMP, which is Linux's (LLVM's has its names elsewhere)."""
     loaded = ctypes.CDLL(None)
     said = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
-    if said or not hasattr(loaded, "GOMP_parallel"):
+    if said or sys.platform != "linux" or not hasattr(loaded, "GOMP_parallel"):
         return False
-    begun = threading.Event()
-    threading.Thread(target=_keep_a_team, args=(loaded, begun), daemon=True).start()
-    begun.wait()
-    return True
-
-
-def _keep_a_team(loaded: ctypes.CDLL, begun: threading.Event) -> None:
-    """Open a region with a thread more than there are cores, and live on: a team ends with the
-    thread that began it."""
     nothing = ctypes.cast(loaded.free, ctypes.c_void_p)  # of no memory: a function that returns
     loaded.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    loaded.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
-    begun.set()
-    threading.Event().wait()
+    threads, begun = len(os.sched_getaffinity(0)) + 1, threading.Event()
+
+    def keep_a_team() -> None:  # a team ends with the thread that began it, so this one lives on
+        loaded.GOMP_parallel(nothing, None, threads, 0)
+        begun.set()
+        threading.Event().wait()
+
+    threading.Thread(target=keep_a_team, daemon=True).start()
+    begun.wait()
+    return True

@@ -187,7 +187,7 @@ EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t 
         work += g.n * g.k * (g.m + 4) / 96;
         first[i + 1] = first[i] + (g.m == 0 ? 0 : padded(padded(g.n, PANEL) / PANEL, GROUP) / GROUP);
     }
-    for_each(useful_threads(threads, work), first[count], [&](int64_t t) {
+    for_each_in_turn(useful_threads(threads, work), first[count], [&](int64_t t) {
         Flushing flushing;
         const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
         const Product& g = each[i];
