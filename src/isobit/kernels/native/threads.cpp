@@ -17,8 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A thread that waits spins first: one region follows another within microseconds, and to wake a thread takes as long.
-// It gives the core away at every look at the clock, so that other processes, and PyTorch's threads, have it at once.
-constexpr std::chrono::microseconds SPIN{1000};
+// A helper without work gives its core away at every look at the clock, so that other processes, and PyTorch's threads,
+// have it at once. The thread that called keeps its own, or it would stand behind them in each region; it sleeps soon.
+constexpr std::chrono::microseconds WITHOUT_WORK{1000}, FOR_HELPERS{50};
 
 // How often this process was forked: a child has no helpers of its parent's teams.
 std::atomic<int64_t> forks{0};
@@ -114,7 +115,7 @@ private:
             return now % 2 == 1 && now != seen;
         };
         for (;;) {
-            if (!spin(begun)) {
+            if (!spin(begun, WITHOUT_WORK, true)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 asleep++;
                 begins.wait(lock, begun);
@@ -133,7 +134,7 @@ private:
 
     void await_helpers() {
         const auto all_out = [&] { return active == 0; };
-        if (spin(all_out)) return;
+        if (spin(all_out, FOR_HELPERS, false)) return;
         std::unique_lock<std::mutex> lock(mutex);
         awaited = true;
         ends.wait(lock, all_out);
@@ -142,15 +143,15 @@ private:
 
     // Whether `over()` came within the time that it is worth to spin.
     template <class Over>
-    static bool spin(const Over& over) {
+    static bool spin(const Over& over, std::chrono::microseconds most, bool yields) {
         if (over()) return true;
-        const auto stop = Clock::now() + SPIN;
+        const auto stop = Clock::now() + most;
         do {
             for (int i = 0; i < 16; i++) {
                 if (over()) return true;
                 pause();
             }
-            std::this_thread::yield();
+            if (yields) std::this_thread::yield();
         } while (Clock::now() < stop);
         return over();
     }
