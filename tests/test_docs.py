@@ -359,6 +359,22 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
     )
 
 
+def test_the_figures_beside_busy_processes_are_those_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks/results/beside_others.json").read_text())
+    rate = {(row["case"], row["contestant"]): row["rate"] for row in results["rows"]}
+    shares = {claim["what"]: claim for claim in results["claims"]}
+    page = MEASURED.read_text()
+    for first in ("isobit", "torch"):
+        name = f"{first} imported first"
+        cells = [f"{rate['beside 0 busy processes', name]:,.0f}"]
+        for count in (1, 2):
+            case = f"beside {count} busy processes"
+            claim = shares[f"{name}: speed {case} over the fair share"]
+            aim = f"aim {claim['target']:g}{'' if claim['holds'] else ': missed'}"
+            cells.append(f"{rate[case, name]:,.0f}, {claim['value']:.2f} ({aim})")
+        assert f"| {first} | {' | '.join(cells)} |" in page
+
+
 def test_the_figures_of_adapters_are_those_of_the_results() -> None:
     """Each cell of their table, with its aim where there is one."""
     results = json.loads((ROOT / "benchmarks/results/adapters.json").read_text())
