@@ -29,6 +29,8 @@ class Sample:
     ‖ reference), if it is part of the reward. `episode`: what happened in a conversation with an
     environment, whose last turn's text `completion` is. `forks`: the places in the completion where
     a context of its own begins, with given tokens: what is behind one sees nothing in front of it.
+    `teacher_ids`: the tokens that a teacher reads before the completion, where it is compared with
+    the teacher's distribution and they are not the prompt's.
     """
 
     prompt_index: int
@@ -47,6 +49,7 @@ class Sample:
     completion_mask: tuple[bool, ...] | None = None
     episode: EpisodeRecord | None = None
     forks: tuple[int, ...] = ()
+    teacher_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
@@ -88,6 +91,8 @@ class Sample:
         values = {**vars(self), "rewards": dict(self.rewards)}
         episode, forks = values.pop("episode"), values.pop("forks")
         values |= {"forks": list(forks)} if forks else {}
+        read = values.pop("teacher_ids")
+        values |= {} if read is None else {"teacher_ids": list(read)}
         return values if episode is None else {**values, "episode": episode.to_json()}
 
     @staticmethod
@@ -100,6 +105,8 @@ class Sample:
         if given.get("completion_mask") is not None:
             given["completion_mask"] = tuple(given["completion_mask"])
         given["forks"] = tuple(given.get("forks", ()))
+        if (read := given.get("teacher_ids")) is not None:
+            given["teacher_ids"] = tuple(read)
         if given.get("episode") is not None:
             given["episode"] = EpisodeRecord.from_json(given["episode"])
         if (distance := given.get("reference_kl")) is not None:
