@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from isobit.config import load_config
+from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.rl import Sample
@@ -233,6 +234,16 @@ def test_an_error_loses_no_unfinished_completion(tmp_path: Path, base_model: Pat
     flag.unlink()
     again = fingerprint(resume(tmp_path / "failed" / "run").run_dir)
     assert again == whole
+
+
+def test_keys_of_the_old_weights_are_noticed(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of what is compared: an engine that keeps its cache over an update, as in-flight
+    updates do, draws what no version of the weights draws."""
+    monkeypatch.setattr(Engine, "_root", lambda self: 0)
+    with pytest.raises(RunFailed, match=r"rollout and learner differ in .* promises the same bits"):
+        run(tmp_path, base_model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])

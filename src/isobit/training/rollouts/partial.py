@@ -95,11 +95,10 @@ class PartialRollouts(LiveRollouts):
         under way stay in the state."""
         state, sampler, took = self._state, self._sampler, dict[str, float]()
         extra = sampler.settings.extra(self._prompts_per_step)
-        ids, after = self._curriculum.take(
-            state.cursor, max(0, count + extra - len(state.unfinished))
-        )
-        groups: list[Group] = [*state.unfinished, *([] for _ in ids)]
-        ids = [*(group[0].prompt_index for group in state.unfinished), *ids]
+        new = max(0, count + extra - len(state.unfinished))
+        taken, after = self._curriculum.take(state.cursor, new)
+        groups: list[Group] = [*state.unfinished, *([] for _ in taken)]
+        ids = [*(group[0].prompt_index for group in state.unfinished), *taken]
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, sampler.n, progress)
@@ -115,7 +114,7 @@ class PartialRollouts(LiveRollouts):
         took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         took |= {"partial/rounds": float(rounds), "rollout/tokens": _tokens(groups) - before}
         if self._curriculum.chooses:
-            took["prompts/skipped"] = float(after - state.cursor - len(ids))
+            took["prompts/skipped"] = float(after - state.cursor - new)
         state.cursor = after
         state.unfinished = [group for group in groups if not sampler.whole(group)]
         oldest = sampler.settings.max_staleness
