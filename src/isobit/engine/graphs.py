@@ -1,84 +1,39 @@
-"""Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
+"""Decode steps that are captured (`captured.py`): one replay instead of hundreds of calls from
+Python.
 
 A graph is captured for a number of rows, a longest context and the kinds of draws
-(`sampler.Kinds`), when a step first needs it, and serves every smaller step: what is missing is
-padded. Settings are inputs of a row, as its token is. A padded row decodes token 0 at position 0
-into a spare page that no sequence uses, so it changes nothing that is read; and since a row's bits
-do not depend on its batch, a padded step gives the bits of the plain one.
-tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
+(`sampler.Kinds`), when a step first needs it. Settings are inputs of a row, as its token is. A CUDA
+graph serves every smaller step: what is missing is padded. A padded row decodes token 0 at position
+0 into a spare page that no sequence uses, so it changes nothing that is read; and since a row's
+bits do not depend on its batch, a padded step gives the bits of the plain one.
+tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU. A CPU
+captures each number of rows by itself, and pads nothing (tests/engine/test_recorded.py).
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights.
 `begin` drops graphs whose weights or stores have moved; `Transformer.sync` keeps them in place.
-Tokens stay on the device, so a step can be launched before the host has read the previous one. Left
-out: chunks of prompts, which `runner.py` computes as they are, beside a captured step.
+Tokens stay on a GPU, so a step can be launched there before the host has read the previous one.
+Left out: chunks of prompts, which `runner.py` computes as they are.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from isobit.engine.captured import Graph
 from isobit.engine.rows import DecodeRows
 from isobit.engine.sampler import NEUTRAL, Draws, Kinds, draw
 from isobit.kernels import Layout, Store
 from isobit.model import Model
 
 SMALLEST_CONTEXT = 1024
+MOST_KEPT = 512
+"""Captured steps; beyond these, all are dropped."""
 Rows = NDArray[np.int64]
 # of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
 _INTS = 11
-
-
-class Graph(Protocol):
-    """Something that runs one function again and again, from where that reads to where it
-    writes."""
-
-    def __init__(self, peer: Any) -> None:
-        """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
-
-    def capture(self, function: Callable[[], None]) -> None:
-        """Take the function down. It may run meanwhile, so its inputs must be harmless."""
-
-    def replay(self) -> None:
-        """Run the function on what its inputs hold now."""
-
-
-class CudaGraph:
-    """A captured CUDA graph."""
-
-    def __init__(self, peer: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = None if peer is None else peer._graph.pool()
-        # one for all: PyTorch keeps the memory that was used on a stream for that stream
-        self._stream = torch.cuda.Stream() if peer is None else peer._stream
-
-    def capture(self, function: Callable[[], None]) -> None:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):  # kernels are compiled, and workspaces allocated
-            function()
-        current.wait_stream(self._stream)
-        # other threads may allocate meanwhile
-        with torch.cuda.graph(
-            self._graph, self._pool, self._stream, capture_error_mode="thread_local"
-        ):
-            function()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait
-    for it; not where rows are of several adapters, which are other rows in each step."""
-    ops = model.transformer.ops["rollout"]
-    captured = (
-        ops.backend == "triton" and ops.device.type == "cuda" and model.transformer.served is None
-    )
-    return CudaGraph if wanted and captured else None
 
 
 def ladder(most: int) -> list[int]:
@@ -129,8 +84,8 @@ class Launch:
 
 
 class DecodeGraphs:
-    """The captured decode steps of an engine, of up to `max_rows` rows and `longest` tokens of
-    context."""
+    """The captured decode steps of an engine, of up to `max_rows` rows, or as many as the kind of
+    graph takes, and `longest` tokens of context."""
 
     def __init__(
         self,
@@ -145,9 +100,10 @@ class DecodeGraphs:
         self._transformer, self._kind = model.transformer, kind
         self._ops = model.transformer.ops["rollout"]
         self._last_token = model.config.vocab_size - 1
+        self.asynchronous, max_rows = kind.asynchronous, min(max_rows, kind.most_rows)
         self.page_size, self.max_rows, self.longest = page_size, max_rows, longest
         self.spare_page, self.smallest_context = spare_page, SMALLEST_CONTEXT
-        self.ladder = ladder(max_rows)
+        self.ladder = ladder(max_rows) if self.asynchronous else list(range(1, max_rows + 1))
         device, pages = self._ops.device, -(-longest // page_size)
         self._hosts = [_Host(max_rows, pages, device) for _ in range(2)]
         self._ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, device=device)
@@ -157,7 +113,7 @@ class DecodeGraphs:
             max_rows + 1, dtype=torch.int64, device=device
         )  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
-        self._graphs: dict[tuple[int, int, Kinds], Graph] = {}
+        self._graphs: dict[tuple[int, int, Kinds, int], Graph] = {}
         self._kept: list[object] = []
         self._storage: tuple[int, ...] = ()
         self._stores: list[Store] = []
@@ -166,6 +122,11 @@ class DecodeGraphs:
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
+
+    def serves(self, decode: int, prompts: int) -> bool:
+        """Whether a step with `decode` rows that decode, beside so many chunks of prompts, is
+        captured. A CPU computes both in one forward, which reads the weights once."""
+        return 0 < decode <= self.max_rows and (self.asynchronous or not prompts)
 
     def clear(self) -> None:
         """Drop all graphs, and the memory that they hold."""
@@ -190,10 +151,10 @@ class DecodeGraphs:
         while context < most:
             context *= 2
         context = min(context, self.longest)
-        key = (count, context, rows.kinds)
+        key = (count, context, rows.kinds, torch.get_num_threads())
         graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._captured(*key)
+        if graph is None and self.asynchronous:
+            graph = self._captured_on_padding(count, context, rows.kinds)
         host, self._hosts = self._hosts[0], self._hosts[::-1]
         self._fill(host, count, context, rows, which, positions, source)
         if source is not None:
@@ -201,7 +162,11 @@ class DecodeGraphs:
             # a token drawn from NaN may be any; the host stops there, and what is under way must
             # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
-        graph.replay()
+        if graph is not None:
+            graph.replay()
+        else:
+            graph = self._captured(count, context, rows.kinds)
+        self._graphs[key] = graph
         host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
         host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
         host.record()
@@ -225,6 +190,7 @@ class DecodeGraphs:
         self._padded = 0
 
     def _captured(self, count: int, context: int, kinds: Kinds) -> Graph:
+        """A graph of a step over the buffers as they are."""
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
         tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
         settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
@@ -236,6 +202,17 @@ class DecodeGraphs:
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 
+        if len(self._graphs) >= MOST_KEPT:
+            self._graphs.clear()
+            self._kept.clear()
+        # made here, and kept: a longer context brings others, and would free these
+        self._kept += [self._transformer.rope_tables(layout), self._transformer.kv_scales]
+        graph = self._kind(next(iter(self._graphs.values()), None))
+        graph.capture(step)
+        return graph
+
+    def _captured_on_padding(self, count: int, context: int, kinds: Kinds) -> Graph:
+        """The same over padded rows, without effect."""
         counts = [
             (store.counts, store.counts.clone())
             for store in self._stores
@@ -243,11 +220,7 @@ class DecodeGraphs:
         ]
         last = self._tokens.clone()  # the step under way may have the inputs of the next
         self._pad(count, context)
-        graph = self._kind(next(iter(self._graphs.values()), None))
-        graph.capture(step)
-        self._kept.append(
-            self._transformer.rope_tables
-        )  # a longer context would bring others, and free these
+        graph = self._captured(count, context, kinds)
         self._tokens.copy_(last)
         for now, before in counts:
             now.copy_(before)

@@ -1,7 +1,7 @@
 """Computes the steps of a scheduler with the model: tokens, log-probabilities, copies of pages.
 
-Where decode steps are captured (`graphs.py`), the next one is launched before the tokens of this
-one are read, so the GPU does not wait for the host: a sequence that turns out to have ended, or was
+Where decode steps are captured on a GPU (`graphs.py`), the next one is launched before the tokens
+of this one are read, so it does not wait for the host: a sequence that turns out to have ended, or was
 cancelled, is then computed once more, in pages that nobody else has written yet, and that token is
 dropped. What would need a page taken back is not launched ahead. Chunks of prompts are computed
 eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
@@ -149,7 +149,7 @@ class Runner:
         """The step's decoding rows as a captured step, where they can be."""
         if (
             self.graphs is None
-            or not plan.decode
+            or not self.graphs.serves(plan.decode, len(plan.chunks))
             or self.routes is not None
             or not self.scheduler.may_be_captured
         ):
@@ -163,6 +163,7 @@ class Runner:
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if (
             self.graphs is None
+            or not self.graphs.asynchronous
             or not self.scheduler.may_be_captured
             or not self.scheduler.look_ahead(plan, going)
         ):
