@@ -16,11 +16,13 @@ Left out: chunks of prompts, which `runner.py` computes as they are.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from isobit.engine.captured import Graph
 from isobit.engine.rows import DecodeRows
@@ -43,16 +45,42 @@ def ladder(most: int) -> list[int]:
     return [*(step for step in steps if step < most), most]
 
 
-class _Host:
-    """What one launch takes from the host and gives back to it; pinned, where there is a GPU."""
+class _Inputs(NamedTuple):
+    """What a step of R rows over P pages reads, as the host writes it: `tokens`, `positions` and
+    `slots` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
 
-    def __init__(self, max_rows: int, pages: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, pin_memory=on_gpu)
-        self.table = torch.zeros(max_rows * pages, dtype=torch.int32, pin_memory=on_gpu)
-        self.tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=on_gpu)
-        self.logprobs = torch.zeros(max_rows, pin_memory=on_gpu)
+    tokens: Rows
+    positions: Rows
+    slots: Rows
+    keys: Rows
+    settings: NDArray[np.float64]
+    table: NDArray[np.int32]
+
+
+class _Host:
+    """What one launch takes from the host and gives back to it: the `buffers` of the graphs
+    themselves, or memory `apart` from them, which is pinned for a GPU."""
+
+    def __init__(self, buffers: Sequence[Tensor], apart: bool) -> None:
+        on_gpu = buffers[0].device.type == "cuda"
+        self.ints, self.table, self.tokens, self.logprobs = (
+            torch.zeros(x.shape, dtype=x.dtype, pin_memory=on_gpu) if apart else x for x in buffers
+        )
+        self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._event = torch.cuda.Event() if on_gpu else None
+
+    def inputs(self, rows: int, pages: int) -> _Inputs:
+        """Of so many rows and pages."""
+        found = self._inputs.get((rows, pages))
+        if found is None:
+            ints = self.ints.numpy()[: _INTS * rows]
+            found = self._inputs[rows, pages] = _Inputs(
+                *ints[: 3 * rows].reshape(3, rows),
+                ints[3 * rows : 7 * rows].reshape(rows, 4),
+                ints[7 * rows :].view(np.float64).reshape(rows, 4),
+                self.table.numpy()[: rows * pages].reshape(rows, pages),
+            )
+        return found
 
     def record(self) -> None:
         if self._event is not None:
@@ -105,7 +133,6 @@ class DecodeGraphs:
         self.spare_page, self.smallest_context = spare_page, SMALLEST_CONTEXT
         self.ladder = ladder(max_rows) if self.asynchronous else list(range(1, max_rows + 1))
         device, pages = self._ops.device, -(-longest // page_size)
-        self._hosts = [_Host(max_rows, pages, device) for _ in range(2)]
         self._ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, device=device)
         self._table = torch.zeros(max_rows * pages, dtype=torch.int32, device=device)
         self._row_start = torch.arange(max_rows + 1, device=device)
@@ -113,6 +140,8 @@ class DecodeGraphs:
             max_rows + 1, dtype=torch.int64, device=device
         )  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
+        buffers = self._ints, self._table, self._tokens, self._logprobs
+        self._hosts = [_Host(buffers, self.asynchronous) for _ in range(2)]
         self._graphs: dict[tuple[int, int, Kinds, int], Graph] = {}
         self._kept: list[object] = []
         self._storage: tuple[int, ...] = ()
@@ -167,9 +196,10 @@ class DecodeGraphs:
         else:
             graph = self._captured(count, context, rows.kinds)
         self._graphs[key] = graph
-        host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
-        host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
-        host.record()
+        if self.asynchronous:
+            host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+            host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
+            host.record()
         self._padded += count - which.size
         return Launch(rows.slot[which], host)
 
@@ -256,25 +286,24 @@ class DecodeGraphs:
         positions: Rows,
         source: Rows | None,
     ) -> None:
-        """Write a step's inputs, and send them to the buffers that graphs read from."""
+        """Write a step's inputs to where graphs read them, through the host's memory."""
         host.wait()
-        real, pages = which.size, self._pages(context)
-        ints, table = host.ints[: _INTS * count], host.table[: count * pages]
-        tokens, position, slots = ints.numpy()[: 3 * count].reshape(3, count)
-        keys = ints.numpy()[3 * count : 7 * count].reshape(count, 4)
-        page_table = table.numpy().reshape(count, pages)
-        settings = ints.numpy()[7 * count :].view(np.float64).reshape(count, 4)
-        tokens[:real] = rows.token[which] if source is None else source
-        tokens[real:] = 0 if source is None else self.max_rows
-        position[:real], position[real:] = positions, 0
-        slots[:real], slots[real:] = (
-            rows.slots_at(which, positions),
-            self.spare_page * self.page_size,
-        )
-        keys[:real], keys[real:] = rows.key[which], 0
-        keys[:real, 3] += source is not None
-        settings[:real], settings[real:] = rows.settings[which], NEUTRAL
+        real, pages, more = which.size, self._pages(context), source is not None
+        to = host.inputs(count, pages)
+        to.tokens[:real] = rows.token[which] if source is None else source
+        to.positions[:real] = positions
+        to.slots[:real] = rows.slots_at(which, positions)
+        to.keys[:real] = rows.key[which]
+        to.keys[:real, 3] += more
+        to.settings[:real] = rows.settings[which]
         width = min(rows.table.shape[1], pages)
-        page_table[:real, :width], page_table[real:] = rows.table[which, :width], self.spare_page
-        self._ints[: ints.numel()].copy_(ints, non_blocking=True)
-        self._table[: table.numel()].copy_(table, non_blocking=True)
+        to.table[:real, :width] = rows.table[which, :width]
+        if real < count:
+            to.tokens[real:] = self.max_rows if more else 0
+            to.positions[real:], to.keys[real:], to.settings[real:] = 0, 0, NEUTRAL
+            to.slots[real:] = self.spare_page * self.page_size
+            to.table[real:] = self.spare_page
+        if self.asynchronous:
+            ints, table = _INTS * count, count * pages
+            self._ints[:ints].copy_(host.ints[:ints], non_blocking=True)
+            self._table[:table].copy_(host.table[:table], non_blocking=True)

@@ -73,11 +73,12 @@ class Runner:
         plan = None if launch is None else scheduler.launched(launch.sequences)
         if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
-            launch = self._launch(plan)
+            launch, places = self._launch(plan), scheduler.rows.row_start[: plan.decode]
+        elif launch is not None:
+            places = launch.places(plan.sampled[: plan.decode])
         if launch is None:
             tokens, logprobs = self._compute(plan)
         else:
-            places = launch.places(plan.sampled[: plan.decode])
             ahead = self._launch_ahead(plan, places)
             first_tokens, first_logprobs = self._compute(plan.prompts)
             tokens, logprobs = launch.read(places)
@@ -159,13 +160,14 @@ class Runner:
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
         way, unless it takes a decision."""
-        record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
-        going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if (
             self.graphs is None
             or not self.graphs.asynchronous
             or not self.scheduler.may_be_captured
-            or not self.scheduler.look_ahead(plan, going)
         ):
+            return None
+        record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
+        going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
+        if not self.scheduler.look_ahead(plan, going):
             return None
         return self.graphs.launch(self.scheduler.rows, going, places[going])
