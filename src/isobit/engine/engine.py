@@ -91,7 +91,8 @@ class Engine:
         self.page_size = page_size
         self.max_batch_tokens = size.max_batch_tokens
         self.max_sequences = size.max_sequences
-        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size)
+        parts = model.config.linear is None
+        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size, parts=parts)
         self.scheduler = Scheduler(
             self.pages,
             max_batch_tokens=size.max_batch_tokens,
