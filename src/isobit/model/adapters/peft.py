@@ -9,7 +9,8 @@ by name. Left out: the arithmetic (`low_rank.py`).
 
 import filecmp
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from isobit.distributed import Ranks, Shards
 from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
+from isobit.model.adapters.peft_experts import apart, roles_of
 from isobit.model.adapters.targets import projections
 from isobit.model.families import flag
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
@@ -37,7 +39,6 @@ _REFUSED = {
     "lora_bias": "biases",
     "layer_replication": "layers that are repeated",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "experts",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
     "alora_invocation_tokens": "activated LoRA",
@@ -116,9 +117,13 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
         )
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
+    roles = roles_of(values, directory / CONFIG)
     with open_weights(directory, name=WEIGHTS) as weights:
-        chosen = _adapted(weights.shapes, config, rank, directory)
-        tensors = {name: weights.rows(key) for one in chosen for name, key in _keys(one).items()}
+        experts = [one for one in projections(config) if roles and one.expert is not None]
+        own = {one: _own_keys(one) for one in experts}
+        shapes, read = apart(weights, own, rank, roles, _PREFIX)
+        chosen = _adapted(shapes, config, rank, directory)
+        tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
     return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora)
 
 
@@ -164,6 +169,8 @@ def _target_modules(adapter: Adapter) -> list[str]:
     layers: dict[str, set[str]] = {}
     for one in adapter.projections:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
+    if adapter.experts:  # PEFT asks for ends, and takes them for the experts' own
+        return list(layers)
     most = max(map(len, layers.values()))
     found = (one.name.rpartition(".")[2] for one in adapter.projections)
     beside_experts = any(".shared." in one.name for one in adapter.projections)
@@ -175,6 +182,11 @@ def _target_modules(adapter: Adapter) -> list[str]:
 def _keys(one: Projection) -> dict[str, str]:
     """The names of A and B here, and in a file."""
     return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
+
+
+def _own_keys(one: Projection) -> tuple[str, str]:
+    a, b = _keys(one).values()
+    return a, b
 
 
 def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
@@ -223,11 +235,24 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
                                   f"{shape}")  # fmt: skip
         chosen.append(one)
         known |= {a, b}
+    _check_experts(chosen, config, directory)
     if others := shapes.keys() - known:
         raise IsobitError(
             f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this "
-            f"{config.family} model; adapters of experts, embeddings and heads are not read"
+            f"{config.family} model; adapters of embeddings, heads and routers are not read"
         )
     if not chosen:
         raise IsobitError(f"{directory}: {WEIGHTS} holds no tensors")
     return chosen
+
+
+def _check_experts(chosen: Sequence[Projection], config: ModelConfig, directory: Path) -> None:
+    """Raise IsobitError unless all experts of a layer have factors of the same matrices."""
+    wanted = 0 if config.experts is None else config.experts.count
+    counts = Counter(one.expert[0] for one in chosen if one.expert is not None)
+    for group, count in counts.items():
+        if count != wanted:
+            raise IsobitError(
+                f"{directory}: {count} of {wanted} experts have factors of {group}; adapters of "
+                "some experts are not read, only of all of a layer"
+            )

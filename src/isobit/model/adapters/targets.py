@@ -13,9 +13,10 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.model.adapters.low_rank import Adapter, Projection, factor_shapes
+from isobit.model.families import FAMILIES
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.names import parts
-from isobit.options.projections import ALL_LINEAR, MLP_PROJECTIONS
+from isobit.options.projections import ALL_LINEAR, JOINED, MLP_PROJECTIONS
 from isobit.precision.flow import LINEAR_LAYERS
 
 
@@ -32,10 +33,13 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """The matrices that may have adapters: of attention, and of MLPs that are no experts."""
-    found = []
+    """The matrices that may have adapters: of attention and of MLPs, and of experts where PEFT
+    reads those of each (`Mixtures.adapters`)."""
+    found, without = [], experts_go_without(config)
     for weight, tensors in parts(config):
-        if weight.rpartition(".")[2] not in LINEAR_LAYERS or ".experts." in weight:
+        if weight.rpartition(".")[2] not in LINEAR_LAYERS:
+            continue
+        if ".experts." in weight and without:
             continue
         lo = 0
         for name, (rows, inputs) in tensors:
@@ -46,30 +50,43 @@ def projections(config: ModelConfig) -> list[Projection]:
     return found
 
 
+def experts_go_without(config: ModelConfig) -> bool:
+    """Whether there are experts that may have no adapters."""
+    mixtures = FAMILIES[config.family].mixtures
+    return config.num_mixtures > 0 and mixtures is not None and not mixtures.adapters
+
+
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
-    """The matrices that `targets` name. Raises IsobitError where they are experts', or another
-    family's."""
-    has_experts = any(config.is_mixture(layer) for layer in range(config.num_layers))
+    """The matrices that `targets` name. Raises IsobitError where they are experts' that have no
+    adapters, or another family's."""
+    without = experts_go_without(config)
     known = projections(config)
     if ALL_LINEAR in targets:
-        if has_experts:
+        if without:
             raise IsobitError(
-                "adapter.targets: all-linear would take the experts, which have no adapters yet; "
-                "give targets: [q_proj, k_proj, v_proj, o_proj]"
+                f"adapter.targets: all-linear would take the experts, which in a {config.family} "
+                "have no adapters; give targets: [q_proj, k_proj, v_proj, o_proj]"
             )
         return tuple(known)
     found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)
     missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
     if missing:
-        of_experts = has_experts and missing[0] in MLP_PROJECTIONS
+        of_experts = without and missing[0] in MLP_PROJECTIONS
         where = (
-            "of experts, which have no adapters yet"
+            f"of experts, which in a {config.family} have no adapters"
             if of_experts
             else f"no matrix of a {config.family} model"
         )
         raise IsobitError(
             f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}"
         )
+    experts = {one.name.rpartition(".")[2] for one in found if one.expert is not None}
+    for pair in JOINED:
+        if len(alone := experts & {*pair}) == 1:
+            raise IsobitError(
+                f"adapter.targets: {min(alone)} without {min({*pair} - alone)}: of experts both have "
+                "adapters, or neither: PEFT adapts them together"
+            )
     return found
 
 

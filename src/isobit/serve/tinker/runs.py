@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import factor_shapes
-from isobit.model.adapters.targets import NewAdapter, projections, targeted
+from isobit.model.adapters.targets import NewAdapter, experts_go_without, projections, targeted
 from isobit.model.hub.config import ModelConfig
 from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
@@ -363,11 +363,12 @@ def new_adapter_of(
 
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
-    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts."""
-    if trained["train_mlp"] and any(map(config.is_mixture, range(config.num_layers))):
+    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts that
+    have no adapters."""
+    if trained["train_mlp"] and experts_go_without(config):
         raise IsobitError(
-            "lora_config.train_mlp: experts have no adapters yet; create the run with "
-            "train_mlp=False"
+            f"lora_config.train_mlp: experts of a {config.family} have no adapters; create the run "
+            "with train_mlp=False"
         )
     names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
     found = [
