@@ -4,6 +4,7 @@ loads."""
 import atexit
 import shutil
 import tempfile
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
     text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"
-    config = getattr(transformers, f"{prefix}{text}")(**(_SIZES | own | changes))
+    config = getattr(transformers, f"{prefix}{text}")(**deepcopy(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     randomize(model, 11)

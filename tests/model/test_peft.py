@@ -48,7 +48,7 @@ def _farthest(model: Model, theirs: Any) -> float:
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
-    + ["deepseek-v3", "mixtral"],
+    + ["deepseek-v3", "mixtral", "gpt-oss"],
 )
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     """The same log-probabilities under float32, of rsLoRA too. The control is the model without its
@@ -60,7 +60,8 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
         "qwen3-moe": ("all-linear",),  # of attention and of experts
         "mixtral": ("q_proj", "w1", "w3", "w2"),
         "qwen3.5": (*TARGETS, *linear),
-        "qwen3.5-moe": (*TARGETS, *linear),  # of the MLP beside the experts
+        "qwen3.5-moe": ("all-linear",),  # of the MLP beside the experts too
+        "gpt-oss": ("all-linear",),
         "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     }.get(family, TARGETS)
@@ -79,7 +80,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     "which", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")]
 )
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss"])
 def test_what_peft_writes_of_experts_loads(
     tmp_path: Path, family: str, which: tuple[str, ...]
 ) -> None:
@@ -102,8 +103,9 @@ def test_what_peft_writes_of_experts_loads(
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
     theirs.save_pretrained(tmp_path / "adapter")
     model = Model.load(base, "float32", adapter=tmp_path / "adapter")
-    assert _farthest(model, theirs) < 2e-5
-    model.save(tmp_path / "again")  # each expert by itself
+    close = 5e-5 if family == "qwen3.5-moe" else 2e-5
+    assert _farthest(model, theirs) < close
+    model.save(tmp_path / "again")  # each expert by itself, or gates beside ups
     again = Model.load(base, "float32", adapter=tmp_path / "again")
     assert torch.equal(again.logprobs([tokens(20)])[0], model.logprobs([tokens(20)])[0])
     masters = model.named_parameters()

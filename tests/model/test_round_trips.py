@@ -90,7 +90,7 @@ def test_control_a_key_that_is_left_out_is_noticed(
     monkeypatch.setattr(
         Rope, "to_hf", lambda self, scaled=False, partial=None: write(self, scaled or bool(partial))
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IsobitError)):  # another model, or none
         round_trips("qwen3_5_text", 0, 12, tmp_path, theirs=0)
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from isobit.kernels import Operand, Ops, plain
 from isobit.kernels.low_rank.definition import Part, add_part
+from isobit.model.families.family import Packing
 from isobit.model.weights.stored import LowRank, Weight
 
 
@@ -65,7 +66,8 @@ class Projection(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
-    that they adapt; `rslora`: alpha is divided by the root of the rank."""
+    that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
+    factors of a layer's experts in one tensor, so (`peft_experts.py`)."""
 
     rank: int
     alpha: float
@@ -73,6 +75,7 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     base: str = ""
     rslora: bool = False
+    together: Packing | None = None
 
     @property
     def scale(self) -> float:

@@ -22,8 +22,8 @@ from isobit.distributed import Ranks, Shards
 from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
-from isobit.model.adapters.peft_experts import apart, roles_of
-from isobit.model.adapters.targets import projections
+from isobit.model.adapters.peft_experts import apart, config_of, form_of, joined
+from isobit.model.adapters.targets import held_together, projections
 from isobit.model.families import flag
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
 from isobit.model.hub.config import ModelConfig
@@ -33,8 +33,6 @@ _PREFIX = "base_model.model."
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are trained whole",
-    "rank_pattern": "ranks that differ",
-    "alpha_pattern": "alphas that differ",
     "fan_in_fan_out": "transposed weights",
     "lora_bias": "biases",
     "layer_replication": "layers that are repeated",
@@ -117,14 +115,14 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
         )
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
-    roles = roles_of(values, directory / CONFIG)
+    form, together = form_of(values, directory / CONFIG), held_together(config)
     with open_weights(directory, name=WEIGHTS) as weights:
-        experts = [one for one in projections(config) if roles and one.expert is not None]
+        experts = [one for one in projections(config) if form.roles and one.expert is not None]
         own = {one: _own_keys(one) for one in experts}
-        shapes, read = apart(weights, own, rank, roles, _PREFIX)
+        shapes, read = apart(weights, own, rank, form, together, _PREFIX)
         chosen = _adapted(shapes, config, rank, directory)
         tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
-    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora)
+    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora, together)
 
 
 def write_peft(
@@ -133,8 +131,8 @@ def write_peft(
     """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the
     first one the rest. Raises OSError if one cannot."""
     shards = Shards.of(adapter.shapes, ranks)
-    parts = {}
-    for one in adapter.projections:
+    parts = {} if adapter.together is None else joined(adapter, masters, shards, _PREFIX)
+    for one in _apart_in_files(adapter):
         for name, key in _keys(one).items():
             lo = shards.own(name)[0] if shards.owned(name) else 0
             start = lo * shards.width(name)
@@ -160,23 +158,35 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
+        **({} if adapter.together is None else config_of(adapter)),
     }
+
+
+def _apart_in_files(adapter: Adapter) -> list[Projection]:
+    """The matrices whose factors are tensors of their own."""
+    together = adapter.together is not None
+    return [one for one in adapter.projections if not together or one.expert is None]
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
     """The ends of the modules' names; whole names where an end is found in some layers only, as
     dense ones among experts are, or is that of experts too."""
     layers: dict[str, set[str]] = {}
-    for one in adapter.projections:
+    apart = _apart_in_files(adapter)
+    for one in apart:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
-    if adapter.experts:  # PEFT asks for ends, and takes them for the experts' own
+    if not apart:
+        return []
+    if (
+        adapter.experts and adapter.together is None
+    ):  # PEFT asks for ends, and takes them for the experts' own
         return list(layers)
     most = max(map(len, layers.values()))
-    found = (one.name.rpartition(".")[2] for one in adapter.projections)
-    beside_experts = any(".shared." in one.name for one in adapter.projections)
+    found = (one.name.rpartition(".")[2] for one in apart)
+    beside_experts = any(".shared." in one.name for one in apart)
     if all(len(each) == most for each in layers.values()) and not beside_experts:
         return list(dict.fromkeys(found))
-    return [one.module for one in adapter.projections]
+    return [one.module for one in apart]
 
 
 def _keys(one: Projection) -> dict[str, str]:

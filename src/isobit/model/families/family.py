@@ -59,8 +59,8 @@ class Mixtures:
     and these stand for n_group, topk_group and routed_scaling_factor. `shared`: the size of an MLP
     beside the experts, for every token, 0 if there is none; with `scoring` n_shared_experts; `shared_gate`: it has a
     gate. `biases`: routers and experts have them. `together`: how files that are written hold a
-    layer's experts in one tensor, if they do (`hub/packed_experts.py`). `adapters`: PEFT reads
-    those of single experts."""
+    layer's experts in one tensor, if they do (`hub/packed_experts.py`). `adapters`: PEFT holds
+    experts' in one tensor too, so (`adapters/peft_experts.py`); None: each by itself."""
 
     count: int
     per_token: int
@@ -74,7 +74,7 @@ class Mixtures:
     shared_gate: bool = False
     biases: bool = False
     together: Packing | None = None
-    adapters: bool = True
+    adapters: Packing | None = None
 
 
 @dataclass(frozen=True)

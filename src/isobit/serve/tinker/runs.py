@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import factor_shapes
-from isobit.model.adapters.targets import NewAdapter, experts_go_without, projections, targeted
+from isobit.model.adapters.targets import NewAdapter, projections, targeted
 from isobit.model.hub.config import ModelConfig
 from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
@@ -363,13 +363,7 @@ def new_adapter_of(
 
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
-    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts that
-    have no adapters."""
-    if trained["train_mlp"] and experts_go_without(config):
-        raise IsobitError(
-            f"lora_config.train_mlp: experts of a {config.family} have no adapters; create the run "
-            "with train_mlp=False"
-        )
+    """The names of the matrices that a run trains. Raises IsobitError for none."""
     names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
     found = [
         name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]
