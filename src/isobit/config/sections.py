@@ -101,7 +101,7 @@ class AdapterConfig:
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
-        "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",
+        "matrices that get factors; all-linear: all of attention, MLP and experts",
     ] = (ALL_LINEAR,)
     rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     init: Annotated[

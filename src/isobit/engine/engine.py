@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from isobit.engine.calibration import Calibrator
+from isobit.engine.captured import graph_kind
 from isobit.engine.endings import Endings, OnToken
-from isobit.engine.graphs import DecodeGraphs, graph_kind
+from isobit.engine.graphs import DecodeGraphs
 from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import (
@@ -59,8 +60,8 @@ class Engine:
     """A rollout engine of a `size`, on the model's device: over `kv_pages` pages of `page_size`
     tokens (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a
-    GPU, what decodes in it is captured as `cuda_graphs`. With `prefix_cache` requests share the
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. With
+    `cuda_graphs` what decodes in it is captured (`captured.py`). With `prefix_cache` requests share the
     full pages of equal beginnings, also after those who computed them have ended, while the weights
     stay the same.
     """
@@ -90,7 +91,8 @@ class Engine:
         self.page_size = page_size
         self.max_batch_tokens = size.max_batch_tokens
         self.max_sequences = size.max_sequences
-        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size)
+        parts = model.config.linear is None
+        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size, parts=parts)
         self.scheduler = Scheduler(
             self.pages,
             max_batch_tokens=size.max_batch_tokens,
@@ -447,9 +449,9 @@ class Engine:
 
     @property
     def _num_pages(self) -> int:
-        """Of the stores: captured steps need a spare one beside the pool's, which padded rows write
-        to."""
-        return self.pages.num_pages + self.captures
+        """Of the stores: padded rows write to a spare one beside the pool's."""
+        kind = self._graph_kind
+        return self.pages.num_pages + (kind is not None and kind.asynchronous)
 
     def _ready_graphs(self) -> DecodeGraphs | None:
         if self._graph_kind is None:

@@ -124,7 +124,9 @@ class EngineSize:
         int, at_least(1), "tokens of one forward; longer prompts are computed in parts"
     ] = 2048
     max_sequences: Annotated[int, at_least(1), "sequences that are decoded at the same time"] = 512
-    cuda_graphs: Annotated[bool, "capture decode steps as CUDA graphs; a CPU ignores it"] = True
+    cuda_graphs: Annotated[
+        bool, "capture decode steps: as CUDA graphs, or on a CPU as lists of calls in C++"
+    ] = True
     prefix_cache: Annotated[
         bool, "share pages between prompts that begin alike, until the weights change"
     ] = True
