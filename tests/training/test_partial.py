@@ -96,6 +96,7 @@ def test_what_is_interrupted_goes_on_and_is_counted(finished: TrainResult) -> No
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
     assert all(row["mismatch/compared_tokens"] > 0 for row in rows)
     assert all(row["prompts/consumed"] == 4 * row["step"] + 4 for row in rows)
+    assert any(row["partial/rounds"] * 4 < MOST for row in rows), "a step that waits for all"
     later = rows[2:]
     assert all(0 < row["partial/completions_fraction"] < 1 for row in later)
     assert all(row["partial/unfinished"] > 0 and row["partial/rounds"] >= 1 for row in rows)
