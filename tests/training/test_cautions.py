@@ -92,6 +92,8 @@ def test_held_out_prompts_that_are_trained_on(
         ("precision=fp8[bf16_first_layers=1,bf16_last_layers=1]", "every layer is in BF16"),
         ("precision=fp8[bf16_first_layers=1]", None),
         ("optimizer.warmup_steps=1", "warmup_steps 1 of 1 steps"),
+        ("partial.tokens_per_round=3", "partial.tokens_per_round 3 is not below sampling.max_new"),
+        ("partial.tokens_per_round=2", None),
         ("rewards.functions.0.weight=0", "the weight of every reward is 0"),
         (
             "evaluation={every: 1, samples: 100}",

@@ -61,6 +61,12 @@ def _of_steps(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the "
             "learning rate is below its peak until the last step"
         )
+    round_, most = config.partial.tokens_per_round, config.sampling.max_new_tokens
+    if round_ >= most:
+        yield (
+            f"partial.tokens_per_round {round_} is not below sampling.max_new_tokens {most}: every "
+            "completion is whole after one round, and none goes on after an update"
+        )
     reward_weights = [each.weight for each in config.rewards.functions] + [
         m.weight for m in config.rewards.models
     ]
