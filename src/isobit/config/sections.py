@@ -236,7 +236,8 @@ class MismatchConfig:
         float,
         at_least(0),
         at_most(1),
-        "with `rollouts_ahead`: the share of a batch's completions, rounded up, that the learner "
+        "with `rollouts_ahead` or `partial`: the share of the completions that are learned from "
+        "later, rounded up, that the learner "
         "compares while it still has the weights that sampled them; 0: none",
     ] = 1 / 16
 

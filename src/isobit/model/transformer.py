@@ -292,7 +292,7 @@ class Transformer:
             config=self.config,
             ops=ops,
             layout=layout,
-            tables=self._rope_tables(layout),
+            tables=self.rope_tables(layout),
             masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
@@ -363,14 +363,12 @@ class Transformer:
         ]
 
     def rollout_storage(self) -> tuple[int, ...]:
-        """The addresses of the rollout's working weights, from which a captured graph reads."""
+        """What says where the rollout's working weights are, from which a captured graph reads, and
+        which scales its queries have."""
         operands = (operand for _, operand, _ in self._working["rollout"].tensors())
-        return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
-
-    @property
-    def rope_tables(self) -> Tables:
-        """The present rotary tables; a forward with a longer context replaces them."""
-        return self._tables
+        weights = [tensor.data_ptr() for operand in operands for tensor in tensors_of(operand)]
+        scales = self._kv_scales if self.precision.calibrated_queries else None
+        return (*weights, *self._working["rollout"].packs(), id(scales))
 
     @property
     def head_rows(self) -> int:
@@ -463,7 +461,8 @@ class Transformer:
                 f"{self.weights_version}: call Engine.calibrate(prompts) after every sync"
             )
 
-    def _rope_tables(self, layout: Layout) -> Tables:
+    def rope_tables(self, layout: Layout) -> Tables:
+        """The present rotary tables; a forward with a longer context replaces them."""
         needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
