@@ -16,7 +16,7 @@ from isobit.model.forward import experts
 from isobit.model.forward.experts import through_experts
 from isobit.model.weights.layout import Mixture
 from isobit.model.weights.stored import Weight
-from tests.models import require, slow_where, tensor, tiny_model
+from tests.models import level, require, slow_where, tensor, tiny_model
 from tests.rl.stepwise_helpers import digest, learner, train
 
 COUNT, RANK, WIDTH, INNER = 6, 4, 32, 24
@@ -35,8 +35,8 @@ def adapted(
 ) -> Model:
     """With B other than zero, as after an update."""
     require(backend)
-    level = "bitwise" if backend == "native" else "exact"
-    model = Model.load(base, precision, backend, level, adapter=NewAdapter(RANK, 8, targets))
+    given = NewAdapter(RANK, 8, targets)
+    model = Model.load(base, precision, backend, level(backend), adapter=given)
     for number, (name, parameter) in enumerate(model.named_parameters().items()):
         if name.endswith("lora_B"):
             random = torch.Generator().manual_seed(number)
