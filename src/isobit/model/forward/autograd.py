@@ -366,5 +366,5 @@ class _Embedding(Function):
 
 
 def _embedded(tokens: Tensor, table: Tensor, factor: float | None) -> Tensor:
-    rows = table[tokens]
+    rows = table.index_select(0, tokens)
     return rows if factor is None else (rows.float() * factor).to(rows.dtype)
