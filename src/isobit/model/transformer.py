@@ -101,7 +101,7 @@ class Transformer:
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
-        self._tables = make_tables(self._ropes, 0, config.head_dim, ops.device)
+        self._tables = self._tables_of(0)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
         sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
@@ -466,10 +466,12 @@ class Transformer:
         needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
-            self._tables = make_tables(
-                self._ropes, size, self.config.head_dim, layout.positions.device
-            )
+            self._tables = self._tables_of(size)
         return self._tables
+
+    def _tables_of(self, positions: int) -> Tables:
+        given, device = self.config, self.ops["learner"].device
+        return make_tables(self._ropes, positions, given.head_dim, given.max_positions, device)
 
 
 def head_rows(vocab_size: int, host: bool) -> int:
