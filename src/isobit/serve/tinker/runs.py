@@ -366,12 +366,7 @@ def new_adapter_of(
 
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
-    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts."""
-    if trained["train_mlp"] and any(map(config.is_mixture, range(config.num_layers))):
-        raise IsobitError(
-            "lora_config.train_mlp: experts have no adapters yet; create the run with "
-            "train_mlp=False"
-        )
+    """The names of the matrices that a run trains. Raises IsobitError for none."""
     names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
     found = [
         name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]
