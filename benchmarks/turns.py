@@ -3,8 +3,7 @@ the same step without the sleep; and how many tokens are prefilled for each that
 
 32 prompts x 8 episodes, each of four turns of 32 tokens, with observations of some 60 tokens
 between them, on a random model (hidden 256, 4 layers) under `fp8`. Environments are in two worker
-processes. Pages have 8 tokens: what a turn leaves in a page that is not full is computed again, so
-pages of 16 take twice as many tokens again. New are the tokens of the prompts, once for a group,
+processes. New are the tokens of the prompts, once for a group,
 and those of observations; prefilled is what the engine computed of them and, again, of what it had
 not kept. Left out: tools that compute, which would take the processor from the engine.
 """
@@ -87,7 +86,6 @@ def _step(folder: Path, model: Path, seconds: float, stack: ExitStack) -> Callab
             "workers": 2,
         },
         "prompts_per_step": PROMPTS,
-        "engine": {"page_size": 8},
         "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
         "run": {"dir": str(own / "run"), "checkpoint_every": 0, "report": False},
         "steps": 1_000_000,

@@ -119,11 +119,14 @@ def test_a_mixed_batch_is_multiplied_once(folder: Path, monkeypatch: pytest.Monk
     model = served(folder)
     ops = model.transformer.ops["rollout"]
     found, splits, once = list[object](), list[int](), list[int]()
-    counts, product, split = Counter[str](), type(ops).product, Rows._split
+    counts, split = Counter[str](), Rows._split
 
-    def counted(self: Any, *given: Any, **more: Any) -> Any:
-        counts["products"] += 1
-        return product(self, *given, **more)
+    def counted(product: Any) -> Any:
+        def call(self: Any, *given: Any, **more: Any) -> Any:
+            counts["products"] += 1
+            return product(self, *given, **more)
+
+        return call
 
     def noted(self: Any, known: Any) -> Any:
         counts["splits"] += 1
@@ -132,7 +135,8 @@ def test_a_mixed_batch_is_multiplied_once(folder: Path, monkeypatch: pytest.Monk
     for allowed in (True, False):
         with monkeypatch.context() as patch:
             counts.clear()
-            patch.setattr(type(ops), "product", counted)
+            for name in ("product", "adapted_product"):
+                patch.setattr(type(ops), name, counted(getattr(type(ops), name)))
             patch.setattr(Rows, "_split", noted)
             if not allowed:
                 patch.setattr(type(ops), "rounds_last", lambda self, a, b: False)

@@ -73,6 +73,8 @@ def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> Non
         ops, x, prepared, bias, adapters, rows, offsets, torch.bfloat16
     )
     assert not same(wanted, ops.product(x, prepared, bias))
+    sums = ops.product(x, prepared, bias, torch.float32)
+    assert same(ops.add_low_rank(sums, x, adapters, rows, offsets, torch.bfloat16), wanted)
     for count in (1, 3):
         with threads(count):
             assert same(found(x, adapters, rows, offsets), wanted)

@@ -156,6 +156,18 @@ class Ops(Protocol):
         rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
         twice; offsets int64 on the CPU."""
 
+    def add_low_rank(
+        self,
+        total: Tensor,
+        x: Operand,
+        adapters: "Sequence[Factors]",
+        rows: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`adapted_product` of a product that is there: `total` [T, N] float32, contiguous, which is
+        overwritten."""
+
     def grouped_weight_gradient(
         self,
         dy: Tensor,

@@ -48,6 +48,7 @@ class Composed(Ops):
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
     adapted_product = low_rank.adapted_product
+    add_low_rank = low_rank.add_low_rank
     grouped_weight_gradient = experts.grouped_weight_gradient
     grouped_bias_gradient = staticmethod(experts.grouped_bias_gradient)
     sum_of_rows = staticmethod(experts.sum_of_rows)

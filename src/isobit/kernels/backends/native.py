@@ -68,6 +68,7 @@ class NativeOps(NativeBase, Composed):
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
     adapted_product = low_rank.adapted_product
+    add_low_rank = low_rank.add_low_rank
     rms_norm = norms.rms_norm
     rms_norm_quantized = norms.rms_norm_quantized
     rms_norm_backward = norms.rms_norm_backward

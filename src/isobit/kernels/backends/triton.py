@@ -198,6 +198,7 @@ class TritonOps(Ops):
     grouped_product = staticmethod(grouped.grouped_product)
     prepare_factors = low_rank.prepare_factors
     adapted_product = low_rank.adapted_product
+    add_low_rank = low_rank.add_low_rank
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:
         """Not known: what is launched may depend on the type of the result."""

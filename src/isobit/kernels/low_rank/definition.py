@@ -68,7 +68,21 @@ def adapted_product(
     dtype: torch.dtype,
 ) -> Tensor:
     """As `Ops.adapted_product`."""
-    total, values = ops.product(x, weight, bias, torch.float32), plain(x, dtype)
+    total = ops.product(x, weight, bias, torch.float32)
+    return add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
+
+
+def add_low_rank(
+    ops: Ops,
+    total: Tensor,
+    x: Operand,
+    adapters: Sequence[Factors],
+    rows: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `Ops.add_low_rank`."""
+    values = plain(x, dtype)
     for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
         places = rows[start:stop]
         sums, own = total[places], values[places]

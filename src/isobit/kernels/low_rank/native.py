@@ -49,11 +49,34 @@ def adapted_product(
     dtype: torch.dtype,
 ) -> Tensor:
     """As `Ops.adapted_product`."""
-    packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
-    if ops.ordered is None or len(packed) < len(adapters) or dtype != torch.bfloat16:
-        return definition.adapted_product(ops, x, weight, bias, adapters, rows, offsets, dtype)
-    if isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
-        values = dequantize(ops, x) if isinstance(x, QTensor) else x.contiguous()
+    packed = _packed(ops, adapters, dtype)
+    if packed is None or isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
         total = ops.product(x, weight, bias, torch.float32)
-        return ops.ordered.adapted(total, values, packed, rows, offsets)
+        return add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
+    assert ops.ordered is not None
     return ops.ordered.adapted_product(x, weight, bias, packed, rows, offsets)
+
+
+def add_low_rank(
+    ops: NativeBase,
+    total: Tensor,
+    x: Operand,
+    adapters: Sequence[Factors],
+    rows: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `Ops.add_low_rank`."""
+    packed = _packed(ops, adapters, dtype)
+    if packed is None:
+        return definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
+    assert ops.ordered is not None
+    values = dequantize(ops, x) if isinstance(x, QTensor) else x.contiguous()
+    return ops.ordered.add_low_rank(total, values, packed, rows, offsets)
+
+
+def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> list[int] | None:
+    """The addresses of adapters that are packed, all of them."""
+    packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
+    fits = ops.ordered is not None and dtype == torch.bfloat16 and len(packed) == len(adapters)
+    return packed if fits else None

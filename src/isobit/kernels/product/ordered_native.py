@@ -158,10 +158,10 @@ class OrderedProducts:
         self._adapted(out, x, a.shape[1], factors, rows, offsets, product)
         return out
 
-    def adapted(
+    def add_low_rank(
         self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
     ) -> Tensor:
-        """The same of sums `total` [T, N] float32 and x [T, K] BF16, both contiguous."""
+        """As `Ops.add_low_rank`, of x [T, K] BF16, contiguous."""
         assert total.is_contiguous()
         out = torch.empty(total.shape, dtype=torch.bfloat16)
         self._adapted(out, x, x.shape[1], factors, rows, offsets, total)

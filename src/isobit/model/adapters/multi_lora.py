@@ -190,8 +190,7 @@ class AdapterRows:
         own, others = (adapted, None) if all(known) else adapted.choose(known)
         factors = [each for each in found if each is not None]
         y = ops.grouped_product(x, stacked, offsets, torch.float32)
-        ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
-        y = y.to(dtype)
+        y = ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
         if not (others is None or dtype == torch.float32 or ops.rounds_last(x, stacked.each[0][0])):
             y[others] = ops.grouped_product(x, stacked, offsets, dtype)[others]
         return y
