@@ -122,12 +122,18 @@ RUNS = (
         "algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, "
         "decoupled_rewards: true, entropy_target: 9}",
     ),
-    ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
+    (
+        "adapter={rank: 2, targets: [q_proj]}",
+        "algorithm.preset=vespo",
+        "partial.tokens_per_round=1",
+    ),
     ("optimizer={name: muon}", "serve.port=0"),
     ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
     (
-        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
-        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true, "
+        "loss: divergence, divergence_beta: 0.5, divergence_top_k: 3}",
+        "reference={shown: {success: 0.3, template: '{prompt}{shown}'}, sync_every: 1, "
+        "sync_alpha: 0.5}",
     ),
     (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "

@@ -36,6 +36,7 @@ from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs
+from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.layers import Pass, Watch, forward
 from isobit.model.forward.moe import RouteTape
@@ -50,13 +51,6 @@ from isobit.model.weights.sync import Receiver
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = (
-    1 << 22
-)  # logits that head_logprobs holds at a time on a CPU, few enough for its caches,
-_HEAD_ROWS = (
-    256  # but of so many rows: each chunk of the backward adds to a gradient as large as the head
-)
-_HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
 class Transformer:
@@ -101,7 +95,7 @@ class Transformer:
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
-        self._tables = make_tables(self._ropes, 0, config.head_dim, ops.device)
+        self._tables = self._tables_of(0)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
         sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
@@ -292,7 +286,7 @@ class Transformer:
             config=self.config,
             ops=ops,
             layout=layout,
-            tables=self._rope_tables(layout),
+            tables=self.rope_tables(layout),
             masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
@@ -332,6 +326,11 @@ class Transformer:
             hidden, head, targets, temperature, rows, self.ops[use], filtering, context
         )
 
+    def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
+        """[T] float32, of the learner's logits from another model's, in chunks of rows."""
+        head = self._working["learner"].outside.head
+        return head_divergence(hidden, head, other, divergence, self.head_rows, self.ops["learner"])
+
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
@@ -363,14 +362,12 @@ class Transformer:
         ]
 
     def rollout_storage(self) -> tuple[int, ...]:
-        """The addresses of the rollout's working weights, from which a captured graph reads."""
+        """What says where the rollout's working weights are, from which a captured graph reads, and
+        which scales its queries have."""
         operands = (operand for _, operand, _ in self._working["rollout"].tensors())
-        return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
-
-    @property
-    def rope_tables(self) -> Tables:
-        """The present rotary tables; a forward with a longer context replaces them."""
-        return self._tables
+        weights = [tensor.data_ptr() for operand in operands for tensor in tensors_of(operand)]
+        scales = self._kv_scales if self.precision.calibrated_queries else None
+        return (*weights, *self._working["rollout"].packs(), id(scales))
 
     @property
     def head_rows(self) -> int:
@@ -463,16 +460,20 @@ class Transformer:
                 f"{self.weights_version}: call Engine.calibrate(prompts) after every sync"
             )
 
-    def _rope_tables(self, layout: Layout) -> Tables:
+    def rope_tables(self, layout: Layout) -> Tables:
+        """The present rotary tables; a forward with a longer context replaces them."""
         needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
-            self._tables = make_tables(
-                self._ropes, size, self.config.head_dim, layout.positions.device
-            )
+            self._tables = self._tables_of(size)
         return self._tables
+
+    def _tables_of(self, positions: int) -> Tables:
+        given, device = self.config, self.ops["learner"].device
+        return make_tables(self._ropes, positions, given.head_dim, given.max_positions, device)
 
 
 def head_rows(vocab_size: int, host: bool) -> int:
-    """Rows of logits at a time, on a CPU (`host`) or on a GPU."""
-    return max(_HEAD_ROWS, (_HEAD_ELEMENTS if host else _HEAD_ELEMENTS_DEVICE) // vocab_size)
+    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
+    but 256, since each chunk of the backward adds to a gradient as large as the head."""
+    return max(256, (1 << (22 if host else 28)) // vocab_size)

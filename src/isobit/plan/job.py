@@ -94,7 +94,7 @@ class Job:
     def shares_reference(self) -> bool:
         """Whether the reference is the policy's own storage, without its adapter."""
         if self.sampled is None:
-            return self.config.adapter is not None
+            return self.config.adapter is not None and not self.config.reference.follows
         return self.sampled.shares_reference
 
     @property
@@ -130,7 +130,9 @@ class Job:
     @property
     def completions_of_a_rank(self) -> int:
         """The most that a rank samples in a step: groups are not split."""
-        return 0 if self.sampled is None else -(-self.prompts // self.ranks) * self.group
+        if self.sampled is None:
+            return 0
+        return -(-self.sampled.prompts_under_way // self.ranks) * self.group
 
     @property
     def evaluated(self) -> int:
@@ -232,7 +234,7 @@ def supervised_job(
     """The job of a supervised run, whose longest example has a `prompt` of so many tokens before
     its answer."""
     precision = precision_from(config.precision)
-    reference = (model, precision) if config.of_pairs else None
+    reference = (model, precision) if config.compares else None
     count = ranks or config.ranks
     return Job(config, model, precision, prompt, machine, count, reference, given=given)
 

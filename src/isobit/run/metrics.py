@@ -38,13 +38,19 @@ METRICS: dict[str, str] = {
     "tokens, in nats; of pairs their mean loss",
     "loss/dpo": "mean loss of the step's pairs, under loss: dpo",
     "loss/ipo": "mean loss of the step's pairs, under loss: ipo",
+    "loss/kto": "mean loss of the step's answers, under loss: kto",
     "preference/chosen_reward": "mean over pairs of beta · (log policy - log reference) of the "
-    "preferred answer (TRL's rewards/chosen)",
-    "preference/rejected_reward": "the same of the other answer (rewards/rejected)",
-    "preference/margin": "mean of their difference (rewards/margins); exactly 0 in the first step",
+    "preferred answer (TRL's rewards/chosen); under loss: kto over desirable answers",
+    "preference/rejected_reward": "the same of the other answer (rewards/rejected); under loss: kto "
+    "over undesirable answers",
+    "preference/margin": "mean of their difference (rewards/margins), or under loss: kto the "
+    "difference of both; exactly 0 in the first step",
+    "preference/kl": "under loss: kto the estimate of KL(policy ‖ reference), of prompts with the "
+    "answers to others (kl); exactly 0 in the first step",
     "preference/accuracy": "pairs whose preferred answer has the larger reward "
     "(rewards/accuracies)",
-    "preference/held_out_accuracy": "the same of the held-out pairs",
+    "preference/held_out_accuracy": "the same of the held-out pairs; under loss: kto answers that "
+    "have moved to the side of their label, from the KL",
     "loss/*": "a metric of your own loss function: its mean over the trained tokens",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's "
     "optimizer steps",
@@ -150,11 +156,19 @@ METRICS: dict[str, str] = {
     "router/differing_choices": "(token, layer) pairs for which the learner would choose other "
     "experts",
     "staleness/mean": "steps learned between the sampling of a completion and the learning from "
-    "it, mean",
+    "it, mean; of one that went on across updates, of its oldest token that is learned from",
     "staleness/max": "the largest of them",
-    "staleness/kl_k3": "mismatch/kl_k3 of the samples of older weights, which the mismatch "
+    "staleness/kl_k3": "mismatch/kl_k3 of the tokens of older weights, which the mismatch "
     "metrics leave out",
     "staleness/token_mult_prob_error": "mismatch/token_mult_prob_error of the same samples",
+    "partial/rounds": "rounds of at most partial.tokens_per_round tokens a completion that the step "
+    "took",
+    "partial/unfinished": "completions that the step left for the next one to go on with",
+    "partial/completions_fraction": "of the completions that were learned from, those that several "
+    "versions of the weights drew",
+    "partial/versions_max": "the most versions that drew one of them",
+    "partial/masked_fraction": "of their tokens, those older than partial.max_staleness, which no "
+    "loss was on",
     "replay/groups": "groups of the step that were learned from before",
     "replay/buffer_groups": "groups kept for replay",
     "sync/bytes": "weights sent to the rollout's engine; 0 where it shares the learner's storage",

@@ -5,6 +5,7 @@
 // row depends on positions only, so neither batch, nor chunk, nor page changes a bit. With a window a task begins at the
 // block of its first row's lowest key: slots, scores and factors are those of the keys from `base` on.
 #include "attention/attention_rows.h"
+#include "native/replay.h"
 
 #include <vector>
 
@@ -228,9 +229,10 @@ EXPORT void isobit_attention(const Attention* arguments) {
             for (int64_t head = 0; head < g.kv_heads; head += heads)
                 tasks.push_back({s, first, count, head, g.kv_heads - head < heads ? g.kv_heads - head : heads});
             const int64_t position = g.context[s] + first;
-            work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 16;
+            work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 8;
         }
     }
+    work += int64_t(tasks.size()) * 1500;  // slots, queries and scales, however few keys there are
     for_each_in_turn(useful_threads(g.threads, work), tasks.size(), [&](int64_t i) {
         if (reads_stored(g, tasks[i].tokens)) {
             if (g.single) attend_stored<float>(g, tasks[i]);
@@ -241,3 +243,4 @@ EXPORT void isobit_attention(const Attention* arguments) {
         }
     });
 }
+REPLAYED(isobit_attention)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "native/replay.h"
 #include "native/self_test.h"
 
 #if defined(__x86_64__)
@@ -164,6 +165,7 @@ EXPORT void isobit_ordered_pack(int64_t kind, const void* b, int64_t n, int64_t 
     else
         pack((const uint8_t*)b, n, k, row_stride, column_stride, (uint8_t*)out, threads);
 }
+REPLAYED(isobit_ordered_pack)
 
 EXPORT void isobit_ordered_product(const Product* arguments) {
     const Product& g = *arguments;
@@ -171,11 +173,13 @@ EXPORT void isobit_ordered_product(const Product* arguments) {
     const OrderedPart run = ordered_path(g.isa);
     const int threads = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
     // AMX reads B from memory as fast as it can multiply by the rows that the second cache holds
-    in_cells(g, threads, 16, 4, g.isa == AMX ? BAND : 127, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    const int64_t few = g.isa == AMX ? BAND : 127;
+    in_cells(g, threads, 16, 4, few, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         Flushing flushing;
         run(g, row, row_end, panel, panel_end);
     });
 }
+REPLAYED(isobit_ordered_product)
 
 // Several products of one B each, such as those of experts: threads take panels of any of them, so that many small ones
 // keep all busy.

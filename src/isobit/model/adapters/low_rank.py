@@ -16,20 +16,24 @@ rounded twice. The backward, of dy:
 
     du = round(s · (dy·B)),  dx = round(dy·W + Σ du·A),  dA = duᵀ·x̂,  dB = s · (dyᵀ·u)
 
-where dy·W runs as the flow says. Left out: DoRA, dropout, which the rollout would not have, and adapters of
-embeddings, heads and experts.
+where dy·W runs as the flow says. Of a layer's experts all have factors, each its own; their sums
+are grouped (`kernels/low_rank/experts.py`). Left out: DoRA, dropout, which the rollout would not
+have, and adapters of embeddings, heads and routers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, plain
+from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.kernels.low_rank.definition import Part, add_part
+from isobit.model.families.family import Packing
 from isobit.model.weights.stored import LowRank, Weight
 
 
@@ -49,11 +53,21 @@ class Projection(NamedTuple):
         """The names of A and B."""
         return f"{self.name}.lora_A", f"{self.name}.lora_B"
 
+    @property
+    def expert(self) -> tuple[str, int] | None:
+        """Of an expert's (`layers.3.experts.gate_proj`, its number); None of another matrix."""
+        layer, found, rest = self.name.partition(".experts.")
+        if not found:
+            return None
+        number, _, role = rest.partition(".")
+        return f"{layer}.experts.{role}", int(number)
+
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
-    that they adapt; `rslora`: alpha is divided by the root of the rank."""
+    that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
+    factors of a layer's experts in one tensor, so (`peft_experts.py`)."""
 
     rank: int
     alpha: float
@@ -61,6 +75,7 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     base: str = ""
     rslora: bool = False
+    together: Packing | None = None
 
     @property
     def scale(self) -> float:
@@ -74,7 +89,19 @@ class Adapter:
 
     def of(self, weight: str) -> list[Projection]:
         """The adapted projections of a master."""
-        return [one for one in self.projections if one.weight == weight]
+        return self._by_weight.get(weight, [])
+
+    @cached_property
+    def _by_weight(self) -> dict[str, list[Projection]]:
+        found: dict[str, list[Projection]] = {}
+        for one in self.projections:
+            found.setdefault(one.weight, []).append(one)
+        return found
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """How many experts have factors, by `layers.3.experts.gate_proj`: all of a layer's."""
+        return Counter(one.expert[0] for one in self.projections if one.expert is not None)
 
     def __str__(self) -> str:
         names = dict.fromkeys(one.name.rpartition(".")[2] for one in self.projections)
@@ -137,11 +164,30 @@ def backward(
 
 def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
     """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is
-    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]."""
-    squares = []
+    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]. Of a layer's experts, which are
+    all among them, it is found for all at once."""
+    squares, seen = [], set[int]()
     for one in adapters:
-        a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
-        grams = [ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)]
+        if one.together is None:
+            a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
+            grams = [
+                ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)
+            ]
+        elif id(one.together) in seen:
+            continue
+        else:
+            seen.add(id(one.together))
+            first, second = one.together
+            grams = [_grams(each, ops) for each in (first.data, second.data.transpose(1, 2))]
         squares.append((grams[0] * grams[1]).sum() * one.scale**2)
     total = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
     return math.sqrt(max(total, 0.0))
+
+
+def _grams(factors: Tensor, ops: Ops) -> Tensor:
+    """The products of the rows of each matrix [E, r, K] with each other: [E r, r], float64."""
+    count, rank, inputs = factors.shape
+    own = factors.contiguous()
+    offsets = torch.arange(count + 1, device=own.device) * rank
+    rows = own.view(count * rank, inputs)
+    return ops.grouped_product(rows, Stacked(own), offsets, torch.float32).double()

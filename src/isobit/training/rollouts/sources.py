@@ -9,13 +9,13 @@ completions are sampled (`engine/`) and scored (`scoring.py`).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from isobit.data.curriculum import Curriculum, CurriculumConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
-from isobit.engine.engine import OnGroup, clamped_fraction
-from isobit.engine.sequences import Stats
+from isobit.engine.engine import OnGroup
+from isobit.engine.sequences import Stats, clamped_fraction
 from isobit.engine.types import Completion
 from isobit.rl import Group, ResolvedObjective, Sample
 from isobit.rl.algorithm.credit import StepBatch
@@ -28,8 +28,11 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
-ReferenceKL = Callable[[Sequence[Group]], Sequence[tuple[float, ...] | None]]
-"""Of each completion, group by group; None where a teacher is shown nothing."""
+Judged = tuple[tuple[float, ...] | None, tuple[int, ...] | None]
+"""Of a completion the KL to the reference of each trained token, None where a teacher is shown
+nothing; and what a teacher reads before it, if that counts later and is not its prompt."""
+ReferenceKL = Callable[[Sequence[Group]], Sequence[Judged]]
+"""Of each completion, group by group."""
 
 
 class Sampler(Protocol):
@@ -106,7 +109,7 @@ class LiveRollouts:
         ):
             found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
-        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
             took["prompts/skipped"] = float(after - state.cursor - count)
         state.cursor = after
@@ -138,16 +141,21 @@ class LiveRollouts:
         scored = gather_groups(ranks, mine)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
-        took["rollout/tokens"] = sum(sample.num_trained for group in scored for sample in group)
+        tokens = sum(sample.num_trained for group in scored for sample in group)
+        took.setdefault("rollout/tokens", tokens)
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
             found = self._reference_kl(scored)
         if self._objective.distills:
-            took["groups/unshown"] = float(sum(distance is None for distance in found))
-        distances = iter(found)
-        charged = [[replace(s, reference_kl=next(distances)) for s in group] for group in scored]
+            took["groups/unshown"] = float(sum(distance is None for distance, _ in found))
+        judged = iter(found)
+        charged = [[_charged(sample, *next(judged)) for sample in group] for group in scored]
         return Scored(charged, took)
+
+
+def _charged(sample: Sample, distance: tuple[float, ...] | None, read: Any) -> Sample:
+    return replace(sample, reference_kl=distance, teacher_ids=read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +208,7 @@ class ReplayedRollouts:
         return replace(rollout, batch=batch)
 
 
-def _counted(stats: Stats) -> dict[str, float]:
+def counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
     if not stats.episodes:

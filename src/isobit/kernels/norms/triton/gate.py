@@ -17,16 +17,20 @@ from torch import Tensor
 from isobit.kernels.norms.definition import CLAMPED, FAR, GELU
 from isobit.kernels.ops import Activation
 from isobit.kernels.quantize.triton import (
+    BOTH_WARPS,
     codes,
     empty,
+    empty_both_ways,
     largest,
     lies_beside,
     quantize,
+    quantize_both_ways,
+    save_both_ways,
     scale_or_flag,
     supported,
 )
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.numbers import cast
+from isobit.kernels.triton.numbers import cast, sigmoid, steps
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
@@ -98,6 +102,41 @@ def _gate_mul(
     tl.store(out, h, mask=inside)
 
 
+@triton.jit
+def _gradient(dh, gate, up, OF_UP: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Of a gate, or of an up, in float32, given that of their product."""
+    bounded, multiplied = _bounded(gate, up, ACTIVATION)
+    k, slope = _inner(bounded, ACTIVATION)
+    sigma = sigmoid(k)
+    if OF_UP:
+        gradient = dh * sigma if ACTIVATION == "sigmoid" else dh * (bounded * sigma)
+        if ACTIVATION == "swiglu_clamped":
+            gradient = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, gradient)
+    elif ACTIVATION == "sigmoid":
+        gradient = dh * multiplied * (sigma * (1.0 - sigma))
+    else:
+        gradient = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
+        if ACTIVATION == "swiglu_clamped":
+            gradient = tl.where(gate > _LIMIT, 0.0, gradient)
+    return gradient
+
+
+@triton.jit
+def _given(
+    dh_ptr, gate_up_ptr, first, column, rows, COLUMNS: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """dh, gate and up of a tile, HIGH rows from `first` on and these columns; then where these two
+    stand, and which there are."""
+    i = tl.arange(0, HIGH)
+    inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
+    start, at = first.to(tl.int64) * COLUMNS, i[:, None] * COLUMNS + column[None, :]
+    dh = tl.load(dh_ptr + start + at, mask=inside, other=0).to(tl.float32)
+    at = 2 * start + i[:, None] * (2 * COLUMNS) + column[None, :]
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
+    return dh, gate, up, at, inside
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dh_ptr, gate_up_ptr, gradient_ptr, rows,
@@ -106,31 +145,41 @@ def _backward(
     """A tile [HIGH, WIDE] of both halves of the gradient."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
-    first = (tile // STEPS * HIGH).to(tl.int64)
-    i = tl.arange(0, HIGH)
     column = tile % STEPS * WIDE + tl.arange(0, WIDE)
-    row = tile // STEPS * HIGH + i
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
-    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
-    dh = tl.load(
-        dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0
-    ).to(tl.float32)
-    bounded, multiplied = _bounded(gate, up, ACTIVATION)
-    k, slope = _inner(bounded, ACTIVATION)
-    sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
-    if ACTIVATION == "sigmoid":
-        dgate = dh * multiplied * (sigma * (1.0 - sigma))
-        dup = dh * sigma
-    else:
-        dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
-        dup = dh * (bounded * sigma)
-    if ACTIVATION == "swiglu_clamped":
-        dgate = tl.where(gate > _LIMIT, 0.0, dgate)
-        dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
-    tl.store(gradient_ptr + at, cast(dgate, gradient_ptr.dtype.element_ty), mask=inside)
-    tl.store(gradient_ptr + COLUMNS + at, cast(dup, gradient_ptr.dtype.element_ty), mask=inside)
+    dh, gate, up, at, inside = _given(
+        dh_ptr, gate_up_ptr, tile // STEPS * HIGH, column, rows, COLUMNS, HIGH
+    )
+    like: tl.constexpr = gradient_ptr.dtype.element_ty
+    dgate = _gradient(dh, gate, up, False, ACTIVATION)
+    tl.store(gradient_ptr + at, cast(dgate, like), mask=inside)
+    dup = _gradient(dh, gate, up, True, ACTIVATION)
+    tl.store(gradient_ptr + COLUMNS + at, cast(dup, like), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_quantized(
+    dh_ptr, gate_up_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, rows, pitch,
+    COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK, BLOCK] of both halves of the gradient, whose blocks do not cross from one to
+    the other: as codes with a scale for each row, and, transposed, for each column. One half after
+    the other, which reads again: registers do not suffice for both."""
+    STEPS: tl.constexpr = COLUMNS // BLOCK
+    down, across = tl.program_id(0) // STEPS, tl.program_id(0) % STEPS
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    like: tl.constexpr = gate_up_ptr.dtype.element_ty
+    for half in range(steps(0), steps(2)):
+        dh, gate, up, _, _ = _given(dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK)
+        if half == 0:
+            x = _gradient(dh, gate, up, False, ACTIVATION)
+        else:
+            x = _gradient(dh, gate, up, True, ACTIVATION)
+        save_both_ways(
+            cast(x, like).to(tl.float32), data_ptr, scale_ptr, turned_ptr, turned_scale_ptr,
+            flag_ptr, down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like, BESIDE,
+            TURNED_BESIDE, UE8M0, BLOCK,
+        )  # fmt: skip
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
@@ -182,6 +231,26 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
     gradient = torch.empty_like(gate_up)
     _launch(_backward, activation, dh.shape, dh, gate_up, gradient)
     return gradient
+
+
+def gate_mul_backward_quantized(
+    activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, flag: Tensor
+) -> tuple[QTensor, QTensor]:
+    """`gate_mul_backward` quantized along its columns and along the tokens, the bits of the two in
+    turn; for `1x128`, where no block has columns of gate and up, the gradient itself is never
+    written. `flag` as of `gate_mul_quantized`."""
+    rows, inner = dh.shape
+    if spec.granularity != "1x128" or inner % BLOCK or not rows:
+        return quantize_both_ways(gate_mul_backward(activation, dh, gate_up), spec, flag)
+    made, turned = empty_both_ways(rows, 2 * inner, spec, dh.device)
+    launch(
+        _backward_quantized, (-(-rows // BLOCK) * (inner // BLOCK),), dh.contiguous(),
+        gate_up.contiguous(), made.data.view(torch.uint8), made.scale,
+        turned.data.view(torch.uint8), turned.scale, flag, rows, turned.data.stride(0),
+        COLUMNS=inner, BESIDE=lies_beside(made), TURNED_BESIDE=lies_beside(turned),
+        UE8M0=spec.scale == "ue8m0", BLOCK=BLOCK, ACTIVATION=activation, num_warps=BOTH_WARPS,
+    )  # fmt: skip
+    return made, turned
 
 
 def _launch(
