@@ -34,10 +34,10 @@ def test_it_is_the_definition_bit_for_bit(temperature: float) -> None:
 def test_the_weights_gradient_is_added_or_left_out() -> None:
     before = draw(4, VOCABULARY, CHANNELS, dtype=torch.float32)
     alone, into = OPS.head_backward(*given(1.0)), before.clone()
-    added = OPS.head_backward(*given(1.0), None, into)
+    added = OPS.head_backward(*given(1.0), into=into)
     assert added[1] is into
     assert same(into, before + alone[1])
-    without = OPS.head_backward(*given(1.0), None, None, False)
+    without = OPS.head_backward(*given(1.0), trained=False)
     assert without[1] is None
     assert same(without[0], alone[0])
 

@@ -169,14 +169,14 @@ class OrderedProducts:
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
-        if panels is None and not self._reads(left, right):
+        few = left.shape[0] <= (_FEW_OF_CODES if isinstance(b, QTensor) else 1)
+        if panels is None and (few or not self._reads(left, right)):
             panels = self._pack(right)
         bias = (
             bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         )
         arguments = product_arguments(left, right, panels, bias, result)
-        few = _FEW_OF_CODES if isinstance(b, QTensor) else 1
-        arguments.isa = self._isa_of_few if left.shape[0] <= few else self._isa
+        arguments.isa = self._isa_of_few if few else self._isa
         arguments.order = self._order
         if isinstance(a, QTensor):
             arguments.scale_a[:] = grid(a)
