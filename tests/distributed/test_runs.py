@@ -39,6 +39,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "BF16 masters": ("qwen3", ["optimizer.masters=bf16", "optimizer.state=8bit"]),
     "Muon": ("qwen3", ["optimizer.name=muon"]),
     "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
+    "adapter of experts": ("gpt_oss", ["adapter.rank=4", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
     "dynamic sampling": (
         "qwen3",
