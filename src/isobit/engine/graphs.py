@@ -93,10 +93,10 @@ class _Host:
 
 
 class Launch:
-    """A step that is under way: row r of it continues `sequences[r]`."""
+    """A step that is under way, or done already: row r of it continues `sequences[r]`."""
 
-    def __init__(self, sequences: Rows, host: _Host) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: Rows, host: _Host, is_done: bool) -> None:
+        self.sequences, self.is_done = sequences, is_done
         self._host = host
 
     def places(self, sequences: Rows) -> Rows:
@@ -201,7 +201,7 @@ class DecodeGraphs:
             host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
             host.record()
         self._padded += count - which.size
-        return Launch(rows.slot[which], host)
+        return Launch(rows.slot[which], host, not self.asynchronous)
 
     def subtract_padding(self) -> None:
         """No request is open: take what padded rows have written out of the counts of calibrated
