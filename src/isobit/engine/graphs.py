@@ -75,7 +75,9 @@ class _Host:
         if found is None:
             ints = self.ints.numpy()[: _INTS * rows]
             found = self._inputs[rows, pages] = _Inputs(
-                *ints[: 3 * rows].reshape(3, rows),
+                ints[:rows],
+                ints[rows : 2 * rows],
+                ints[2 * rows : 3 * rows],
                 ints[3 * rows : 7 * rows].reshape(rows, 4),
                 ints[7 * rows :].view(np.float64).reshape(rows, 4),
                 self.table.numpy()[: rows * pages].reshape(rows, pages),
