@@ -130,8 +130,10 @@ RUNS = (
     ("optimizer={name: muon}", "serve.port=0"),
     ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
     (
-        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
-        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true, "
+        "loss: divergence, divergence_beta: 0.5, divergence_top_k: 3}",
+        "reference={shown: {success: 0.3, template: '{prompt}{shown}'}, sync_every: 1, "
+        "sync_alpha: 0.5}",
     ),
     (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "

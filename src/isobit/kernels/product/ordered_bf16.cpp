@@ -33,6 +33,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const 
             for (int p = 0; p < NP; p++) {
                 __m512i first, second;
                 source.load(b + p * stride + i * PANEL * Source::bytes, first, second);
+                if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(b + p * stride, i * PANEL * Source::bytes, stride);
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[r * lda + i / 2], first);
 #pragma GCC unroll 8

@@ -28,6 +28,7 @@ from isobit.kernels.native.interface import (
     grid,
     product_arguments,
 )
+from isobit.kernels.native.large_pages import LargePages
 from isobit.kernels.product.ordered import has_block_scales
 from isobit.options.consistency import TDP32, VDP32
 from isobit.precision import PackedFP4, QTensor
@@ -39,6 +40,7 @@ _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _DEPTH, _PANEL, _NARROW = 32, 16, 32
 """The last: that of low_rank.cpp."""
+_PAGES = LargePages()
 _FEW_OF_CODES = 4
 """Rows beside which AMX would decode for tiles that are empty for the most part: with one row the
 vectors take half of its time, with four as long."""
@@ -87,7 +89,8 @@ class OrderedProducts:
 
     def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
         data = weight.data if isinstance(weight, QTensor) else weight
-        panels = self._pack(data, None if kept is None else kept.panels)
+        into = _PAGES.empty(_packed_size(data), data.dtype) if kept is None else kept.panels
+        panels = self._pack(data, into)
         return kept or Packed(weight, panels)
 
     def product(
@@ -184,8 +187,7 @@ class OrderedProducts:
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
         """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""
         columns, inner = b.shape
-        size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
-        panels = torch.empty(size, dtype=b.dtype) if into is None else into
+        panels = torch.empty(_packed_size(b), dtype=b.dtype) if into is None else into
         self._lib.isobit_ordered_pack(
             KINDS[b.dtype],
             b.data_ptr(),
@@ -196,6 +198,12 @@ class OrderedProducts:
             torch.get_num_threads(),
         )
         return panels
+
+
+def _packed_size(b: Tensor) -> int:
+    """Elements of a matrix's panels."""
+    columns, inner = b.shape
+    return -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
 
 
 def is_packed(weight: Operand) -> bool:

@@ -12,6 +12,7 @@ from isobit.config.sections import EvaluationConfig
 from isobit.data.dataset import Example
 from isobit.model import Model
 from isobit.model.described import Described
+from isobit.model.hub.config import ModelConfig
 from isobit.precision import precision_from
 from isobit.tasks import Task
 from isobit.training.running.machine import ranks_caution
@@ -23,6 +24,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_data(config, task),
         *_of_steps(config),
         *_of_precision(config, model.config.num_layers),
+        *_of_longrope(config, model.config),
     ]
     ranks = ranks_caution(config.ranks)
     return [*(f"warning: {line}" for line in found), *([] if ranks is None else [ranks])]
@@ -49,6 +51,18 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
     samples = config.evaluation.samples
     if config.evaluation.every and len(asked) < samples != EvaluationConfig.samples:
         yield f"evaluation.samples {samples}: there are {len(asked):,} held-out prompts, and all are asked"
+
+
+def _of_longrope(config: Config, model: ModelConfig) -> Iterator[str]:
+    rope, context, longest = model.rope, model.max_positions, config.sampling.max_new_tokens
+    original = rope.original_positions
+    if rope.is_long(context) and longest <= original:
+        yield (
+            f"rope scaling longrope: with a context of {context:,} tokens the model takes the long "
+            f"factors, also for completions of at most {longest:,}; to take the short ones, give its "
+            f"config.json max_position_embeddings {original:,}, and in rope_scaling factor "
+            f"{rope.factor(context):g}"
+        )
 
 
 def _said(example: Example) -> str:
