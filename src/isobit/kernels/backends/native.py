@@ -69,7 +69,7 @@ class NativeOps(NativeBase, Composed):
     rounds_last = product_native.rounds_last
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
-    add_low_rank = low_rank.add_low_rank
+    adapted_product = low_rank.adapted_product
     rms_norm = norms.rms_norm
     rms_norm_quantized = norms.rms_norm_quantized
     rms_norm_backward = norms.rms_norm_backward

@@ -11,6 +11,7 @@ flags; `-DISOBIT_PORTABLE` leaves out all intrinsics.
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import subprocess
@@ -121,7 +122,7 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        about = max(10, 10 * round(_CPU_SECONDS / (os.cpu_count() or 1) / 10))
+        about = 10 * math.ceil(_CPU_SECONDS / (os.cpu_count() or 1) / 10)
         _say(f"compiling the operators for this processor (once, about {about} s)")
         try:
             compile_library(program, path, general, [], sources, extra)

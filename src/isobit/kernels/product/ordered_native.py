@@ -26,6 +26,7 @@ from isobit.kernels.native.interface import (
     LowRankPartArguments,
     ProductArguments,
     grid,
+    pointer,
     product_arguments,
 )
 from isobit.kernels.native.large_pages import LargePages
@@ -145,20 +146,59 @@ class OrderedProducts:
         )
         return found, (together, packs, each)
 
-    def add_low_rank(
+    def adapted_product(
+        self,
+        a: Operand,
+        b: Operand | Packed,
+        bias: Tensor | None,
+        factors: Sequence[int],
+        rows: Tensor,
+        offsets: Tensor,
+    ) -> Tensor:
+        """As `Ops.adapted_product`, in BF16, of the structs at these addresses."""
+        out = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=torch.bfloat16)
+        product, _kept = self._arguments(a, b, bias, out)
+        product.out_kind = KINDS[torch.float32]
+        by_rows = isinstance(a, QTensor) and a.data.dtype == torch.float8_e4m3fn and product.scaled
+        if by_rows and product.a_column == 1:
+            x = None
+        else:
+            x = (values(a).bfloat16() if isinstance(a, QTensor) else a).contiguous()
+        self._adapted(out, x, a.shape[1], factors, rows, offsets, product)
+        return out
+
+    def adapted(
         self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
-    ) -> None:
-        """As `Ops.add_low_rank`, of the structs at these addresses."""
-        assert x.dtype == torch.bfloat16
+    ) -> Tensor:
+        """The same of sums `total` [T, N] float32 and x [T, K] BF16, both contiguous."""
         assert total.is_contiguous()
-        x, rows = x.contiguous(), rows.contiguous()
+        out = torch.empty(total.shape, dtype=torch.bfloat16)
+        self._adapted(out, x, x.shape[1], factors, rows, offsets, total)
+        return out
+
+    def _adapted(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        inner: int,
+        factors: Sequence[int],
+        rows: Tensor,
+        offsets: Tensor,
+        sums: Tensor | ProductArguments,
+    ) -> None:
+        rows = rows.contiguous()
+        assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous())
         addresses = (ctypes.c_void_p * len(factors))(*factors)
+        product, total = (
+            (None, sums) if isinstance(sums, Tensor) else (ctypes.addressof(sums), None)
+        )
         arguments = LowRankArguments(
-            x.data_ptr(), x.stride(0), x.shape[1], total.data_ptr(), total.shape[1],
-            rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses), len(factors),
-            torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+            product, pointer(x), inner, out.shape[0], inner, pointer(total), out.data_ptr(),
+            out.shape[1], rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses),
+            len(factors), torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
+        return out
 
     def _arguments(
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
