@@ -49,8 +49,8 @@ struct Product {
 // so bands are cut into pieces of BAND rows at most, and runs of panels where decoding A is nothing.
 constexpr int64_t BAND = 512;
 template <class Body>
-inline void in_cells(const Product& g, int64_t threads, int64_t row_grain, int64_t panel_grain, int64_t few,
-                     const Body& body) {
+inline void in_cells(const Product& g, int64_t threads, int64_t row_grain, int64_t panel_grain, const Body& body,
+                     int64_t few = 127) {
     const int64_t panels = padded(g.n, PANEL) / PANEL;
     if (g.m > few || (panels < 2 * threads && g.m >= 16)) {
         const int64_t pieces = ((g.m + threads - 1) / threads + BAND - 1) / BAND, all = threads * pieces;
