@@ -24,6 +24,7 @@ from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.groups import OpenGroups
+from isobit.engine.integrity import integrity
 from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import (
     Prompt,
@@ -38,6 +39,7 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Stats
+from isobit.engine.speculation import speculation_of
 from isobit.engine.types import Completion, EngineSize, Request, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Store
@@ -97,10 +99,13 @@ class Engine:
             max_batch_tokens=size.max_batch_tokens,
             max_sequences=size.max_sequences,
             prefix_cache=size.prefix_cache,
+            speculation=speculation_of(model, size),
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self.record_routes = record_routes
-        self._graph_kind = graph_kind(model, size.cuda_graphs)
+        self._graph_kind = (
+            graph_kind(model, size.cuda_graphs) if self.scheduler.speculation is None else None
+        )
         self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[Store] = []
         self._routes: RouteStore | None = None
@@ -276,13 +281,15 @@ class Engine:
                 f"Engine.step: the weights changed while {self.num_open} requests are open; finish "
                 "or cancel them before Model.sync and Engine.calibrate"
             )
-        plan, tokens = self._runner.run()
-        self._endings.report(plan, tokens, on_token)
-        done, finished = self._endings.of(
-            plan, tokens, self._routes if self.record_routes else None
-        )
-        self.scheduler.commit(plan, tokens, done)
-        self._runner.copy_pages(self.scheduler.take_copies())
+        finished: list[tuple[Request, Completion]] = []
+        for plan, tokens in self._runner.steps():
+            self._endings.report(plan, tokens, on_token)
+            done, over = self._endings.of(
+                plan, tokens, self._routes if self.record_routes else None
+            )
+            self.scheduler.commit(plan, tokens, done)
+            self._runner.copy_pages(self.scheduler.take_copies())
+            finished += over
         if not self.num_open:
             self._runner.finish()
             self._runner = None
@@ -375,7 +382,7 @@ class Engine:
     def integrity(self) -> None:
         """Prove that every page is either free or held by whom it should be, at any moment. Raises
         AssertionError."""
-        self.scheduler.integrity()
+        integrity(self.scheduler)
 
     def _known(self, adapter: str | None) -> str | None:
         """Raises IsobitError for an adapter that the model does not serve."""

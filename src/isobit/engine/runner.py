@@ -7,9 +7,13 @@ dropped. What would need a page taken back is not launched ahead. Chunks of prom
 eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
 GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
 is the definition.
+
+A step with drafts samples behind each of them, and a draft that counts makes the next token of its
+sequence known too: `steps` gives these as steps that are computed already.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +31,44 @@ from isobit.model import Model
 from isobit.model.forward.moe import RouteTape
 
 _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """Tokens of sequences, by their slots, each sampled behind a draft that counts."""
+
+    slots: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+def _rounds(
+    plan: StepPlan,
+    first: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    logprobs: NDArray[np.float32],
+) -> list[_Round]:
+    """What was sampled behind drafts, as long as each draft is the token that was sampled in its
+    place: of all sequences what comes behind the first draft, behind the second, and so on. Row r's
+    draws begin at first[r]."""
+    behind: list[list[int]] = []
+    for row, drafted in plan.drafts.items():
+        start = int(first[row])
+        for number, token in enumerate(drafted):
+            if not counts(token, int(tokens[start + number])):
+                break
+            if number == len(behind):
+                behind.append([])
+            behind[number].append(row)
+    return [
+        _Round(plan.sampled[rows], tokens[first[rows] + number], logprobs[first[rows] + number])
+        for number, rows in enumerate(behind, 1)
+    ]
+
+
+def counts(draft: int, sampled: int) -> bool:
+    """Whether a draft counts: it is the token that was sampled in its place."""
+    return draft == sampled
 
 
 class Runner:
@@ -47,6 +89,7 @@ class Runner:
         self.graphs = graphs
         self.routes = routes
         self._ahead: Launch | None = None
+        self._counted: list[_Round] = []  # drafts that count, and are not yet accounted for
         for layer, store in enumerate(stores):
             if isinstance(store, KVStore) and store.calibrated:
                 store.set_scales(model.transformer.layer_scales(layer))
@@ -75,7 +118,7 @@ class Runner:
             plan = scheduler.plan()
             launch = self._launch(plan)
         if launch is None:
-            tokens, logprobs = self._compute(plan)
+            tokens, logprobs = self._decoded(plan)
         else:
             places = launch.places(plan.sampled[: plan.decode])
             ahead = self._launch_ahead(plan, places)
@@ -84,6 +127,7 @@ class Runner:
             tokens = np.concatenate([tokens, first_tokens])
             logprobs = np.concatenate([logprobs, first_logprobs])
         if not np.isfinite(logprobs).all():
+            self._counted = []
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
             running = scheduler.at[
                 int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])
@@ -95,6 +139,22 @@ class Runner:
         self._ahead = ahead
         scheduler.record.write(plan.sampled, tokens, logprobs)
         return plan, tokens
+
+    def steps(self) -> Iterator[tuple[StepPlan, NDArray[np.int64]]]:
+        """Compute the next step, as `run` does. When it is accounted for: of the sequences that go
+        on, those whose draft was the token that they have just sampled, as a step of their own that
+        is computed already; and so on."""
+        yield self.run()
+        while self._counted:
+            found = self._counted.pop(0)
+            plan = self.scheduler.going(found.slots)
+            if plan is None:
+                continue
+            order = np.argsort(found.slots)
+            places = order[np.searchsorted(found.slots, plan.sampled, sorter=order)]
+            self.scheduler.record.write(plan.sampled, found.tokens[places], found.logprobs[places])
+            self.scheduler.stats.num_accepted_tokens += plan.decode
+            yield plan, found.tokens[places]
 
     def finish(self) -> None:
         """No request is open: say what went wrong on the device, and count what padded rows have
@@ -116,8 +176,27 @@ class Runner:
         if self.routes is not None:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 
+    def _decoded(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As `_compute`, of each sampled sequence its next token; drafts that count are kept for
+        `steps`. What is not finite behind a draft would not have been computed without it: such a
+        step is done again without drafts."""
+        if not plan.drafts:
+            return self._compute(plan)
+        plain = replace(plan, drafts={})
+        try:
+            tokens, logprobs = self._compute(plan)
+        except NonFiniteError:
+            return self._compute(plain)
+        if not np.isfinite(logprobs).all():
+            return self._compute(plain)
+        lengths = plan.lengths
+        first = np.cumsum(lengths) - lengths
+        self._counted = _rounds(plan, first, tokens, logprobs)
+        next_ones = np.concatenate([first, np.arange(lengths.sum(), tokens.size)])
+        return tokens[next_ones], logprobs[next_ones]
+
     def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and log-probabilities of the step's sampled rows."""
+        """Tokens and log-probabilities of the step's `draws`."""
         if not plan.decode and not plan.chunks:
             return _NO_TOKENS
         transformer = self.model.transformer
@@ -138,7 +217,7 @@ class Runner:
         drawn = hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
         tokens, logprobs = draw(*drawn)
         if self.scheduler.num_with_top:
-            sequences = [self.scheduler.at[slot] for slot in plan.sampled.tolist()]
+            sequences = [self.scheduler.at[slot] for slot in plan.draws.tolist()]
             counts = [each.owner.request.sampling.top_logprobs for each in sequences]
             for sequence, top in zip(sequences, top_of_draws(*drawn, counts)):
                 if top:

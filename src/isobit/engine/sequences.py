@@ -16,7 +16,9 @@ class Stats:
     """What was done since the engine had no open request. Tokens count what was computed: a
     preempted sequence's are counted again, and those of prompts that were found in the cache are
     not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
-    asked the cache (`Engine.clamped`). `episodes` with an environment are over, and the tools that
+    asked the cache (`Engine.clamped`). Sequences were given drafts `num_drafts` times, of
+    `num_draft_tokens` in all, which are among those decoded; `num_accepted_tokens` of these were
+    what was sampled. `episodes` with an environment are over, and the tools that
     these called took `tool_s` seconds, added up by the tool's name."""
 
     steps: int = 0
@@ -32,6 +34,9 @@ class Stats:
     kv_clamped: int = 0
     kv_written: int = 0
     episodes: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     tool_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -98,11 +103,29 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those
-    who get a token, in that order."""
+    who get a token, in that order. `drafts`: by row, tokens that are computed behind its next one
+    as if they had been sampled."""
 
     decode: int
     chunks: tuple[Chunk, ...]
     sampled: NDArray[np.int64]
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that are computed of each decoding row."""
+        found = np.ones(self.decode, np.int64)
+        for row, tokens in self.drafts.items():
+            found[row] += len(tokens)
+        return found
+
+    @property
+    def draws(self) -> NDArray[np.int64]:
+        """The slot of each token that is drawn: of a decoding row one for each token computed."""
+        if not self.drafts:
+            return self.sampled
+        decoding, chunks = self.sampled[: self.decode], self.sampled[self.decode :]
+        return np.concatenate([np.repeat(decoding, self.lengths), chunks])
 
     @property
     def prompts(self) -> "StepPlan":
