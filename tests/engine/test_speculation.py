@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.engine import runner, speculation
+from isobit.engine import runner
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.record import Record
@@ -327,14 +327,18 @@ def test_nothing_is_drafted_where_it_would_not_be_exact(make_engine: MakeEngine)
     assert engines[1].scheduler.speculation is None
 
 
-def test_captured_steps_are_not_taken_from_anybody(
-    make_captured: MakeEngine, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sizes", ["room for all", "preemption"])
+def test_captured_steps_with_drafts(
+    sizes: str, make_captured: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself an engine goes on capturing; one that is told to draft does not."""
-    model = tiny("fp8", "native")
-    monkeypatch.setattr(speculation, "graph_kind", lambda model, wanted: object)
-    assert make_captured(model, num_speculative_tokens="auto").scheduler.speculation is None
-    assert make_engine(model, num_speculative_tokens=2).graphs is None
+    """Drafts are rows of a captured step as others are; none is launched ahead of its tokens."""
+    wanted = baseline("fp8", "native")
+    oracle(known_of(wanted))
+    engine = make_captured(tiny("fp8", "native"), num_speculative_tokens=5, **SIZES[sizes])
+    assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == wanted
+    check_counts(engine)
+    assert engine.graphs is not None
+    assert engine.graphs.num_captured > 3
 
 
 def test_what_is_not_finite_behind_a_draft_is_nobodys_fault(make_engine: MakeEngine) -> None:

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.engine.rows import DecodeRows
 from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
@@ -60,28 +59,27 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
 
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
-    rows, count = scheduler.rows, plan.decode
-    if not plan.chunks and not plan.drafts:
-        tokens, position = rows.token[:count], rows.position[:count]
+    rows = plan.rows(scheduler.rows)
+    count = plan.decode + plan.num_drafted
+    tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
+    if not plan.chunks:
         layout = _layout(
             rows.row_start[: count + 1],
             position,
             rows.table[:count],
             rows.page_size,
             position,
-            rows.slots(count),
+            slots,
         )
         draws = Draws(
             torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds
         )
         draws = _penalized(draws, plan, scheduler, vocabulary)
         return Batch(torch.from_numpy(tokens), layout, None, None, draws)
-    tokens, position, key, of_row = _decoding(plan, rows)
-    total = tokens.size
-    all_tokens, contexts, positions = [tokens], [rows.position[:count]], [position]
-    all_slots, tables = [rows.slots_at(of_row, position)], [rows.table[:count]]
-    keys, settings = [key], [rows.settings[of_row]]
-    lengths, take, repeats = plan.lengths.tolist(), list(range(total)), [1] * total
+    all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
+    tables, keys, settings = [rows.table[:count]], [rows.key[:count]], [rows.settings[:count]]
+    lengths, take, repeats = [1] * count, list(range(count)), [1] * count
+    total = count
     for chunk in plan.chunks:
         sequence = chunk.sequence
         table = np.zeros(rows.table.shape[1], np.int32)
@@ -134,23 +132,6 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     )
 
 
-def _decoding(
-    plan: StepPlan, rows: DecodeRows
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of the decoding rows, each with its drafts behind it: tokens [T], positions [T], keys [T, 4]
-    and numbers in the table [T]."""
-    lengths = plan.lengths
-    of_row = np.repeat(np.arange(plan.decode), lengths)
-    first = np.cumsum(lengths) - lengths
-    further = np.arange(of_row.size) - first[of_row]
-    tokens = rows.token[of_row]
-    for row, drafted in plan.drafts.items():
-        tokens[first[row] + 1 : first[row] + 1 + len(drafted)] = drafted
-    key = rows.key[of_row]
-    key[:, 3] += further
-    return tokens, rows.position[of_row] + further, key, of_row
-
-
 def adapter_numbers(
     plan: StepPlan, scheduler: Scheduler, served: MultiLora | None
 ) -> Tensor | None:
@@ -158,8 +139,9 @@ def adapter_numbers(
     serves none."""
     if served is None:
         return None
-    decoding = [scheduler.at[slot] for slot in scheduler.rows.slot[: plan.decode].tolist()]
-    pairs = [*zip(decoding, plan.lengths.tolist())] + [
+    count = plan.decode + plan.num_drafted
+    decoding = [scheduler.at[slot] for slot in plan.rows(scheduler.rows).slot[:count].tolist()]
+    pairs = [(sequence, 1) for sequence in decoding] + [
         (c.sequence, c.stop - c.start) for c in plan.chunks
     ]
     numbers = [served.number(sequence.owner.request.adapter) for sequence, _ in pairs]
@@ -180,10 +162,11 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
             seen[
                 row, torch.from_numpy(scheduler.tokens(sequence, 0, scheduler.length(sequence)))
             ] = True
-    first = np.cumsum(plan.lengths) - plan.lengths
-    for row, drafted in plan.drafts.items():  # a draft stands in front of those behind it
-        for number, token in enumerate(drafted, int(first[row]) + 1):
-            seen[number : int(first[row]) + 1 + len(drafted), token] = True
+    behind = plan.decode
+    for drafted in plan.drafts.values():  # a draft stands in front of what is drawn behind it
+        for number, token in enumerate(drafted):
+            seen[behind + number : behind + len(drafted), token] = True
+        behind += len(drafted)
     return replace(draws, seen=seen, penalty=penalty)
 
 

@@ -103,9 +103,7 @@ class Engine:
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self.record_routes = record_routes
-        self._graph_kind = (
-            graph_kind(model, size.cuda_graphs) if self.scheduler.speculation is None else None
-        )
+        self._graph_kind = graph_kind(model, size.cuda_graphs)
         self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[Store] = []
         self._routes: RouteStore | None = None

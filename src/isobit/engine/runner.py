@@ -8,8 +8,9 @@ eagerly beside the decoding rows, behind what was launched: while Python launche
 GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
 is the definition.
 
-A step with drafts samples behind each of them, and a draft that counts makes the next token of its
-sequence known too: `steps` gives these as steps that are computed already.
+Drafts (`speculation.py`) are further rows of the step, one for each, which store their keys and
+values with all others before anybody attends to them. A draft that counts makes the token that was
+drawn behind it known too: `steps` gives these as steps that are computed already.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ from isobit.kernels import KVStore, StateStore, Store
 from isobit.model import Model
 from isobit.model.forward.moe import RouteTape
 
+Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Tokens, and their log-probabilities."""
 _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
@@ -43,27 +46,28 @@ class _Round:
 
 
 def _rounds(
-    plan: StepPlan,
-    first: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    logprobs: NDArray[np.float32],
+    plan: StepPlan, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
 ) -> list[_Round]:
     """What was sampled behind drafts, as long as each draft is the token that was sampled in its
-    place: of all sequences what comes behind the first draft, behind the second, and so on. Row r's
-    draws begin at first[r]."""
-    behind: list[list[int]] = []
+    place: of all sequences what comes behind the first draft, behind the second, and so on."""
+    found: list[tuple[list[int], list[int]]] = []  # rows of the table, and draws
+    behind = plan.decode
     for row, drafted in plan.drafts.items():
-        start = int(first[row])
+        draw = row
         for number, token in enumerate(drafted):
-            if not counts(token, int(tokens[start + number])):
+            if not counts(token, int(tokens[draw])):
                 break
-            if number == len(behind):
-                behind.append([])
-            behind[number].append(row)
-    return [
-        _Round(plan.sampled[rows], tokens[first[rows] + number], logprobs[first[rows] + number])
-        for number, rows in enumerate(behind, 1)
-    ]
+            draw = behind + number
+            if number == len(found):
+                found.append(([], []))
+            found[number][0].append(row)
+            found[number][1].append(draw)
+        behind += len(drafted)
+    return [_Round(plan.sampled[rows], tokens[draws], logprobs[draws]) for rows, draws in found]
+
+
+def _joined(left: Drawn, right: Drawn) -> Drawn:
+    return np.concatenate([left[0], right[0]]), np.concatenate([left[1], right[1]])
 
 
 def counts(draft: int, sampled: int) -> bool:
@@ -116,16 +120,16 @@ class Runner:
         plan = None if launch is None else scheduler.launched(launch.sequences)
         if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
-            launch = self._launch(plan)
-        if launch is None:
-            tokens, logprobs = self._decoded(plan)
+            launch = None if plan.drafts else self._launch(plan)
+        if plan.drafts:
+            tokens, logprobs = self._with_drafts(plan)
+        elif launch is None:
+            tokens, logprobs = self._compute(plan)
         else:
             places = launch.places(plan.sampled[: plan.decode])
             ahead = self._launch_ahead(plan, places)
-            first_tokens, first_logprobs = self._compute(plan.prompts)
-            tokens, logprobs = launch.read(places)
-            tokens = np.concatenate([tokens, first_tokens])
-            logprobs = np.concatenate([logprobs, first_logprobs])
+            prompts = self._compute(plan.prompts)
+            tokens, logprobs = _joined(launch.read(places), prompts)
         if not np.isfinite(logprobs).all():
             self._counted = []
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
@@ -176,26 +180,28 @@ class Runner:
         if self.routes is not None:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 
-    def _decoded(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """As `_compute`, of each sampled sequence its next token; drafts that count are kept for
-        `steps`. What is not finite behind a draft would not have been computed without it: such a
-        step is done again without drafts."""
-        if not plan.drafts:
-            return self._compute(plan)
-        plain = replace(plan, drafts={})
+    def _with_drafts(self, plan: StepPlan) -> Drawn:
+        """As `_compute`, of each sampled sequence its next token; those behind drafts that count
+        are kept for `steps`. What is not finite behind a draft would not have been computed without
+        it: such a step is done again without drafts."""
         try:
-            tokens, logprobs = self._compute(plan)
+            launch = self._launch(plan)
+            if launch is None:
+                tokens, logprobs = self._compute(plan)
+            else:
+                decoding = np.arange(plan.decode + plan.num_drafted)
+                prompts = self._compute(plan.prompts)
+                tokens, logprobs = _joined(launch.read(decoding), prompts)
         except NonFiniteError:
-            return self._compute(plain)
+            return self._compute(replace(plan, drafts={}))
         if not np.isfinite(logprobs).all():
-            return self._compute(plain)
-        lengths = plan.lengths
-        first = np.cumsum(lengths) - lengths
-        self._counted = _rounds(plan, first, tokens, logprobs)
-        next_ones = np.concatenate([first, np.arange(lengths.sum(), tokens.size)])
+            return self._compute(replace(plan, drafts={}))
+        self._counted = _rounds(plan, tokens, logprobs)
+        last = plan.decode + plan.num_drafted
+        next_ones = np.concatenate([np.arange(plan.decode), np.arange(last, tokens.size)])
         return tokens[next_ones], logprobs[next_ones]
 
-    def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _compute(self, plan: StepPlan) -> Drawn:
         """Tokens and log-probabilities of the step's `draws`."""
         if not plan.decode and not plan.chunks:
             return _NO_TOKENS
@@ -233,7 +239,8 @@ class Runner:
             or not self.scheduler.may_be_captured
         ):
             return None
-        return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
+        count = plan.decode + plan.num_drafted
+        return self.graphs.launch(plan.rows(self.scheduler.rows), np.arange(count))
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
@@ -242,6 +249,7 @@ class Runner:
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if (
             self.graphs is None
+            or self.scheduler.speculation is not None  # which waits for the tokens
             or not self.scheduler.may_be_captured
             or not self.scheduler.look_ahead(plan, going)
         ):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.engine.rows import DecodeRows
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
 
@@ -103,8 +104,8 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those
-    who get a token, in that order. `drafts`: by row, tokens that are computed behind its next one
-    as if they had been sampled."""
+    who get a token, in that order. `drafts`: by decoding row, tokens that are computed as if they
+    had been sampled after its next one."""
 
     decode: int
     chunks: tuple[Chunk, ...]
@@ -112,20 +113,23 @@ class StepPlan:
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens that are computed of each decoding row."""
-        found = np.ones(self.decode, np.int64)
-        for row, tokens in self.drafts.items():
-            found[row] += len(tokens)
-        return found
+    def num_drafted(self) -> int:
+        """Tokens that are drafted."""
+        return sum(map(len, self.drafts.values()))
 
     @property
     def draws(self) -> NDArray[np.int64]:
-        """The slot of each token that is drawn: of a decoding row one for each token computed."""
+        """The slot of each token that is drawn: of the decoding rows, behind each draft, and of the
+        chunks."""
         if not self.drafts:
             return self.sampled
+        of = np.repeat(list(self.drafts), [len(tokens) for tokens in self.drafts.values()])
         decoding, chunks = self.sampled[: self.decode], self.sampled[self.decode :]
-        return np.concatenate([np.repeat(decoding, self.lengths), chunks])
+        return np.concatenate([decoding, decoding[of], chunks])
+
+    def rows(self, table: DecodeRows) -> DecodeRows:
+        """The rows of the table that decode, and those of drafts."""
+        return table.with_drafts(self.decode, self.drafts) if self.drafts else table
 
     @property
     def prompts(self) -> "StepPlan":

@@ -2,8 +2,8 @@
 because what was said before makes them likely.
 
 Drafts come of the texts of a prompt (`continuations.py`): its own, completions of its other samples,
-done or under way, and those of earlier epochs. The step computes a drafted sequence as it computes a
-chunk of a prompt, every row of which is sampled from. A draft counts if and only if it is the token
+done or under way, and those of earlier epochs. A draft is one more row of the step, and every row is
+sampled from. A draft counts if and only if it is the token
 that is sampled in its place; what comes after one that does not count is dropped. As the bits of a
 row depend neither on its batch nor on the rows beside it, tokens and log-probabilities are those of
 decoding one token after the other, whatever is drafted: tests/engine/test_speculation.py compares.
@@ -15,8 +15,8 @@ without what a step costs in any case. So the row of a draft pays where it count
 R / (FIXED_ROWS + R). How often it does is known of guesses of its kind, also of those that were not
 drafted: the sampled token says whether they were right.
 
-Left out: models whose layers keep states that a row overwrites (linear attention), flows in which a
-row's bits depend on its batch, and captured steps, which go on before the host has read a token.
+Left out: models whose layers keep states that a row overwrites (linear attention), and flows in
+which a row's bits depend on its batch. Where there are drafts no step is launched ahead of its tokens.
 """
 
 from collections import OrderedDict, deque
@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobit.engine.continuations import NUM_KINDS, ORDERS, Continuations, Guess
-from isobit.engine.graphs import graph_kind
 from isobit.engine.record import Record
 from isobit.engine.sequences import Sequence
 from isobit.engine.types import EngineSize
@@ -85,14 +84,13 @@ class _Followed:
 
 
 def speculation_of(model: Model, size: EngineSize) -> "Speculation | None":
-    """Drafts, where they are asked for and the model may have them. A captured step cannot wait for
-    them, so by themselves they do not take its place."""
+    """Drafts, where they are asked for and the model may have them. On a GPU steps are launched
+    ahead of their tokens, and drafts cannot be; whether they pay there has not been measured, so
+    `auto` makes none."""
     most = size.num_speculative_tokens
-    captured = most == "auto" and graph_kind(model, size.cuda_graphs) is not None
+    unmeasured = most == "auto" and model.transformer.ops["rollout"].device.type == "cuda"
     cannot = cannot_speculate(model.config, model.precision, model.ops.consistency)
-    if most == 0 or captured or cannot is not None:
-        return None
-    return Speculation(most)
+    return None if most == 0 or unmeasured or cannot is not None else Speculation(most)
 
 
 class Speculation:
