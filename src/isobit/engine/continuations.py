@@ -14,14 +14,17 @@ is sampled, the model says (`speculation.py`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 
 import numpy as np
 from numpy.typing import NDArray
 
 ORDERS = (8, 4, 2)
 """Tokens that are looked up, the longest first."""
+MOST_RACING = 4
+"""Of the tokens that followed, the most frequent are drawn from."""
 _MASK = 0xFFFFFFFF
 Key = tuple[int, int, int]
 """Of a sequence's random numbers: seed, prompt id, sample index."""
@@ -66,37 +69,47 @@ class Continuations:
         self.size += max(0, len(tokens) - start)
 
     def guesses(
-        self, text: NDArray[np.int32], key: Key, greedy: bool, position: int
+        self,
+        text: NDArray[np.int32],
+        key: Key,
+        greedy: bool,
+        position: int,
+        worth: Callable[[int], bool],
     ) -> Iterator[Guess]:
         """What would follow a text whose next token is at `position`, one token after the other,
-        each guessed after those before it."""
+        each guessed after those before it, as long as a guess of its kind is `worth` it."""
         tail = text[-max(ORDERS) :].tobytes()
         while True:
-            found = self._guess(tail, key, greedy, position)
-            if found is None:
+            found = self._find(tail)
+            if found is None or not worth(found[0]):
                 return
-            yield found
-            tail = tail[-4 * (max(ORDERS) - 1) :] + int(found.token).to_bytes(4, "little")
+            token = _chosen(found[1], key, greedy, position)
+            yield Guess(token, found[0])
+            tail = tail[-4 * (max(ORDERS) - 1) :] + token.to_bytes(4, "little")
             position += 1
 
-    def _guess(self, tail: bytes, key: Key, greedy: bool, position: int) -> Guess | None:
+    def _find(self, tail: bytes) -> tuple[int, int | dict[int, int]] | None:
+        """What followed the longest known part of the end of a text, and its kind."""
         for number, order in enumerate(ORDERS):
             seen = self._next.get(tail[-4 * order :]) if len(tail) >= 4 * order else None
             if seen is None:
                 continue
             if isinstance(seen, int):
-                return Guess(seen, 8 * number)
+                return 8 * number, seen
             often = min(sum(seen.values()), 4) - 1
-            if len(seen) == 1:
-                return Guess(next(iter(seen)), 8 * number + 2 * often)
-            if greedy:
-                chosen = max(seen, key=lambda token: seen[token])
-            else:
-                chosen = max(
-                    seen, key=lambda token: seen[token] / exponential(key, position, token)
-                )
-            return Guess(chosen, 8 * number + 2 * often + 1)
+            return 8 * number + 2 * often + (len(seen) > 1), seen
         return None
+
+
+def _chosen(seen: int | dict[int, int], key: Key, greedy: bool, position: int) -> int:
+    if isinstance(seen, int):
+        return seen
+    if len(seen) == 1:
+        return next(iter(seen))
+    if greedy:
+        return max(seen, key=lambda token: seen[token])
+    few = seen if len(seen) <= MOST_RACING else nlargest(MOST_RACING, seen, key=seen.__getitem__)
+    return max(few, key=lambda token: seen[token] / exponential(key, position, token))
 
 
 def exponential(key: Key, position: int, token: int) -> float:

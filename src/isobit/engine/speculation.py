@@ -12,7 +12,7 @@ the same.
 
 A row costs less than a step: a step of R rows takes as long as `FIXED_ROWS` + R of its rows would
 without what a step costs in any case. So the row of a draft pays where it counts more often than
-R / (FIXED_ROWS + R). How often it does is known of guesses of its kind, also of those that were not
+R / (FIXED_ROWS + R). How often it does is known of guesses of its kind, also of some that were not
 drafted: the sampled token says whether they were right.
 
 Left out: models whose layers keep states that a row overwrites (linear attention), and flows in
@@ -46,6 +46,7 @@ for a token. The least recently used prompts go first."""
 LONGEST = max(ORDERS)
 _REMEMBERED = 256
 _PATIENCE, _PAUSE = 128, 15
+_LOOKED_AT = 8  # of so many guesses that do not pay one is made, to know how often it is right
 Tokens = NDArray[np.int32]
 
 
@@ -103,6 +104,7 @@ class Speculation:
         self._kept = self._indexed = 0  # tokens
         self._followed: dict[Sequence, _Followed] = {}
         self._tried, self._right = [2.0] * NUM_KINDS, [1.0] * NUM_KINDS
+        self._passed = [0] * NUM_KINDS  # guesses that would not have paid
         self._idle = self._pause = 0
 
     def looks(self, rows: int) -> bool:
@@ -123,12 +125,21 @@ class Speculation:
         assert followed.index is not None
         key = (request.sampling.seed, request.prompt_id, sequence.sample_index)
         tail = _tokens(sequence, record, max(followed.seen - LONGEST, 0))
-        drafted, likely, most = list[int](), 1.0, min(room, self._most)
-        for guess in followed.index.guesses(tail, key, request.sampling.greedy, followed.seen):
-            followed.expected.append(guess)
-            likely *= self._right[guess.kind] / self._tried[guess.kind]
+        drafted, most, likely = list[int](), min(room, self._most), 1.0
+        pays = True
+
+        def worth(kind: int) -> bool:
+            nonlocal likely, pays
+            likely *= self._right[kind] / self._tried[kind]
             computed = rows + len(drafted)
-            if self._auto and likely * (FIXED_ROWS + computed) < computed:
+            pays = not self._auto or likely * (FIXED_ROWS + computed) >= computed
+            self._passed[kind] = 0 if pays else (self._passed[kind] + 1) % _LOOKED_AT
+            return pays or not self._passed[kind]
+
+        greedy, place = request.sampling.greedy, followed.seen
+        for guess in followed.index.guesses(tail, key, greedy, place, worth):
+            followed.expected.append(guess)
+            if not pays:
                 break
             drafted.append(guess.token)
             if len(drafted) == most:
