@@ -22,15 +22,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks.common import Result, race
-from isobit import Engine, Model, ModelConfig, Sampling, Tokenizer
+from benchmarks.common import Result, Row, race
+from isobit import Engine, Model, Sampling
 from isobit.config import load_sft_config
 from isobit.engine.types import Completion
+from isobit.model import ModelConfig, Tokenizer
 from isobit.training.sft.supervised import supervised_run
 
 ANSWERS, STEPS, NEW = 48, 120, 160
 LAYERS, HIDDEN, HEAD = 2, 64, 32
 WIDE, WIDE_LAYERS = 512, 8
+WARMUP = 2  # rounds that are not counted, after which answers have been said before
 CASES = ((1, 1), (1, 4), (1, 8), (4, 8))
 """Prompts, and samples of each."""
 
@@ -72,33 +74,29 @@ def _compete(
 
         return call
 
-    result.rows += race(case, {name: sampling(name) for name in engines}, rounds, warmup=2)
+    timed = race(case, {name: sampling(name) for name in engines}, rounds, warmup=WARMUP)
     plain, drafted = (said[name] for name in engines)
     assert plain == drafted, "drafts have changed a bit"
     tokens = [sum(len(c.token_ids) for c in each) for each in plain]
+    mean = sum(tokens[WARMUP:]) / rounds
+    result.rows += [replace(row, rate=mean / row.median_s, unit="tokens/s") for row in timed]
     logprobs = [value for each in plain for c in each for value in c.logprobs]
     stats = engines["with drafts"].stats
-    result.rows = [
-        replace(row, rate=sum(tokens[2:]) / rounds / row.median_s, unit="tokens/s")
-        if row.case == case
-        else row
-        for row in result.rows
-    ]
-    result.parts[case] = {
-        "mean log-probability": sum(logprobs) / len(logprobs),
-        "steps without drafts": float(engines["one token a step"].stats.steps),
-        "steps with drafts": float(stats.steps),
-        "drafted": float(stats.num_draft_tokens),
-        "accepted": float(stats.num_accepted_tokens),
-        "mean acceptance length": 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1),
+    found = {
+        "mean log-probability": (sum(logprobs) / len(logprobs), "nats"),
+        "steps without drafts": (float(engines["one token a step"].stats.steps), "steps"),
+        "steps with drafts": (float(stats.steps), "steps"),
+        "acceptance rate": (stats.num_accepted_tokens / max(stats.num_draft_tokens, 1), ""),
+        "acceptance length": (1 + stats.num_accepted_tokens / max(stats.num_drafts, 1), "tokens"),
     }
+    result.rows += [Row(case, what, 0.0, 0.0, *each) for what, each in found.items()]
 
 
 def _taught(
     folder: Path, questions: Sequence[str], answers: Sequence[str], tokenizer: str
 ) -> Model:
     """A small model that has learned these answers."""
-    known = Tokenizer.load(Path(tokenizer), 512)
+    known = Tokenizer.load(tokenizer)
     config = ModelConfig(
         "qwen3", 512, HIDDEN, 3 * HIDDEN, LAYERS, HIDDEN // HEAD, HIDDEN // HEAD, HEAD,
         qk_norm=True, tie_embeddings=True, max_positions=512, eos_ids=known.eos_ids,
