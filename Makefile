@@ -106,6 +106,7 @@ gpu: $(VENV)/.gpu
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.orientation --out benchmarks/results/gpu
+	$(BIN)/python -m benchmarks.attention_loop --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.layer_bytes --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 

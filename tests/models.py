@@ -99,7 +99,7 @@ def tiny_model(
         LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
     )
     table = FAMILIES[family]
-    rope = Rope.of(10000.0, 1.0 if table.partial_rotary == 1.0 else 0.5)
+    rope = Rope.of(10000.0, 1.0 if table.partial_rotary is None else 0.5)
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
     if table.latent is not None:

@@ -122,7 +122,11 @@ RUNS = (
         "algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, "
         "decoupled_rewards: true, entropy_target: 9}",
     ),
-    ("adapter={rank: 2, targets: [q_proj]}", "algorithm.preset=vespo"),
+    (
+        "adapter={rank: 2, targets: [q_proj]}",
+        "algorithm.preset=vespo",
+        "partial.tokens_per_round=1",
+    ),
     ("optimizer={name: muon}", "serve.port=0"),
     ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
     (

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_bytes, orientation, roofline
+from benchmarks import attention_loop, layer_bytes, orientation, roofline
 from benchmarks.gpu import targets
 from benchmarks.kernel_table import architecture_table, table
 
@@ -28,6 +28,7 @@ def tables() -> dict[str, str]:
             json.loads((KERNELS.parent / "architectures.json").read_text())
         ),
         "orientation": orientation.table(_kept("orientation")),
+        "attention_loop": attention_loop.table(_kept("attention_loop")),
         "layer_bytes": layer_bytes.table(_kept("layer_bytes")),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),

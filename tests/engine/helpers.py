@@ -101,7 +101,9 @@ def differing(
 
 
 class EagerGraph:
-    """A `Graph` that calls the function."""
+    """A `Graph` that calls the function, and is used as those of a GPU are."""
+
+    asynchronous, most_rows = True, 1 << 30
 
     def __init__(self, peer: object) -> None:
         self._function: Callable[[], None] | None = None

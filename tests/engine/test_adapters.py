@@ -25,8 +25,17 @@ SAMPLING = Sampling(n=2, max_new_tokens=6, seed=5)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, and the two adapters after an update, as their folders."""
-    where = tmp_path_factory.mktemp("adapters")
-    tiny_model("bf16", scale=4).save(where / "base")
+    return _saved(tmp_path_factory.mktemp("adapters"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a mixture of experts, which have adapters too."""
+    return _saved(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+def _saved(where: Path, family: str) -> Path:
+    tiny_model("bf16", family, scale=4).save(where / "base")
     trained_adapters(where, ADAPTERS)
     return where
 
@@ -63,6 +72,28 @@ def drawn(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[flo
 def test_each_request_has_the_bits_that_it_has_alone(
     folder: Path, backend: str, consistency: str, precision: str
 ) -> None:
+    _each_is_as_it_is_alone(folder, backend, consistency, precision)
+
+
+@pytest.mark.parametrize(
+    ("backend", "consistency", "precision"),
+    slow_where(
+        [
+            ("native", "bitwise", "fp8"),
+            ("native", "bitwise", "nvfp4"),
+            ("native", "exact", "fp8"),
+            ("reference", "exact", "fp8"),
+        ],
+        lambda backend, consistency, precision: backend == "reference" or precision == "nvfp4",
+    ),
+)
+def test_and_so_it_has_where_experts_have_adapters(
+    experts: Path, backend: str, consistency: str, precision: str
+) -> None:
+    _each_is_as_it_is_alone(experts, backend, consistency, precision)
+
+
+def _each_is_as_it_is_alone(folder: Path, backend: str, consistency: str, precision: str) -> None:
     require(backend)
     wanted: list[list[Completion]] = []
     for index, (prompt, name) in enumerate(zip(PROMPTS, NAMES)):
@@ -131,9 +162,13 @@ def test_neither_preemption_nor_pages_of_ones_own_change_a_bit(folder: Path) -> 
     )
 
 
-def test_the_learner_computes_the_bits_of_a_mixed_batch(folder: Path) -> None:
+@pytest.mark.parametrize("model", ["folder", "experts"])
+def test_the_learner_computes_the_bits_of_a_mixed_batch(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     """Of each adapter and of the base, by a model that has it alone. The control: by the other
     adapter's."""
+    folder: Path = request.getfixturevalue(model)
     groups = Engine(served(folder), page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES)
     models = {
         name: alone(folder, name, "fp8", "native", "bitwise").model for name in (*ADAPTERS, None)

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.engine.calibration import Calibrator
+from isobit.engine.captured import graph_kind
 from isobit.engine.engine import Engine
-from isobit.engine.graphs import DecodeGraphs, graph_kind, ladder
+from isobit.engine.graphs import DecodeGraphs, ladder
 from isobit.engine.types import EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, KVStore
@@ -193,7 +194,7 @@ def test_the_ladder_reaches_every_number_of_rows_with_little_padding() -> None:
     assert len(ladder(512)) < 40
 
 
-def test_on_a_cpu_nothing_is_captured(make_engine: MakeEngine) -> None:
+def test_pytorch_operators_are_not_captured_on_a_cpu(make_engine: MakeEngine) -> None:
     engine = make_engine(tiny(), kv_pages=8)
     assert graph_kind(tiny(), True) is None
     assert not engine.captures

@@ -2,6 +2,7 @@
 computed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_under_pressure_pages_are_given_up_and_computed_again(
 def test_negative_control_a_chain_that_forgets_a_token(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_the_last(tokens: np.ndarray, size: int) -> list[bytes]:
+    def without_the_last(tokens: np.ndarray, size: int, rest: bool = False) -> list[bytes]:
         return [tokens[i : i + size - 1].tobytes() for i in range(0, tokens.size - size + 1, size)]
 
     monkeypatch.setattr("isobit.engine.pages._parts", without_the_last)
@@ -90,6 +91,31 @@ def test_negative_control_a_chain_that_forgets_a_token(
         assert rollout(engine, prompts[:1], SHORT) | rollout(
             engine, prompts[1:], SHORT, [1]
         ) == wanted(engine.model, prompts, SHORT)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_conversation_goes_on_in_the_page_that_was_not_full(
+    broken: bool, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the turn before is computed again but the last token, which never was. The control
+    takes one token more for computed."""
+    engine, model = make_engine(tiny("fp8", "native")), tiny("fp8", "native")
+    find = PagePool.find_part
+
+    def one_more(self: PagePool, *given: Any) -> tuple[int, int] | None:
+        found = find(self, *given)
+        return found and (found[0], found[1] + 1)
+
+    if broken:
+        monkeypatch.setattr(PagePool, "find_part", one_more)
+    sampling, so_far, same = Sampling(max_new_tokens=5, seed=3, ignore_eos=True), SYSTEM[:4], True
+    for turn in range(4):
+        (found,) = engine.generate([so_far], sampling, [turn])[0]
+        assert broken or turn == 0 or engine.stats.cached_tokens == len(so_far) - 4
+        fresh = Engine(model, kv_pages=100).generate([so_far], sampling, [turn])[0][0]
+        same &= found == fresh
+        so_far = [*so_far, *fresh.token_ids, 3 + turn, 7, 9]
+    assert same != broken
 
 
 def test_negative_control_a_chain_that_forgets_what_came_before(
@@ -281,3 +307,39 @@ def test_integrity_sees_a_cache_that_is_wrong() -> None:
         getattr(pool, broken).clear()
         with pytest.raises(AssertionError):
             pool.integrity([])
+
+
+def test_a_page_that_is_not_full_is_taken_by_one_who_goes_on_in_it() -> None:
+    pool = PagePool(4, 4)
+    tokens = np.array([1, 2, 3, 4, 5, 6])
+    pages = pool.allocate(2)
+    pool.remember("root", tokens, pages)
+    assert pool.find_part("root", tokens, pool.find("root", tokens)) is None, "it is held"
+    pool.release(pages)
+    found = pool.find("root", tokens)
+    assert found == pages[:1]
+    for other, expected in (
+        ([1, 2, 3, 4, 5, 6, 9], (pages[1], 2)),
+        ([1, 2, 3, 4, 5], None),
+        ([1, 2, 3, 4, 5, 9, 6], None),
+        ([1, 2, 3, 5, 5, 6], None),
+    ):
+        given = np.array(other)
+        assert pool.find_part("root", given, pool.find("root", given)) == expected
+    pool.share(found)
+    pool.take_part(pages[1])
+    pool.integrity([pages])
+    assert pool.find_part("root", tokens, found) is None
+    longer = np.array([1, 2, 3, 4, 5, 6, 7])
+    pool.remember("root", longer, pages)
+    pool.release(pages)
+    assert pool.find_part("root", np.append(longer, 8), found) == (pages[1], 3)
+    assert set(pool.allocate(4)) == {0, 1, 2, 3}, "all can be had, those that are remembered last"
+    assert pool.find("root", longer) == []
+    assert pool.find_part("root", longer, []) is None
+    pool.integrity([range(4)])
+    without = PagePool(4, 4, parts=False)
+    pages = without.allocate(2)
+    without.remember("root", tokens, pages)
+    without.release(pages)
+    assert without.find_part("root", tokens, without.find("root", tokens)) is None

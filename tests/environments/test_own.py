@@ -99,6 +99,39 @@ def test_a_step_that_fails_is_told_to_the_model_or_ends(
             assert tuple(each["content"] for each in reply.step.messages) == told
 
 
+def test_calls_that_its_step_answers_are_counted_by_name(tmp_path: Path) -> None:
+    """An equal part of the step's seconds each; the control has no calls."""
+    code = """
+import asyncio
+from isobit.environments.base import Step
+
+class Shop:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]
+
+    def reset(self, **columns):
+        pass
+
+    async def step(self, turn):
+        await asyncio.sleep(0.04)
+        if turn.text == "raise":
+            raise ValueError("closed")
+        return Step()
+"""
+    given = written(tmp_path, "shop.py", code) + ":Shop"
+    with EnvironmentPool(EnvironmentConfig(factory=given)) as pool:
+        begun(pool, 0)
+        for text, names in (("", "ab"), ("", "q"), ("raise", "b"), ("", "")):
+            pool.turn(0, Turn(0, text, "", tuple(call(name, {}) for name in names)))
+            uses = replies(pool, 1)[0].uses
+            assert [use.name for use in uses] == [n if n in "ab" else "unknown" for n in names]
+            assert sum(use.seconds for use in uses) >= 0.039 * bool(names)
+            assert len({use.seconds for use in uses}) <= 1
+            errors = {use.error for use in uses}
+            assert errors <= (
+                {None} if text == "" else {"step: ValueError: closed (shop.py, line 14)"}
+            )
+
+
 def test_the_last_turn_is_answered_too(factory: str) -> None:
     config = EnvironmentConfig(factory=factory, max_turns=1)
     with EnvironmentPool(config) as pool:

@@ -289,20 +289,21 @@ def test_tokens_first_takes_fewer_instructions_and_spills_nothing() -> None:
 
 _COUNTED = """
 import json
-from benchmarks import layer_bytes, orientation
-print(json.dumps([orientation.counted(), layer_bytes.counted()]))
+from benchmarks import attention_loop, layer_bytes, orientation
+print(json.dumps([orientation.counted(), attention_loop.counted(), layer_bytes.counted()]))
 """
 
 
 @pytest.mark.slow
 def test_the_kept_counts_are_those_of_the_code(tmp_path: Path) -> None:
-    """Instructions of products, and bytes between them. Before, more bytes were moved."""
-    orientation, layer_bytes = (
+    """Instructions of products and attention, and bytes between them. Before, more bytes were
+    moved."""
+    orientation, attention, layer_bytes = (
         json.loads((KERNELS.parent / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("orientation", "layer_bytes")
+        for name in ("orientation", "attention_loop", "layer_bytes")
     )
     found = json.loads(python(_COUNTED, tmp_path))
-    assert found == [orientation, layer_bytes["now"]]
+    assert found == [orientation, attention["now"], layer_bytes["now"]]
     fewer = [
         sum(layer_bytes[when]["Qwen3-8B fp8 backward"]["between"].values())
         for when in ("now", "before")

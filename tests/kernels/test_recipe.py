@@ -1,6 +1,7 @@
 """How the native library is compiled: warnings are errors for the tests and nothing to users; and
 which of a wheel's libraries a processor gets."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,44 @@ def test_clang_has_no_warnings(tmp_path: Path) -> None:
     compile_library(
         str(shutil.which("clang++")), tmp_path / "library.so", ["-O0"], [], everywhere=WARNINGS
     )
+
+
+@NONE
+def test_a_user_is_told_that_it_is_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and by the first rank. The sources are empty."""
+    (sources := tmp_path / "sources").mkdir()
+    for name in (*SOURCES, *HEADERS):
+        write(sources / name, "")
+    program = str(shutil.which(COMPILERS[0]))
+    said = []
+    for place, rank in (("a", "0"), ("a", "0"), ("b", "1")):
+        (tmp_path / place).mkdir(exist_ok=True)
+        monkeypatch.setenv("RANK", rank)
+        assert build.compiled(program, tmp_path / place, sources).is_file()
+        said.append(capsys.readouterr().err)
+    line = r"isobit: compiling the operators for this processor \(once, about \d+ s\)\n"
+    assert re.fullmatch(line, said[0])
+    assert said[1:] == ["", ""]
+
+
+def test_a_compiler_that_takes_too_long_is_told_with_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "c++"
+    program.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(recipe, "_TIMEOUT_S", 0.1)
+    with pytest.raises(BuildFailed, match=r"took longer than 0\.1 s"):
+        build.compiled(str(program), tmp_path)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("isobit: compiling the operators")
+    assert second == (
+        f"isobit: the operators were not compiled: {program} took longer than 0.1 s; without them "
+        "PyTorch computes, many times as slowly; the next start tries again"
+    )
+    assert not list(tmp_path.glob("*.so"))
 
 
 def test_a_processor_gets_the_best_library_that_it_can_run(tmp_path: Path) -> None:

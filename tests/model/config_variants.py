@@ -366,7 +366,7 @@ def _flags(family: str) -> Iterator[Row]:
 def _rope_forms(family: str) -> Iterator[Row]:
     """Every kind of scaling, under every name that it had."""
     for kind, parameters in _SCALINGS.items():
-        refused = f"unsupported rope scaling '{kind}'" if kind in ("dynamic", "longrope") else ""
+        refused = f"unsupported rope scaling '{kind}'" if kind == "dynamic" else ""
         inside = {"rope_type": kind, **parameters}
         yield f"rope_scaling {kind}", {"rope_scaling": inside}, refused
         yield f"rope_scaling, type {kind}", {"rope_scaling": {"type": kind, **parameters}}, refused
@@ -404,7 +404,7 @@ def _rope_details(family: str) -> Iterator[Row]:
     nested = {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}
     listed = {"layer_types": ["full_attention"] * 2}
     yield "rope_parameters by layer type", {"rope_parameters": nested, **listed}, "layer type"
-    for kind in ("llama3", "yarn"):
+    for kind in ("llama3", "yarn", "longrope"):
         inside = {"rope_type": kind, **_SCALINGS[kind]}
         short = {key: value for key, value in inside.items() if key not in outside}
         for spelled in ("rope_scaling", "rope_parameters"):
@@ -420,7 +420,9 @@ def _rope_details(family: str) -> Iterator[Row]:
             "factor must be a number",
         )
         without = {key: value for key, value in inside.items() if key != "factor"}
-        yield f"{kind} without factor", {"rope_scaling": without}, f"{kind} needs factor"
+        says = "" if kind == "longrope" else f"{kind} needs factor"
+        yield f"{kind} without factor", {"rope_scaling": without}, says
+    yield from _longropes()
     both = {"rope_scaling": {"rope_type": "yarn", **_SCALINGS["yarn"]}}
     yield "two sections that agree", {**both, "rope_parameters": both["rope_scaling"]}, ""
     linear = {"rope_type": "linear", "factor": 3.0, "rope_theta": 90.0}
@@ -435,6 +437,40 @@ def _rope_details(family: str) -> Iterator[Row]:
     yield "yarn, no head_dim", bare, "needs head_dim" if family == "mixtral" else ""
     says = "" if family == "llama" else "head_dim"
     yield "yarn, null head_dim", {**both, "head_dim": None}, says
+
+
+def _longropes(more: dict[str, Any] | None = None, count: int = 8) -> Iterator[Row]:
+    """longrope below and above the original length, its lists of `count` numbers, and what it
+    multiplies by. The sequence that is compared is longer than `ORIGINAL` and shorter than 64."""
+    long = [1.0 + step / 2 for step in range(count)]
+    base = {"type": "longrope", "factor": 4.0, "short_factor": [1.1] * count, "long_factor": long}
+    for name, change in (
+        ("null factor", {"factor": None}),
+        ("factor 1", {"factor": 1}),
+        ("attention_factor", {"attention_factor": 1.7}),
+        ("null attention_factor", {"attention_factor": None}),
+        ("whole numbers", {"short_factor": [2] * count}),
+    ):
+        for context in (CONTEXT, 4 * CONTEXT):
+            for original in (ORIGINAL, CONTEXT, 2 * CONTEXT):
+                lengths = {"max_position_embeddings": context, _ORIGINAL: original}
+                if context > original > ORIGINAL:  # transformers is short there: test_rope.py
+                    continue
+                given = {**(more or {}), "rope_scaling": {**base, **change}, **lengths}
+                yield f"longrope, {name}, {original} of {context}", given, ""
+    for key in ("short_factor", "long_factor"):
+        for told, value, says in (
+            ("left out", _LEFT_OUT, f"needs {key}, a list"),
+            ("null", None, f"needs {key}, a list"),
+            ("too short", [1.0] * (count - 1), f"{key} must have"),
+            ("one number", [1.0], f"{key} must have"),
+            ("text", ["1.0"] * count, f"{key} must be a number"),
+            ("with a 0", [1.0] * (count - 1) + [0.0], f"numbers of {key} must be above 0"),
+        ):
+            section = {k: v for k, v in (base | {key: value}).items() if v is not _LEFT_OUT}
+            yield f"{key} {told}", {**(more or {}), "rope_scaling": section}, says
+    first = {**(more or {}), "rope_scaling": base, _ORIGINAL: 1}
+    yield "original 1", first, "has no angles"
 
 
 def _windows(family: str) -> Iterator[Row]:
@@ -619,12 +655,32 @@ def _phi3(family: str) -> Iterator[Row]:
     yield from _windows(family)
     for kind, parameters in _SCALINGS.items():
         refused = "" if kind == "default" else "unsupported rope scaling"
-        inside = {"rope_type": kind, **parameters}
-        yield f"rope_scaling {kind}", {"rope_scaling": inside}, refused
-    su = {"type": "su", **_SCALINGS["longrope"]}
-    yield "rope_scaling su", {"rope_scaling": su}, "longrope turns a whole sequence"
+        if kind != "longrope":
+            yield (
+                f"rope_scaling {kind}",
+                {"rope_scaling": {"rope_type": kind, **parameters}},
+                refused,
+            )
+    heads = {"head_dim": _LEFT_OUT}
+    lists = {"short_factor": [1.1] * 6, "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]}
+    for told, own in (("4096", {}), ("inside", {_ORIGINAL: ORIGINAL})):  # that of the class counts
+        inside = {"rope_scaling": {"rope_type": "longrope", **lists, **own}}
+        yield f"rope_scaling longrope, original {told}", {**heads, **inside}, ""
+    wide = {"rope_scaling": {"type": "longrope", **_SCALINGS["longrope"]}, _ORIGINAL: ORIGINAL}
+    yield "longrope, wide heads", wide, "longrope needs a head_dim of hidden_size"
+    su = {"type": "su", **lists}
+    yield "rope_scaling su", {"rope_scaling": su, **heads}, "su is the old name of longrope"
+    yield from _longropes({_ORIGINAL: ORIGINAL, **heads}, 6)
     yield "dropout", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, _ORIGINAL: 16}, ""
-    yield "half of each head", {"partial_rotary_factor": 0.5}, "partial rotary"
+    half = {"partial_rotary_factor": 0.5}
+    yield "half of each head", half, ""
+    three = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 3.0]}
+    part = {**heads, **half, "rope_scaling": {"type": "longrope", **three}}
+    yield "half of each head, longrope", {**part, _ORIGINAL: ORIGINAL}, ""
+    yield "half of each head, longrope, short", part, ""
+    part = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    yield "half of each head, inside", {"rope_scaling": part}, ""
+    yield "too small a part", {"partial_rotary_factor": 0.1}, "an even part of a head"
 
 
 def _latent(family: str) -> Iterator[Row]:

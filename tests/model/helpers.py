@@ -4,6 +4,7 @@ loads."""
 import atexit
 import shutil
 import tempfile
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ _MINISTRAL = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.3,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    "partial_rotary_factor": 0.75,
+}
+_LONG_PHI = {
+    **_PAD,
+    "head_dim": 16,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": _LONGROPE,
+}
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
@@ -183,6 +199,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**_PAD, "sliding_window": 11, "head_dim": 20, "tie_word_embeddings": True},
     ),
+    "phi3-longrope": ("Phi3", {**_LONG_PHI, "original_max_position_embeddings": 16}),
+    "phi3-longrope-short": ("Phi3", {**_LONG_PHI, "original_max_position_embeddings": 128}),
     "granite": ("Granite", _GRANITE),
     "granite-biases": (
         "Granite",
@@ -250,7 +268,7 @@ def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
     text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"
-    config = getattr(transformers, f"{prefix}{text}")(**(_SIZES | own | changes))
+    config = getattr(transformers, f"{prefix}{text}")(**deepcopy(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     randomize(model, 11)

@@ -21,7 +21,7 @@ def _one_of(*values: Any) -> Pick:
 
 def _section(drawn: random.Random, theta: bool, more_keys: tuple[str, ...] = ()) -> dict[str, Any]:
     """A rotary scaling, with parameters of its own."""
-    kind = drawn.choice(("default", "default", "linear", "llama3", "yarn"))
+    kind = drawn.choice(("default", "default", "linear", "llama3", "yarn", "longrope"))
     more: dict[str, Any] = {"rope_type": kind}
     if theta:
         more["rope_theta"] = drawn.choice((70.0, 500.0, 10000.0, 1e6))
@@ -29,6 +29,12 @@ def _section(drawn: random.Random, theta: bool, more_keys: tuple[str, ...] = ())
         more["factor"] = drawn.choice((1.5, 2.0, 4.0))
     if kind == "llama3":
         more |= {"low_freq_factor": 1.0, "high_freq_factor": drawn.choice((2.0, 4.0))}
+    if kind == "longrope":  # a sequence of the tests is longer than the one, not than the other
+        more["original_max_position_embeddings"] = drawn.choice((ORIGINAL, 10**6))
+        if drawn.random() < 0.5:
+            more["attention_factor"] = drawn.choice((1.0, 1.3))
+        elif drawn.random() < 0.5:
+            del more["factor"]
     if kind in ("llama3", "yarn"):
         more["original_max_position_embeddings"] = ORIGINAL
     if kind == "yarn":
@@ -58,11 +64,29 @@ def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
         kinds = ("full_attention", "sliding_attention")
         return left_out | {"rope_parameters": {kind: _section(drawn, theta=True) for kind in kinds}}
     section = _section(drawn, how == "parameters", table.rope_more)
-    if table.partial_rotary != 1.0:
+    if table.partial_rotary is not None:
         section["partial_rotary_factor"] = drawn.choice((0.25, 0.5, 1.0))
     if how == "parameters":
         return left_out | {"rope_parameters": section}
     return left_out | {"rope_scaling": section, "rope_theta": drawn.choice((500.0, 10000.0, 1e6))}
+
+
+def _with_factors(drawn: random.Random, family: str, values: dict[str, Any]) -> dict[str, Any]:
+    """With the lists of longrope, which are as long as heads are wide."""
+    for key in ("rope_scaling", "rope_parameters"):
+        section = values.get(key)
+        if not isinstance(section, dict) or section.get("rope_type") != "longrope":
+            continue
+        part = section.get("partial_rotary_factor", FAMILIES[family].partial_rotary or 1.0)
+        count = int(values.get("head_dim", 0) * part) // 2
+        lists = {
+            name: [round(1 + 3 * drawn.random(), 2) for _ in range(count)]
+            for name in ("short_factor", "long_factor")
+        }
+        values = values | {key: section | lists}
+        if family == "phi3" and drawn.random() < 0.5:
+            values["original_max_position_embeddings"] = ORIGINAL
+    return values
 
 
 def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
@@ -148,7 +172,8 @@ def random_values(family: str, seed: int) -> dict[str, Any]:
     picked |= {key: pick(drawn) for key, pick in _OWN.items() if key in base}
     values = {"model_type": family, **base, **picked, "num_hidden_layers": layers}
     values |= _ropes(drawn, family) | _kinds(drawn, family, layers)
-    return {key: value for key, value in values.items() if value is not _LEFT_OUT}
+    given = {key: value for key, value in values.items() if value is not _LEFT_OUT}
+    return _with_factors(drawn, family, given)
 
 
 def accepted(family: str, first: int) -> Iterator[tuple[int, dict[str, Any], ModelConfig]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.forward import autograd
+from isobit.model.forward.attend import Attended, attend
 from isobit.model.forward.autograd import Vector, Weight
 from isobit.model.forward.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, INT8, PRESETS, QTensor, QuantSpec, quantize
@@ -239,8 +240,8 @@ def test_attention_is_of_normed_rotated_and_stored_heads(
     stores = [KVStore.allocate(layout.num_slots, 2, dim, kv, FP32) for _ in range(2)]
     heads = Heads((weights[0], weights[1]) if normed else None, 1e-5, tables)
     masters = (vectors[0].master, vectors[1].master) if normed else None
-    given = autograd.Attended(heads, lambda: stores[0], lambda: stores[1], layout, dim**-0.5)
-    out = autograd.attend(qkv, masters, given, ops)
+    given = Attended(heads, lambda: stores[0], lambda: stores[1], layout, dim**-0.5)
+    out = attend(qkv, masters, given, ops)
     assert not stores[1].k.any()
     dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
     out.backward(dout)

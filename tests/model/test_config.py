@@ -109,7 +109,10 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
         ({"vocab_size": "many"}, "wrong type"),
         ({"hidden_size": None}, "wrong type"),
         ({"eos_token_id": "two"}, "'two' is not a token id"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "unsupported rope scaling 'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope scaling longrope needs short_factor, a list",
+        ),
         (
             _LLAMA
             | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},

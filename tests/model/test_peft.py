@@ -48,19 +48,20 @@ def _farthest(model: Model, theirs: Any) -> float:
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
-    + ["deepseek-v3"],
+    + ["deepseek-v3", "mixtral", "gpt-oss"],
 )
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     """The same log-probabilities under float32, of rsLoRA too. The control is the model without its
     adapter."""
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'isobit[dev]')")
     _, base = directory(tmp_path / "base", family)
-    attention = ("q_proj", "v_proj", "o_proj")
     linear = ("in_proj_qkv", "in_proj_z", "out_proj")
     targets = {
-        "qwen3-moe": attention,
+        "qwen3-moe": ("all-linear",),  # of attention and of experts
+        "mixtral": ("q_proj", "w1", "w3", "w2"),
         "qwen3.5": (*TARGETS, *linear),
-        "qwen3.5-moe": (*TARGETS, *linear),  # of the MLP beside the experts
+        "qwen3.5-moe": ("all-linear",),  # of the MLP beside the experts too
+        "gpt-oss": ("all-linear",),
         "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     }.get(family, TARGETS)
@@ -74,6 +75,46 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     with theirs.disable_adapter():
         assert _farthest(model, theirs) > 1e-2
         assert _farthest(model.without_adapter(), theirs) < close
+
+
+@pytest.mark.parametrize(
+    "which", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")]
+)
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss"])
+def test_what_peft_writes_of_experts_loads(
+    tmp_path: Path, family: str, which: tuple[str, ...]
+) -> None:
+    """By target_parameters, where one A is that of gates and ups. The control exchanges two
+    experts' factors."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'isobit[dev]')")
+    _, base = directory(tmp_path / "base", family)
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=12,
+        target_modules=["q_proj"],
+        target_parameters=[f"mlp.experts.{name}" for name in which],
+        task_type="CAUSAL_LM",
+    )
+    theirs = peft.get_peft_model(oracle(family), config).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(theirs.parameters()):
+            if parameter.requires_grad:
+                random = torch.Generator().manual_seed(number)
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = Model.load(base, "float32", adapter=tmp_path / "adapter")
+    close = 5e-5 if family == "qwen3.5-moe" else 2e-5
+    assert _farthest(model, theirs) < close
+    model.save(tmp_path / "again")  # each expert by itself, or gates beside ups
+    again = Model.load(base, "float32", adapter=tmp_path / "again")
+    assert torch.equal(again.logprobs([tokens(20)])[0], model.logprobs([tokens(20)])[0])
+    masters = model.named_parameters()
+    role = "down_proj" if "down_proj" in which else "up_proj"
+    role = {"down_proj": "w2", "up_proj": "w3"}[role] if family == "mixtral" else role
+    first, second = (masters[f"layers.1.experts.{e}.{role}.lora_B"] for e in (0, 1))
+    first.data, second.data = second.data.clone(), first.data.clone()
+    model.sync()
+    assert _farthest(model, theirs) > 1e-3
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "up_proj"], "all-linear"])
@@ -179,7 +220,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         _with(
             "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 32)
         ),
-        "adapters of experts, embeddings and heads are not read",
+        "adapters of embeddings, heads and routers are not read",
     ),
     "NaN": (
         _with(

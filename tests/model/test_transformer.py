@@ -358,13 +358,13 @@ def test_excepted_layers_stay_in_bf16() -> None:
 
 def test_rope_tables_grow_to_what_is_needed() -> None:
     model = random_model("float32", max_positions=1 << 20)
-    assert model.transformer.rope_tables[model.config.rope][0].shape[0] == 0
+    assert model.transformer._tables[model.config.rope][0].shape[0] == 0
     _packed(model, [tokens(30)])
-    assert model.transformer.rope_tables[model.config.rope][0].shape[0] == 64
-    first = model.transformer.rope_tables[model.config.rope][0].clone()
+    assert model.transformer._tables[model.config.rope][0].shape[0] == 64
+    first = model.transformer._tables[model.config.rope][0].clone()
     _packed(model, [tokens(100)])
-    assert model.transformer.rope_tables[model.config.rope][0].shape[0] == 128
-    assert torch.equal(model.transformer.rope_tables[model.config.rope][0][:64], first)
+    assert model.transformer._tables[model.config.rope][0].shape[0] == 128
+    assert torch.equal(model.transformer._tables[model.config.rope][0][:64], first)
 
 
 def test_no_rows() -> None:

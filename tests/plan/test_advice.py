@@ -84,6 +84,6 @@ def test_what_fits_is_given_no_advice() -> None:
 
 
 def test_a_mixture_is_advised_to_adapt_its_attention() -> None:
-    """Its experts have no adapters."""
+    """Factors of all its experts would take several times as much."""
     keys = [key for change in changes(job("Qwen3-30B-A3B", card="h100")) for key in change.keys]
     assert "adapter={rank: 32, targets: [q_proj, k_proj, v_proj, o_proj]}" in keys

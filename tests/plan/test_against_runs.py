@@ -45,6 +45,7 @@ RUNS = [
     ("fp8", "qwen3", ("optimizer.name=muon",)),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
+    ("fp8", "qwen3_moe", ("adapter.rank=4",)),
     ("nvfp4", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("nvfp4-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     (

@@ -265,6 +265,49 @@ def test_a_call_in_channels_that_does_not_parse_is_content(given: str) -> None:
         )
 
 
+CODER = "<function=f><parameter=a>\n1\n</parameter></function>"
+TYPED = {"s": {"type": "string"}, "b": {"type": "boolean"}, "any": {}}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("s", "None", "None"), ("s", "1", "1"), ("s", "\n x\n", "\n x\n"), ("s", "", ""),
+        ("s", "a <parameter=b> b", "a <parameter=b> b"),
+        ("b", "True", True), ("b", "false", False), ("b", "False", False), ("b", "none", "none"),
+        ("any", "None", None), ("any", "null", None), ("any", "[true]", [True]),
+        ("other", "False", False), ("other", "[None]", "[None]"),
+    ],
+)  # fmt: skip
+def test_values_of_parameters_in_xml(key: str, written: str, value: Any) -> None:
+    """As the tool's schema says, and Python's words for what is no text, which Qwen's templates
+    write."""
+    body = f"<function=f><parameter={key}>\n{written}\n</parameter></function>"
+    tools = [{"function": {"name": "f", "parameters": {"properties": TYPED}}}]
+    reply = FORMATS["qwen3_coder"].read_text(f"<tool_call>{body}</tool_call>", tools)
+    ((_, found),) = calls_of(reply)
+    assert (found, type(found[key])) == ({key: value}, type(value))
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("'he said 'yes', and left'", "he said 'yes', and left"),
+        ("'two\nlines and a \\ b'", "two\nlines and a \\ b"),
+        ('"a "b" (c)"', 'a "b" (c)'),
+        ("'it\\'s'", "it's"),
+        ("''x''", "'x'"),
+    ],
+)
+def test_texts_whose_quotes_are_not_escaped_are_arguments_whole(written: str, text: str) -> None:
+    for call in (
+        f"[f(a={written}, b=1), g(c={written})]",
+        f"[f(a={written}, b=1,), g(c={written},)]",
+    ):
+        reply = FORMATS["pythonic"].read_text(call)
+        assert calls_of(reply) == [("f", {"a": text, "b": 1}), ("g", {"c": text})]
+
+
 def test_long_answers_are_read_at_once() -> None:
     """Many marks and large arguments; no quadratic time shows as a test that never ends."""
     many = 50_000
@@ -278,13 +321,22 @@ def test_long_answers_are_read_at_once() -> None:
         ("gemma4", "<|tool_call>call:f" + large.replace('"a"', "a").replace('"', '<|"|>')),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * many),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" + large),
+        ("pythonic", "[" + ", ".join(["f()"] * many) + "]"),
+        ("pythonic", "[f(a='" + "x' " * 300_000 + "')]"),
+        ("qwen3_coder", "<tool_call><function=f></function></tool_call>" * many),
+        ("qwen3_coder", f"<tool_call>{CODER.replace('1', 'x' * 1_000_000)}</tool_call>"),
         ("glm45", "<tool_call>f</tool_call>" * many),
         ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{'x' * 1_000_000}</arg_value>"),
     ):
         reply = FORMATS[name].read_text(text)
         assert reply is not None
-        assert len(reply.calls) == (1 if "xx" in text else many)
+        assert len(reply.calls) == (1 if "xx" in text or "x' x" in text else many)
     for name, text in (
+        ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * many + "</function>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=" + "a" * 1_000_000 + "</function>"),
+        ("qwen3_coder", "<tool_call><function=f>" + " " * 1_000_000 + "x</function>"),
+        ("pythonic", "[f(a=" + "'x' " * many),
+        ("pythonic", "[f(" + "a='" * many),
         ("glm45", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * many),
         ("gemma4", "<|tool_call>call:f{" + "a," * many),
         ("gemma4", "<|tool_call>call:f{a:[" + "None" + " " * many),
@@ -292,7 +344,7 @@ def test_long_answers_are_read_at_once() -> None:
     ):
         reply = FORMATS[name].read_text(text)
         assert reply is not None
-        assert len(reply.problems) == 1
+        assert len(reply.problems) == 1, text[:30]
     for text in ("<|channel|>" * many, "<|message|>" * many, "<|end|>" * many):
         assert FORMATS["harmony"].read_text(text) == Reply("", (), "")
 
@@ -531,7 +583,7 @@ def written_by(tokenizer: Tokenizer) -> Completion | None:
 
 def test_calls_of_published_templates_are_read_back() -> None:
     """Of TRL's templates that write calls in a format here: texts, numbers, lists, objects,
-    nothing. Pythonic ones write texts without their quotes escaped, which is no Python."""
+    nothing. Two of LFM2.5's write texts without their quotes and line breaks escaped."""
     schema = {"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
     tools = [{"type": "function", "function": {"name": "rain", **schema}}]
     read = dict[str, set[str]]()
@@ -539,7 +591,7 @@ def test_calls_of_published_templates_are_read_back() -> None:
     for file in templates_of_trl():
         tokenizer = of_file(file)
         form, answer = format_by_template("auto", tokenizer), written_by(tokenizer)
-        if form is None or answer is None or form is FORMATS["pythonic"]:
+        if form is None or answer is None:
             continue
         reply = form.of(answer, tokenizer, tools)
         assert reply is not None, file.stem
@@ -547,9 +599,10 @@ def test_calls_of_published_templates_are_read_back() -> None:
         calls = [("rain", GIVEN), ("end", {})]
         assert calls_of(reply) in (calls, calls[:1]), file.stem
         read.setdefault(names[id(form)], set()).add(file.stem)
-    assert {name: len(read[name]) for name in ("glm45", "gemma4", "deepseek_v3", "harmony")} == {
+    assert {name: len(files) for name, files in read.items()}.items() >= {
         "glm45": 2, "gemma4": 7, "deepseek_v3": 2, "harmony": 2
-    }  # fmt: skip
+    }.items()  # fmt: skip
+    assert {"lfm2_2_5", "lfm2_2_5_v2", "lfm2_v2", "lfm2_2_5_vl"} <= read["pythonic"]
     assert {"hermes", "qwen3_coder", "llama3_json"} < read.keys()
 
 

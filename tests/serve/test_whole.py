@@ -143,7 +143,39 @@ def test_sampling_clients_are_of_the_present_weights_or_are_told_so(server: Runn
     assert scores[1:] == output["logprobs"].tolist()[:-1]
     client._load_state_impl(state, optimizer=False, weights_access_token=None).result()
     again = mine.create_sampling_client(model_path=state).result()
-    assert sampled(again, seed=1) == before
+    assert [sampled(one, seed=1) for one in (again, base, unnamed, named)] == [before] * 4
+    with pytest.raises(tinker.RequestFailedError, match="these weights are not in memory"):
+        sampled(present, seed=1)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_after_a_restart_saved_weights_that_are_the_present_ones_are_sampled_from(
+    begin: Begin, stepped: bool
+) -> None:
+    """As they were read, loaded, and after a step that is done again. The control is of those
+    before the step."""
+    with begin() as server:
+        server.token = KEY
+        client = new(service(server))
+        paths = [client.save_weights_for_sampler("a").result().path]
+        state = client.save_state("a").result().path
+        train(client, 1, 1)
+        client._load_state_impl(state, optimizer=True, weights_access_token=None).result()
+        if stepped:
+            train(client, 2, 1)
+        paths.append(client.save_weights_for_sampler("b").result().path)
+        present = service(server).create_sampling_client(model_path=paths[1]).result()
+        before = sampled(present, seed=1)
+    with begin() as server:
+        server.token = KEY
+        mine = service(server)
+        assert sampled(mine.create_sampling_client(model_path=paths[1]).result(), seed=1) == before
+        if stepped:
+            with pytest.raises(tinker.BadRequestError, match="these weights are not in memory"):
+                mine.create_sampling_client(model_path=paths[0]).result()
+        else:
+            old = mine.create_sampling_client(model_path=paths[0]).result()
+            assert sampled(old, seed=1) == before
 
 
 def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Begin) -> None:

@@ -33,7 +33,6 @@ from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
 ADAPTER = {"rank": 4, "alpha": 8}
-ATTENTION = {**ADAPTER, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(folder: Path, models: Path, family: str = "qwen3", **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     settings = {
-        "adapter": ATTENTION if family in ("qwen3_moe", "gpt_oss") else ADAPTER,
+        "adapter": ADAPTER,
         "optimizer": {"learning_rate": 0.02},
     }
     return write_config(folder, models / family, **{**settings, **changes})
@@ -278,7 +277,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"adapter": {"targets": ["all-linear", "q_proj"]}}, "give all-linear alone"),
     "none": ({"adapter": {"targets": []}}, "give all-linear alone, or some of"),
     "twice": ({"adapter": {"targets": ["q_proj", "q_proj"]}}, "one of them is there twice"),
-    "experts": ({"family": "qwen3_moe", "adapter": ADAPTER}, "all-linear would take the experts"),
 }
 
 

@@ -95,6 +95,14 @@ def run(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResu
     return train(load_config(config_of(folder, model, **changes), overrides))
 
 
+def history_of(folder: Path, kind: str) -> list[str]:
+    """Overrides: `fork` under a template that writes the past otherwise."""
+    template = folder / "shortening.jinja"
+    template.write_text(SHORTENING)
+    fork = [f"model.chat_template={template}", "environment.history=fork"]
+    return fork if kind == "fork" else []
+
+
 def rows_of(run: Path) -> list[dict[str, Any]]:
     return list(read(run / COMPLETIONS))
 
@@ -137,22 +145,33 @@ def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path)
     assert other["completions"] != first["completions"]
 
 
-def test_ranks_sample_the_same_episodes(tmp_path: Path, chat_model: Path) -> None:
+@pytest.mark.parametrize(("history", "sizes"), [("append", (2, 3)), ("fork", (2,))])
+def test_ranks_sample_the_same_episodes(
+    tmp_path: Path, chat_model: Path, history: str, sizes: tuple[int, ...]
+) -> None:
     """At one, two and three ranks, each with environments of its own, which reply in their time;
     the control is another seed."""
     config = config_of(tmp_path, chat_model, slow=0.01, evaluation={"every": 2, "samples": 3})
-    given = ["steps=2"]
+    given = ["steps=2", *history_of(tmp_path, history)]
     alone = trained(config, tmp_path / "alone", 0, given)
-    for size in (2, 3):
+    rows = rows_of(tmp_path / "alone")
+    assert any("forks" in row for row in rows) is (history == "fork")
+    for size in sizes:
         assert trained(config, tmp_path / f"of {size}", size, given) == alone
     assert trained(config, tmp_path / "control", 2, [*given, "seed=1"]) != alone
 
 
-def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, chat_model: Path) -> None:
+@pytest.mark.parametrize("history", ["append", "fork"])
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(
+    tmp_path: Path, chat_model: Path, history: str
+) -> None:
     """SIGKILL while tools are at work."""
-    whole = fingerprint(run(tmp_path / "whole", chat_model).run_dir)
+    given = history_of(tmp_path, history)
+    result = run(tmp_path / "whole", chat_model, *given)
+    assert any("forks" in row for row in rows_of(result.run_dir)) is (history == "fork")
+    whole = fingerprint(result.run_dir)
     config = config_of(tmp_path / "killed", chat_model, slow=0.2)
-    process = warm.start(["isobit", "train", str(config), "--quiet"], config.parent)
+    process = warm.start(["isobit", "train", str(config), "--quiet", *given], config.parent)
     metrics, deadline = tmp_path / "killed" / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.is_file() or not metrics.read_bytes().count(b"\n"):
         assert time.monotonic() < deadline
@@ -285,10 +304,8 @@ def test_a_template_that_changes_the_past_forks(
 ) -> None:
     """Its contexts are one sample: no token differs, a group has as many samples as ever, and the
     run is repeated, replayed and verified; the control is a context that was not the recorded."""
-    (tmp_path / "shortening.jinja").write_text(SHORTENING)
     changes: dict[str, Any] = {"evaluation": {"every": 2, "samples": 3}}
-    template = f"model.chat_template={tmp_path / 'shortening.jinja'}"
-    fork = [template, "environment.history=fork", "steps=2"]
+    fork = [*history_of(tmp_path, "fork"), "steps=2"]
     result = run(tmp_path, chat_model, *fork, **changes)
     rows = rows_of(result.run_dir)
     assert len(rows) == 2 * 16

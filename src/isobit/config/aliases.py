@@ -42,6 +42,9 @@ _NAMES = {
     "epochs": "num_train_epochs total_epochs max_num_epochs",
     "seed": "data.seed grpo.seed random_seed data_seed data_loader_seed",
     "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
+    "partial.tokens_per_round": "partial_rollout",
+    "partial.extra_prompts": "over_sampling_batch_size",
+    "partial.max_staleness": "staleness_threshold",
     "rollouts_ahead": "max_trajectory_age_steps rollout.mode trainer_mode",
     "sampling.group_size": "num_generations num_generations_per_prompt num_samples_per_prompt n",
     "sampling.max_new_tokens": "max_completion_length max_response_length max_tokens max_length "

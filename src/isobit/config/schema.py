@@ -52,6 +52,7 @@ from isobit.options.families import FAMILIES
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
 from isobit.rl.algorithm.objective import Objective, with_preset
+from isobit.rl.algorithm.partial import PartialSettings
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -84,6 +85,7 @@ class Config:
     reference: ReferenceConfig = ReferenceConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     replay: ReplaySettings = ReplaySettings()
+    partial: PartialSettings = PartialSettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
@@ -134,6 +136,11 @@ class Config:
             bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead)
             and several
         )
+
+    @property
+    def prompts_under_way(self) -> int:
+        """Prompts that are answered at the same time."""
+        return self.prompts_per_step + self.partial.extra(self.prompts_per_step)
 
     @property
     def most_sampled(self) -> int:
@@ -201,6 +208,7 @@ class Config:
             raise IsobitError(
                 "run.check_gradients_every needs consistency: bitwise or exact; fast may not repeat"
             )
+        self._check_partial()
         if self.rollouts_ahead > self.replay.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness "
@@ -214,6 +222,19 @@ class Config:
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
+
+    def _check_partial(self) -> None:
+        """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        replayed = self.algorithm.router_replay
+        self.partial.check(
+            [
+                ("rollouts_ahead", self.rollouts_ahead > 0, "rollouts_ahead: 0"),
+                ("fleet.engines", self.fleet.engines > 0, "fleet.engines: 0"),
+                ("environment", self.environment.used, "no tools and no environment"),
+                ("replay", self.replay.groups_per_step > 0, "replay.groups_per_step: 0"),
+                ("algorithm.router_replay", replayed, "algorithm.router_replay: false"),
+            ]
+        )
 
     def _check_distillation(self) -> None:
         """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""

@@ -101,7 +101,7 @@ class AdapterConfig:
     alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
     targets: Annotated[
         tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
-        "matrices that get factors; all-linear: all of attention and MLP. Experts get none yet",
+        "matrices that get factors; all-linear: all of attention, MLP and experts",
     ] = (ALL_LINEAR,)
     rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     init: Annotated[
@@ -236,7 +236,8 @@ class MismatchConfig:
         float,
         at_least(0),
         at_most(1),
-        "with `rollouts_ahead`: the share of a batch's completions, rounded up, that the learner "
+        "with `rollouts_ahead` or `partial`: the share of the completions that are learned from "
+        "later, rounded up, that the learner "
         "compares while it still has the weights that sampled them; 0: none",
     ] = 1 / 16
 

@@ -75,9 +75,8 @@ class Endings:
             return True
         if running.stop is None or not running.stop.may_end(token):
             return False
-        return running.stop.found(
-            running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist()
-        )
+        request, sampled = running.request, record.tokens[sequence.slot, :count].tolist()
+        return running.stop.found(request.asked, [*request.answered, *sampled])
 
     def _completion(
         self,
@@ -93,9 +92,10 @@ class Endings:
         visible = (
             token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
         )
-        text = self._model.tokenizer.decode_completion(request.prompt_token_ids, visible)
+        asked, answered = request.asked, request.answered
+        text = self._model.tokenizer.decode_completion(asked, [*answered, *visible])
         if (stop := sequence.owner.stop) is not None:
-            text = stop.cut(request.prompt_token_ids, token_ids, text)
+            text = stop.cut(asked, [*answered, *token_ids], text)
         computed = len(request.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
             prompt_id=request.prompt_id,

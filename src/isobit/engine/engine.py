@@ -9,8 +9,8 @@ learns.
 
 Requests arrive at any time, each with its settings (`submit`), are computed step by step
 (`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
-engine: `continue_from` goes on from its tokens, whose pages the prefix cache still has unless
-somebody needed them.
+engine: `continue_from` and `resume` go on from its tokens, whose pages the prefix cache still has
+unless somebody needed them, or the weights have changed.
 """
 
 import warnings
@@ -21,16 +21,25 @@ from typing import Any
 import torch
 
 from isobit.engine.calibration import Calibrator
+from isobit.engine.captured import graph_kind
 from isobit.engine.endings import Endings, OnToken
-from isobit.engine.graphs import DecodeGraphs, graph_kind
+from isobit.engine.graphs import DecodeGraphs
 from isobit.engine.groups import OpenGroups
 from isobit.engine.integrity import integrity
-from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
+from isobit.engine.pages import (
+    DEFAULT_PAGES,
+    PagePool,
+    cache_pages,
+    most_cache_bytes,
+    pages_needed,
+    tokens_of_a_page,
+)
 from isobit.engine.prompts import (
     Prompt,
     check_context,
     check_id,
     check_ids,
+    check_sampling,
     encode,
     encode_prompt,
     new_token_limit,
@@ -38,7 +47,7 @@ from isobit.engine.prompts import (
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.sequences import Stats
+from isobit.engine.sequences import Stats, clamped_fraction
 from isobit.engine.speculation import speculation_of
 from isobit.engine.types import Completion, EngineSize, Request, Sampling
 from isobit.errors import IsobitError
@@ -48,11 +57,6 @@ from isobit.model.forward.storage import new_store
 from isobit.options.declare import plain
 from isobit.options.reading import read
 
-CACHE_BYTES = 2 << 30
-DEFAULT_PAGES = 512
-GPU_FRACTION = (
-    3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
-)
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
@@ -62,8 +66,8 @@ class Engine:
     """A rollout engine of a `size`, on the model's device: over `kv_pages` pages of `page_size`
     tokens (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a
-    GPU, what decodes in it is captured as `cuda_graphs`. With `prefix_cache` requests share the
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. With
+    `cuda_graphs` what decodes in it is captured (`captured.py`). With `prefix_cache` requests share the
     full pages of equal beginnings, also after those who computed them have ended, while the weights
     stay the same.
     """
@@ -93,7 +97,8 @@ class Engine:
         self.page_size = page_size
         self.max_batch_tokens = size.max_batch_tokens
         self.max_sequences = size.max_sequences
-        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size)
+        parts = model.config.linear is None
+        self.pages = PagePool(size.kv_pages or DEFAULT_PAGES, page_size, parts=parts)
         self.scheduler = Scheduler(
             self.pages,
             max_batch_tokens=size.max_batch_tokens,
@@ -147,7 +152,7 @@ class Engine:
         kv_pages = size.kv_pages
         if kv_pages is None:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
-            limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
+            limit_bytes = most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes // page_bytes)
         engine = Engine(
             model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes
@@ -212,15 +217,12 @@ class Engine:
         numbers of (seed, prompt_id, sample_index + s, t). Raises IsobitError for a prompt that can
         never be answered.
         """
-        _check_sampling(sampling)
-        token_ids = encode_prompt(
-            "the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size
-        )
+        check_sampling(sampling)
+        token_ids = self._encoded(prompt)
         check_id("prompt_id", prompt_id)
         check_id("sample_index", sample_index)
-        return self._submit(
-            Request(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter))
-        )
+        named = self._known(adapter)
+        return self._submit(Request(token_ids, sampling, prompt_id, sample_index, None, named))
 
     def continue_from(
         self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
@@ -230,10 +232,10 @@ class Engine:
 
         What is sampled has the bits of `submit` with all tokens so far as the prompt, and the
         completion's prompt id and sample index: keys and values are found in the prefix cache or
-        computed again. `sampling.n` has no meaning here, since one sample goes on. Raises
-        IsobitError if the weights have changed since, or nothing can follow.
+        computed again. One sample goes on, so `sampling.n` has no meaning. Raises IsobitError if
+        the weights have changed since, or nothing can follow.
         """
-        _check_sampling(sampling)
+        check_sampling(sampling)
         version = self.model.weights_version
         if completion.weights_version != version:
             raise IsobitError(
@@ -246,14 +248,23 @@ class Engine:
                 "Engine.continue_from: expected token ids, got a text; encode it with the "
                 "model's tokenizer"
             )
-        so_far = [*completion.prompt_token_ids, *completion.token_ids, *tokens]
-        token_ids = encode_prompt(
-            "the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size
-        )
-        one = replace(sampling, n=1)
-        numbers = (completion.prompt_id, completion.sample_index)
-        adapter = self._known(completion.adapter)
-        return self._submit(Request(token_ids, one, *numbers, completion, adapter))
+        return self._go_on(completion, tokens, sampling, inside=False)
+
+    def resume(self, completion: Completion, sampling: Sampling = _DEFAULT) -> Request:
+        """Go on with an answer that its length limit has interrupted, under the weights of now,
+        which may be newer than those that began it: at most `sampling.max_new_tokens` more tokens.
+
+        Keys and values of other weights are computed again. Text and stop strings are of the whole
+        answer. Under the same weights it is what is sampled at once (tests/engine/test_resuming.py).
+        Raises IsobitError for a completion that has ended.
+        """
+        check_sampling(sampling)
+        if completion.finish_reason != "length" or completion.completion_mask or completion.forks:
+            raise IsobitError(
+                "Engine.resume: expected an answer of one turn that its length limit interrupted, "
+                f"got one whose finish_reason is {completion.finish_reason!r}"
+            )
+        return self._go_on(completion, (), sampling, inside=True)
 
     def extend(
         self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
@@ -282,9 +293,7 @@ class Engine:
         finished: list[tuple[Request, Completion]] = []
         for plan, tokens in self._runner.steps():
             self._endings.report(plan, tokens, on_token)
-            done, over = self._endings.of(
-                plan, tokens, self._routes if self.record_routes else None
-            )
+            done, over = self._endings.of(plan, tokens, self._runner.routes)
             self.scheduler.commit(plan, tokens, done)
             self._runner.copy_pages(self.scheduler.take_copies())
             finished += over
@@ -294,8 +303,7 @@ class Engine:
         return finished
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays
-        as it is."""
+        """Drop a request, whatever of it is done. One that is over stays as it is."""
         if request in self.scheduler.requests:
             self.scheduler.cancel(request)
         if not self.num_open:
@@ -327,7 +335,7 @@ class Engine:
             raise IsobitError(
                 f"Engine.generate: {self.num_open} requests are open; finish or cancel them first"
             )
-        _check_sampling(sampling)
+        check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
         ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
@@ -378,8 +386,7 @@ class Engine:
         return saturated, written
 
     def integrity(self) -> None:
-        """Prove that every page is either free or held by whom it should be, at any moment. Raises
-        AssertionError."""
+        """Prove that every page is free or held by whom it should be. Raises AssertionError."""
         integrity(self.scheduler)
 
     def _known(self, adapter: str | None) -> str | None:
@@ -392,6 +399,19 @@ class Engine:
             or "none; Model.serving opens it with some"
         )
         raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
+
+    def _go_on(
+        self, before: Completion, tokens: Sequence[int], sampling: Sampling, *, inside: bool
+    ) -> Request:
+        """A request that follows a completion and given tokens; `inside` its own answer."""
+        so_far = self._encoded([*before.prompt_token_ids, *before.token_ids, *tokens])
+        one, adapter = replace(sampling, n=1), self._known(before.adapter)
+        numbers = before.prompt_id, before.sample_index
+        return self._submit(Request(so_far, one, *numbers, before, adapter, inside))
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        model = self.model
+        return encode_prompt("the prompt", prompt, model.tokenizer, model.config.vocab_size)
 
     def _submit(self, request: Request, where: str = "the prompt") -> Request:
         sampling, positions = request.sampling, self.model.config.max_positions
@@ -434,9 +454,9 @@ class Engine:
 
     @property
     def _num_pages(self) -> int:
-        """Of the stores: captured steps need a spare one beside the pool's, which padded rows write
-        to."""
-        return self.pages.num_pages + self.captures
+        """Of the stores: padded rows write to a spare one beside the pool's."""
+        kind = self._graph_kind
+        return self.pages.num_pages + (kind is not None and kind.asynchronous)
 
     def _ready_graphs(self) -> DecodeGraphs | None:
         if self._graph_kind is None:
@@ -458,20 +478,3 @@ class Engine:
         flow = self.model.precision.flow("rollout", layer, config.num_layers)
         device = self.model.transformer.ops["rollout"].device
         return new_store(config, layer, flow, self._num_pages, self.page_size, device, flow.kv)
-
-
-def _most_cache_bytes(device: torch.device, reserved: int) -> int:
-    """Bytes of keys and values that an engine takes without being told to."""
-    if device.type != "cuda":
-        return CACHE_BYTES
-    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION
-
-
-def clamped_fraction(clamped: int, written: int) -> dict[str, float]:
-    """The metric of these counts; empty where nothing was counted."""
-    return {"quant/kv_saturated_fraction": clamped / written} if written else {}
-
-
-def _check_sampling(sampling: object) -> None:
-    if not isinstance(sampling, Sampling):
-        raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")

@@ -1,84 +1,41 @@
-"""Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
+"""Decode steps that are captured (`captured.py`): one replay instead of hundreds of calls from
+Python.
 
 A graph is captured for a number of rows, a longest context and the kinds of draws
-(`sampler.Kinds`), when a step first needs it, and serves every smaller step: what is missing is
-padded. Settings are inputs of a row, as its token is. A padded row decodes token 0 at position 0
-into a spare page that no sequence uses, so it changes nothing that is read; and since a row's bits
-do not depend on its batch, a padded step gives the bits of the plain one.
-tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
+(`sampler.Kinds`), when a step first needs it. Settings are inputs of a row, as its token is. A CUDA
+graph serves every smaller step: what is missing is padded. A padded row decodes token 0 at position
+0 into a spare page that no sequence uses, so it changes nothing that is read; and since a row's
+bits do not depend on its batch, a padded step gives the bits of the plain one.
+tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU. A CPU
+captures each number of rows by itself, and pads nothing (tests/engine/test_recorded.py).
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights.
 `begin` drops graphs whose weights or stores have moved; `Transformer.sync` keeps them in place.
-Tokens stay on the device, so a step can be launched before the host has read the previous one. Left
-out: chunks of prompts, which `runner.py` computes as they are, beside a captured step.
+Tokens stay on a GPU, so a step can be launched there before the host has read the previous one.
+Left out: chunks of prompts, which `runner.py` computes as they are.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from isobit.engine.captured import Graph
 from isobit.engine.rows import DecodeRows
 from isobit.engine.sampler import NEUTRAL, Draws, Kinds, draw
 from isobit.kernels import Layout, Store
 from isobit.model import Model
 
 SMALLEST_CONTEXT = 1024
+MOST_KEPT = 512
+"""Captured steps; beyond these, all are dropped."""
 Rows = NDArray[np.int64]
 # of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
 _INTS = 11
-
-
-class Graph(Protocol):
-    """Something that runs one function again and again, from where that reads to where it
-    writes."""
-
-    def __init__(self, peer: Any) -> None:
-        """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
-
-    def capture(self, function: Callable[[], None]) -> None:
-        """Take the function down. It may run meanwhile, so its inputs must be harmless."""
-
-    def replay(self) -> None:
-        """Run the function on what its inputs hold now."""
-
-
-class CudaGraph:
-    """A captured CUDA graph."""
-
-    def __init__(self, peer: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = None if peer is None else peer._graph.pool()
-        # one for all: PyTorch keeps the memory that was used on a stream for that stream
-        self._stream = torch.cuda.Stream() if peer is None else peer._stream
-
-    def capture(self, function: Callable[[], None]) -> None:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):  # kernels are compiled, and workspaces allocated
-            function()
-        current.wait_stream(self._stream)
-        # other threads may allocate meanwhile
-        with torch.cuda.graph(
-            self._graph, self._pool, self._stream, capture_error_mode="thread_local"
-        ):
-            function()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait
-    for it; not where rows are of several adapters, which are other rows in each step."""
-    ops = model.transformer.ops["rollout"]
-    captured = (
-        ops.backend == "triton" and ops.device.type == "cuda" and model.transformer.served is None
-    )
-    return CudaGraph if wanted and captured else None
 
 
 def ladder(most: int) -> list[int]:
@@ -88,16 +45,42 @@ def ladder(most: int) -> list[int]:
     return [*(step for step in steps if step < most), most]
 
 
-class _Host:
-    """What one launch takes from the host and gives back to it; pinned, where there is a GPU."""
+class _Inputs(NamedTuple):
+    """What a step of R rows over P pages reads, as the host writes it: `tokens`, `positions` and
+    `slots` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
 
-    def __init__(self, max_rows: int, pages: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, pin_memory=on_gpu)
-        self.table = torch.zeros(max_rows * pages, dtype=torch.int32, pin_memory=on_gpu)
-        self.tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=on_gpu)
-        self.logprobs = torch.zeros(max_rows, pin_memory=on_gpu)
+    tokens: Rows
+    positions: Rows
+    slots: Rows
+    keys: Rows
+    settings: NDArray[np.float64]
+    table: NDArray[np.int32]
+
+
+class _Host:
+    """What one launch takes from the host and gives back to it: the `buffers` of the graphs
+    themselves, or memory `apart` from them, which is pinned for a GPU."""
+
+    def __init__(self, buffers: Sequence[Tensor], apart: bool) -> None:
+        on_gpu = buffers[0].device.type == "cuda"
+        self.ints, self.table, self.tokens, self.logprobs = (
+            torch.zeros(x.shape, dtype=x.dtype, pin_memory=on_gpu) if apart else x for x in buffers
+        )
+        self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._event = torch.cuda.Event() if on_gpu else None
+
+    def inputs(self, rows: int, pages: int) -> _Inputs:
+        """Of so many rows and pages."""
+        found = self._inputs.get((rows, pages))
+        if found is None:
+            ints = self.ints.numpy()[: _INTS * rows]
+            found = self._inputs[rows, pages] = _Inputs(
+                *ints[: 3 * rows].reshape(3, rows),
+                ints[3 * rows : 7 * rows].reshape(rows, 4),
+                ints[7 * rows :].view(np.float64).reshape(rows, 4),
+                self.table.numpy()[: rows * pages].reshape(rows, pages),
+            )
+        return found
 
     def record(self) -> None:
         if self._event is not None:
@@ -129,8 +112,8 @@ class Launch:
 
 
 class DecodeGraphs:
-    """The captured decode steps of an engine, of up to `max_rows` rows and `longest` tokens of
-    context."""
+    """The captured decode steps of an engine, of up to `max_rows` rows, or as many as the kind of
+    graph takes, and `longest` tokens of context."""
 
     def __init__(
         self,
@@ -145,11 +128,11 @@ class DecodeGraphs:
         self._transformer, self._kind = model.transformer, kind
         self._ops = model.transformer.ops["rollout"]
         self._last_token = model.config.vocab_size - 1
+        self.asynchronous, max_rows = kind.asynchronous, min(max_rows, kind.most_rows)
         self.page_size, self.max_rows, self.longest = page_size, max_rows, longest
         self.spare_page, self.smallest_context = spare_page, SMALLEST_CONTEXT
-        self.ladder = ladder(max_rows)
+        self.ladder = ladder(max_rows) if self.asynchronous else list(range(1, max_rows + 1))
         device, pages = self._ops.device, -(-longest // page_size)
-        self._hosts = [_Host(max_rows, pages, device) for _ in range(2)]
         self._ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, device=device)
         self._table = torch.zeros(max_rows * pages, dtype=torch.int32, device=device)
         self._row_start = torch.arange(max_rows + 1, device=device)
@@ -157,7 +140,9 @@ class DecodeGraphs:
             max_rows + 1, dtype=torch.int64, device=device
         )  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
-        self._graphs: dict[tuple[int, int, Kinds], Graph] = {}
+        buffers = self._ints, self._table, self._tokens, self._logprobs
+        self._hosts = [_Host(buffers, self.asynchronous) for _ in range(2)]
+        self._graphs: dict[tuple[int, int, Kinds, int], Graph] = {}
         self._kept: list[object] = []
         self._storage: tuple[int, ...] = ()
         self._stores: list[Store] = []
@@ -166,6 +151,11 @@ class DecodeGraphs:
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
+
+    def serves(self, decode: int, prompts: int) -> bool:
+        """Whether a step with `decode` rows that decode, beside so many chunks of prompts, is
+        captured. A CPU computes both in one forward, which reads the weights once."""
+        return 0 < decode <= self.max_rows and (self.asynchronous or not prompts)
 
     def clear(self) -> None:
         """Drop all graphs, and the memory that they hold."""
@@ -190,10 +180,10 @@ class DecodeGraphs:
         while context < most:
             context *= 2
         context = min(context, self.longest)
-        key = (count, context, rows.kinds)
+        key = (count, context, rows.kinds, torch.get_num_threads())
         graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._captured(*key)
+        if graph is None and self.asynchronous:
+            graph = self._captured_on_padding(count, context, rows.kinds)
         host, self._hosts = self._hosts[0], self._hosts[::-1]
         self._fill(host, count, context, rows, which, positions, source)
         if source is not None:
@@ -201,10 +191,15 @@ class DecodeGraphs:
             # a token drawn from NaN may be any; the host stops there, and what is under way must
             # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
-        graph.replay()
-        host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
-        host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
-        host.record()
+        if graph is not None:
+            graph.replay()
+        else:
+            graph = self._captured(count, context, rows.kinds)
+        self._graphs[key] = graph
+        if self.asynchronous:
+            host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+            host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
+            host.record()
         self._padded += count - which.size
         return Launch(rows.slot[which], host)
 
@@ -225,6 +220,7 @@ class DecodeGraphs:
         self._padded = 0
 
     def _captured(self, count: int, context: int, kinds: Kinds) -> Graph:
+        """A graph of a step over the buffers as they are."""
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
         tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
         settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
@@ -236,6 +232,17 @@ class DecodeGraphs:
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 
+        if len(self._graphs) >= MOST_KEPT:
+            self._graphs.clear()
+            self._kept.clear()
+        # made here, and kept: a longer context brings others, and would free these
+        self._kept += [self._transformer.rope_tables(layout), self._transformer.kv_scales]
+        graph = self._kind(next(iter(self._graphs.values()), None))
+        graph.capture(step)
+        return graph
+
+    def _captured_on_padding(self, count: int, context: int, kinds: Kinds) -> Graph:
+        """The same over padded rows, without effect."""
         counts = [
             (store.counts, store.counts.clone())
             for store in self._stores
@@ -243,11 +250,7 @@ class DecodeGraphs:
         ]
         last = self._tokens.clone()  # the step under way may have the inputs of the next
         self._pad(count, context)
-        graph = self._kind(next(iter(self._graphs.values()), None))
-        graph.capture(step)
-        self._kept.append(
-            self._transformer.rope_tables
-        )  # a longer context would bring others, and free these
+        graph = self._captured(count, context, kinds)
         self._tokens.copy_(last)
         for now, before in counts:
             now.copy_(before)
@@ -283,25 +286,24 @@ class DecodeGraphs:
         positions: Rows,
         source: Rows | None,
     ) -> None:
-        """Write a step's inputs, and send them to the buffers that graphs read from."""
+        """Write a step's inputs to where graphs read them, through the host's memory."""
         host.wait()
-        real, pages = which.size, self._pages(context)
-        ints, table = host.ints[: _INTS * count], host.table[: count * pages]
-        tokens, position, slots = ints.numpy()[: 3 * count].reshape(3, count)
-        keys = ints.numpy()[3 * count : 7 * count].reshape(count, 4)
-        page_table = table.numpy().reshape(count, pages)
-        settings = ints.numpy()[7 * count :].view(np.float64).reshape(count, 4)
-        tokens[:real] = rows.token[which] if source is None else source
-        tokens[real:] = 0 if source is None else self.max_rows
-        position[:real], position[real:] = positions, 0
-        slots[:real], slots[real:] = (
-            rows.slots_at(which, positions),
-            self.spare_page * self.page_size,
-        )
-        keys[:real], keys[real:] = rows.key[which], 0
-        keys[:real, 3] += source is not None
-        settings[:real], settings[real:] = rows.settings[which], NEUTRAL
+        real, pages, more = which.size, self._pages(context), source is not None
+        to = host.inputs(count, pages)
+        to.tokens[:real] = rows.token[which] if source is None else source
+        to.positions[:real] = positions
+        to.slots[:real] = rows.slots_at(which, positions)
+        to.keys[:real] = rows.key[which]
+        to.keys[:real, 3] += more
+        to.settings[:real] = rows.settings[which]
         width = min(rows.table.shape[1], pages)
-        page_table[:real, :width], page_table[real:] = rows.table[which, :width], self.spare_page
-        self._ints[: ints.numel()].copy_(ints, non_blocking=True)
-        self._table[: table.numel()].copy_(table, non_blocking=True)
+        to.table[:real, :width] = rows.table[which, :width]
+        if real < count:
+            to.tokens[real:] = self.max_rows if more else 0
+            to.positions[real:], to.keys[real:], to.settings[real:] = 0, 0, NEUTRAL
+            to.slots[real:] = self.spare_page * self.page_size
+            to.table[real:] = self.spare_page
+        if self.asynchronous:
+            ints, table = _INTS * count, count * pages
+            self._ints[:ints].copy_(host.ints[:ints], non_blocking=True)
+            self._table[:table].copy_(host.table[:table], non_blocking=True)

@@ -52,6 +52,8 @@ class OpenGroups:
         self._engine = engine
         self._places: dict[Request, int] = {}
         self._groups: dict[int, list[Completion]] = {}
+        self._asked: dict[int, tuple[Request, ...]] = {}
+        self._sizes: dict[int, int] = {}
         self.completed = 0  # completions
 
     def __enter__(self) -> "OpenGroups":
@@ -67,9 +69,12 @@ class OpenGroups:
     def places(self) -> Collection[int]:
         return self._groups.keys()
 
-    def add(self, place: int, request: Request) -> None:
-        """A request that was submitted."""
-        self._places[request], self._groups[place] = place, []
+    def add(self, place: int, *requests: Request, known: Sequence[Completion] = ()) -> None:
+        """Requests that were submitted, whose completions are a group with those that are
+        `known`."""
+        self._places |= dict.fromkeys(requests, place)
+        self._asked[place], self._groups[place] = requests, list(known)
+        self._sizes[place] = len(known) + sum(request.sampling.n for request in requests)
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """One step of the engine: (place, completions in their order) of the groups that it
@@ -79,17 +84,23 @@ class OpenGroups:
         for request, completion in finished:
             place = self._places[request]
             self._groups[place].append(completion)
-            if len(self._groups[place]) == request.sampling.n:
-                del self._places[request]
+            if len(self._groups[place]) == self._sizes[place]:
                 whole.append(place)
-        found = [(place, self._groups.pop(place)) for place in sorted(whole)]
+        found = [(place, self._taken(place)) for place in sorted(whole)]
         for _, group in found:
             group.sort(key=lambda completion: completion.sample_index)
         return found
 
     def drop(self, places: Collection[int]) -> None:
         """Cancel what is open of these."""
-        for request, place in list(self._places.items()):
-            if place in places:
+        for place in [place for place in self._groups if place in places]:
+            for request in self._asked[place]:
                 self._engine.cancel(request)
-                del self._places[request], self._groups[place]
+            self._taken(place)
+
+    def _taken(self, place: int) -> list[Completion]:
+        """What there is of a place, which is forgotten here."""
+        for request in self._asked.pop(place):
+            del self._places[request]
+        del self._sizes[place]
+        return self._groups.pop(place)

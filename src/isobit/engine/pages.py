@@ -3,8 +3,10 @@
 A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a
 reference to each page of its table. A page is free exactly when nobody holds it. A full page may be
 remembered by its tokens and by all that come before them; then it stays as it is while it is free,
-until no other page is, and whoever has the same tokens so far may share it. Of the free pages those
-that are remembered go last, the least recently used first.
+until no other page is, and whoever has the same tokens so far may share it. A page that is partly
+full may be remembered too; one who has the same tokens so far takes it while it is free, and goes
+on in it, so the next turn of a conversation computes nothing of the last one again. Of the free
+pages those that are remembered go last, the least recently used first.
 
 A page is remembered under its own tokens and the entry of the page before it, or a root that says
 what else its contents depend on. Entries are compared and not hashed to numbers, so two prompts are
@@ -19,10 +21,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from isobit.model import ModelConfig
 
+CACHE_BYTES = 2 << 30
+DEFAULT_PAGES = 512
+GPU_FRACTION = 3  # of free memory: a third for rollouts, one of the rest for an evaluation
 _PAGE, _PAGE_WITH_STATES = 16, 256
 
 
@@ -41,12 +47,20 @@ def cache_pages(each: int, sequences: int, most_sequences: int, most_pages: int)
     return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
 
 
+def most_cache_bytes(device: torch.device, reserved: int) -> int:
+    """Bytes of keys and values that an engine takes without being told to."""
+    if device.type != "cuda":
+        return CACHE_BYTES
+    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION
+
+
 class PagePool:
     """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order,
-    so a run repeats itself."""
+    so a run repeats itself. `parts`: whether pages that are not full are remembered, which states
+    of linear attention do not allow."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, *, parts: bool = True) -> None:
+        self.num_pages, self.page_size, self._keeps_parts = num_pages, page_size, parts
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: dict[int, None] = {}  # free, and remembered; the least recently used first
@@ -99,12 +113,31 @@ class PagePool:
             before = self._entry_of[page][1]
         return found
 
+    def find_part(
+        self, root: Hashable, tokens: NDArray[np.int64], found: list[int]
+    ) -> tuple[int, int] | None:
+        """(page, how many tokens are in it) of the free page that is remembered of the most of these
+        tokens behind the pages `found`, and of nothing else."""
+        before, start = self._entry_of[found[-1]][1] if found else root, len(found) * self.page_size
+        rest = tokens[start : start + self.page_size - 1].astype(np.int32).tobytes()
+        for size in range(len(rest), 0, -4):
+            page = self._page_of.get((before, rest[:size]))
+            if page in self._idle:
+                return page, size // 4
+        return None
+
+    def take_part(self, page: int) -> None:
+        """Hold a page that `find_part` has found, and forget what is in it: it is written to."""
+        self._forget(page)
+        self.references[page] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
+
     def remember(self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]) -> None:
-        """These pages hold these tokens, which are computed; the last, if it is not full, is left
-        out. Where another page is remembered for the same tokens, that one stays."""
+        """These pages hold these tokens, which are computed. Where another page is remembered for
+        the same tokens, that one stays."""
         before = root
         self.changes += 1
-        for part, page in zip(_parts(tokens, self.page_size), pages):
+        for part, page in zip(_parts(tokens, self.page_size, self._keeps_parts), pages):
             key = (before, part)
             if key not in self._page_of:
                 if page in self._entry_of:  # after a page that was forgotten
@@ -123,8 +156,11 @@ class PagePool:
 
     def _forgotten(self) -> int:
         page = next(iter(self._idle))
-        del self._idle[page], self._page_of[self._entry_of.pop(page)[0]]
+        self._forget(page)
         return page
+
+    def _forget(self, page: int) -> None:
+        del self._idle[page], self._page_of[self._entry_of.pop(page)[0]]
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference to each page, the last first; those that nobody holds any more become
@@ -170,13 +206,11 @@ class PagePool:
         )
 
 
-def _parts(tokens: NDArray[np.int64], page_size: int) -> Iterable[bytes]:
-    """The tokens of each full page."""
-    data = tokens.astype(np.int32).tobytes()
-    return (
-        data[i : i + 4 * page_size]
-        for i in range(0, tokens.size // page_size * 4 * page_size, 4 * page_size)
-    )
+def _parts(tokens: NDArray[np.int64], page_size: int, rest: bool = False) -> Iterable[bytes]:
+    """The tokens of each full page, and with `rest` those of the last."""
+    count = tokens.size if rest else tokens.size // page_size * page_size
+    data, step = tokens[:count].astype(np.int32).tobytes(), 4 * page_size
+    return (data[i : i + step] for i in range(0, len(data), step))
 
 
 def pages_needed(length: int, new_tokens: int, page_size: int) -> int:

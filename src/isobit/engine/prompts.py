@@ -4,6 +4,7 @@ answered."""
 from collections.abc import Mapping, Sequence
 
 from isobit.engine.pages import PagePool, pages_needed
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, brief
 from isobit.model.text.tokenizer import Tokenizer
 
@@ -75,6 +76,12 @@ def check_id(name: str, value: object) -> None:
     """Raise IsobitError for an id that does not fit into the sampling keys."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
         raise IsobitError(f"{name}: expected a whole number from 0 to 2**32 - 1, got {value!r:.80}")
+
+
+def check_sampling(sampling: object) -> None:
+    """Raise IsobitError for what is no `Sampling`."""
+    if not isinstance(sampling, Sampling):
+        raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")
 
 
 def new_token_limit(

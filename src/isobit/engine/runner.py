@@ -1,7 +1,7 @@
 """Computes the steps of a scheduler with the model: tokens, log-probabilities, copies of pages.
 
-Where decode steps are captured (`graphs.py`), the next one is launched before the tokens of this
-one are read, so the GPU does not wait for the host: a sequence that turns out to have ended, or was
+Where decode steps are captured on a GPU (`graphs.py`), the next one is launched before the tokens
+of this one are read, so it does not wait for the host: a sequence that turns out to have ended, or was
 cancelled, is then computed once more, in pages that nobody else has written yet, and that token is
 dropped. What would need a page taken back is not launched ahead. Chunks of prompts are computed
 eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
@@ -121,12 +121,14 @@ class Runner:
         if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
             launch = None if plan.drafts else self._launch(plan)
+            places = scheduler.rows.row_start[: plan.decode]
+        elif launch is not None:
+            places = launch.places(plan.sampled[: plan.decode])
         if plan.drafts:
             tokens, logprobs = self._with_drafts(plan)
         elif launch is None:
             tokens, logprobs = self._compute(plan)
         else:
-            places = launch.places(plan.sampled[: plan.decode])
             ahead = self._launch_ahead(plan, places)
             prompts = self._compute(plan.prompts)
             tokens, logprobs = _joined(launch.read(places), prompts)
@@ -234,7 +236,7 @@ class Runner:
         """The step's decoding rows as a captured step, where they can be."""
         if (
             self.graphs is None
-            or not plan.decode
+            or not self.graphs.serves(plan.decode + plan.num_drafted, len(plan.chunks))
             or self.routes is not None
             or not self.scheduler.may_be_captured
         ):
@@ -245,13 +247,15 @@ class Runner:
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
         way, unless it takes a decision."""
-        record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
-        going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if (
             self.graphs is None
+            or not self.graphs.asynchronous
             or self.scheduler.speculation is not None  # which waits for the tokens
             or not self.scheduler.may_be_captured
-            or not self.scheduler.look_ahead(plan, going)
         ):
+            return None
+        record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
+        going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
+        if not self.scheduler.look_ahead(plan, going):
             return None
         return self.graphs.launch(self.scheduler.rows, going, places[going])

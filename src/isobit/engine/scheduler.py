@@ -367,11 +367,11 @@ class Scheduler:
                 sequence, sequence.computed, stop, self._samples(sequence) if stop == length else ()
             )
 
-    def _admissible(self) -> list[int] | None:
-        """The pages that the oldest waiting sequence would share, or None where there is none or it
-        has to wait. Once refused, it waits for a page to be given back or remembered: until then it
-        finds no more, and running sequences only take pages. So a step costs nothing for its
-        length."""
+    def _admissible(self) -> tuple[list[int], tuple[int, int] | None] | None:
+        """The pages that the oldest waiting sequence would share, and the one that it would go on in
+        (`PagePool.find_part`); or None where there is none or it has to wait. Once refused, it
+        waits for a page to be given back or remembered: until then it finds no more, and running
+        sequences only take pages. So a step costs nothing for its length."""
         if not self.waiting or not self._room(0):
             return None
         sequence = self.waiting[0][1]
@@ -379,10 +379,11 @@ class Scheduler:
             return None
         length = self.length(sequence)
         # at least one token is computed, for there is one to draw after it
-        found = self.pages.find(self._root(sequence), self.tokens(sequence, 0, length - 1))
+        root, tokens = self._root(sequence), self.tokens(sequence, 0, length - 1)
+        found = self.pages.find(root, tokens)
         needed = -(-length // self.page_size) - len(found)
         if self._room(needed + self.pages.num_idle(found)):
-            return found
+            return found, self.pages.find_part(root, tokens, found)
         self._refused = sequence.number, self.pages.changes
         return None
 
@@ -395,13 +396,17 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Give the oldest waiting sequence pages for all its tokens, or None if it has to wait."""
-        found = self._admissible()
-        if found is None:
+        admissible = self._admissible()
+        if admissible is None:
             return None
+        found, part = admissible
         sequence = heappop(self.waiting)[1]
         length, cached = self.length(sequence), len(found) * self.page_size
         self.pages.share(found)
         self.stats.shared_pages += len(found)
+        if part is not None:
+            self.pages.take_part(part[0])
+            found, cached = [*found, part[0]], cached + part[1]
         sequence.pages = [*found, *self.pages.allocate(-(-length // self.page_size) - len(found))]
         sequence.computed = cached
         if sequence.slot < 0:

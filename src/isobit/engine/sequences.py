@@ -56,6 +56,11 @@ def added_seconds(left: Mapping[str, float], right: Mapping[str, float]) -> dict
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
+def clamped_fraction(clamped: int, written: int) -> dict[str, float]:
+    """The metric of these counts; empty where nothing was counted."""
+    return {"quant/kv_saturated_fraction": clamped / written} if written else {}
+
+
 @dataclass(eq=False)
 class RunningRequest:
     """An open request: a prompt, and those of its samples that have not ended. They sample at most

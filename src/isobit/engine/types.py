@@ -124,7 +124,9 @@ class EngineSize:
         int, at_least(1), "tokens of one forward; longer prompts are computed in parts"
     ] = 2048
     max_sequences: Annotated[int, at_least(1), "sequences that are decoded at the same time"] = 512
-    cuda_graphs: Annotated[bool, "capture decode steps as CUDA graphs; a CPU ignores it"] = True
+    cuda_graphs: Annotated[
+        bool, "capture decode steps: as CUDA graphs, or on a CPU as lists of calls in C++"
+    ] = True
     prefix_cache: Annotated[
         bool, "share pages between prompts that begin alike, until the weights change"
     ] = True
@@ -142,7 +144,9 @@ class Request:
     `sample_index`.
 
     `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so
-    far. `adapter`: the name of one that the model serves, None: the base alone."""
+    far. `resumes`: it goes on inside the answer itself, which a length limit has interrupted, so
+    its text and its stop strings begin where that did. `adapter`: the name of one that the model
+    serves, None: the base alone."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
@@ -150,6 +154,18 @@ class Request:
     sample_index: int
     extends: "Completion | None" = None
     adapter: str | None = None
+    resumes: bool = False
+
+    @property
+    def answered(self) -> list[int]:
+        """The tokens at the end of the prompt that the answer begins with."""
+        return self.extends.token_ids if self.resumes and self.extends is not None else []
+
+    @property
+    def asked(self) -> list[int]:
+        """The tokens in front of the answer."""
+        ids, answered = self.prompt_token_ids, self.answered
+        return ids[: len(ids) - len(answered)] if answered else ids
 
 
 @dataclass(frozen=True)
@@ -162,13 +178,14 @@ class Completion:
     under greedy decoding: the model's own, at temperature 1). After `Engine.continue_from` the
     given tokens are among `token_ids`: `completion_mask` is True for each sampled token and False
     for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last
-    turn's. `routes`, where the engine records them, are the experts that served prompt and
-    completion (`model/forward/moe.py`). `finish_reason` is "stop" (end of sequence or a stop
-    string) or "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for
-    them, are the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under
-    the same distribution, the likeliest first; tokens that it excludes are not among them, and a
-    given token has none. `episode`: what happened in a conversation with an environment. `forks`:
-    the places in `token_ids` where a context of its own begins, which sees nothing before it.
+    turn's. After `Engine.resume` `weights_version` is that of its newest tokens. `routes`, where
+    the engine records them, are the experts that served prompt and completion
+    (`model/forward/moe.py`). `finish_reason` is "stop" (end of sequence or a stop string) or
+    "length". `adapter` is the request's. `top_logprobs[t]`, where the request asks for them, are
+    the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under the same
+    distribution, the likeliest first; tokens that it excludes are not among them, and a given token
+    has none. `episode`: what happened in a conversation with an environment. `forks`: the places in
+    `token_ids` where a context of its own begins, which sees nothing before it.
     """
 
     prompt_id: int

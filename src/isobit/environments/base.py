@@ -61,7 +61,8 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """One call of a tool that was carried out: its seconds, and one line where it failed."""
+    """One call of a tool that was carried out: its seconds, and one line where it failed. Of calls
+    that an environment's own `step` answered: an equal part of its seconds, and its failure."""
 
     name: str
     seconds: float

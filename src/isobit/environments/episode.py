@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from isobit.data.dataset import Prompt
-from isobit.environments.base import Reply, Step, Turn
+from isobit.environments.base import Reply, Step, ToolUse, Turn
 from isobit.environments.home import Home, Late, Outcome
 from isobit.environments.kinds import Instance, Kind
-from isobit.environments.tools import Answer, answers, result_text, unparsed
-from isobit.errors import IsobitError
+from isobit.environments.tools import UNKNOWN, Answer, answers, result_text, unparsed
+from isobit.errors import IsobitError, brief
 from isobit.rewards.functions import LoadedFunction, MalformedResult, checked_values
 from isobit.workers.loading import last_line
 
@@ -107,25 +107,42 @@ class Episode:
         return Reply(self.key, Step(messages, done=over), uses, problem)
 
     async def _step(self, instance: Instance, turn: Turn) -> Reply:
-        """What an `Environment` says of a turn."""
+        """What an `Environment` says of a turn. What a call took is an equal part of the whole."""
+        began = asyncio.get_running_loop().time()
+
+        def uses(problem: str | None = None) -> tuple[ToolUse, ...]:
+            return self._uses(turn, asyncio.get_running_loop().time() - began, problem)
+
+        def failed(problem: str) -> Reply:
+            return replace(self._failed(problem), uses=uses(problem))
+
         try:
             outcome = await instance.home.run(partial(instance.value.step, turn), self._until())
         except Late as late:
             self.lost = instance.home.lost
-            return self._failed(f"step: no result in time: {late}")
+            return failed(f"step: no result in time: {late}")
         if outcome.error is not None:
-            return self._failed(f"step: {last_line(outcome.error, self.kind.file)}")
+            return failed(f"step: {last_line(outcome.error, self.kind.file)}")
         step = outcome.result
         if not isinstance(step, Step):
-            return self._failed(f"step returned {type(step).__name__}, expected a Step")
+            return failed(f"step returned {type(step).__name__}, expected a Step")
         values, wrong = checked_values([step.reward], 1)
         if wrong:
-            return self._failed(f"step: its reward {wrong[0]}")
+            return failed(f"step: its reward {wrong[0]}")
         self._reward = self._reward if values[0] is None else values[0]
         messages = tuple(
             {**each, "content": result_text(each.get("content", ""))} for each in step.messages
         )
-        return Reply(self.key, Step(messages, self._reward, step.done))
+        return Reply(self.key, Step(messages, self._reward, step.done), uses())
+
+    def _uses(self, turn: Turn, seconds: float, problem: str | None) -> tuple[ToolUse, ...]:
+        """The calls of a turn that an `Environment` answered, under the names of its tools."""
+        names = {each.get("function", each).get("name") for each in self.kind.schemas}
+        each = round(seconds / max(len(turn.calls), 1), 6)
+        return tuple(
+            ToolUse(brief(call.name) if call.name in names else UNKNOWN, each, problem)
+            for call in turn.calls
+        )
 
     async def finish(self, arguments: Mapping[str, Any], scorers: Sequence[Scorer]) -> Reply:
         """Its rewards: the environment's own, and those of the functions that ask for it. One that

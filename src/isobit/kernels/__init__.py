@@ -7,6 +7,7 @@ from isobit.kernels.copies import Copies
 from isobit.kernels.experts.definition import grouped_input_gradient
 from isobit.kernels.experts.scoring import Scoring, by_score, by_score_backward
 from isobit.kernels.gpu import computed_by, versions
+from isobit.kernels.layout import Keys, Layout
 from isobit.kernels.low_rank.definition import Factors
 from isobit.kernels.matrices import (
     Operand,
@@ -19,7 +20,7 @@ from isobit.kernels.matrices import (
     tensors_of,
     weight_of,
 )
-from isobit.kernels.ops import Activation, DeltaHeads, Heads, Keys, Layout, Ops
+from isobit.kernels.ops import Activation, DeltaHeads, Heads, Ops
 from isobit.kernels.product.definition import input_gradient
 from isobit.kernels.stores import KVStore, StateStore, Store
 from isobit.kernels.table import BACKENDS, get_ops, inference_engine_ops

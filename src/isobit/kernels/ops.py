@@ -1,21 +1,18 @@
-"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), and
-heads.
+"""The operators' signatures (`Ops`), and heads, which some of them take.
 
-A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is
-the place of one token's key and value: `page * page_size + offset`. Rollout and learner describe
-their work in these terms, so they call the same operators. Left out: operands of products
-(`matrices.py`), what is stored of earlier rows (`stores.py`), who owns the pages (`isobit.engine`)
-and the arithmetic (`reference`, `native`, `triton`).
+Rollout and learner call the same operators. Left out: rows in sequences (`layout.py`), operands of
+products (`matrices.py`), what is stored of earlier rows (`stores.py`), and the arithmetic
+(`reference`, `native`, `triton`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.copies import Copies
+from isobit.kernels.layout import Layout
 from isobit.kernels.matrices import Gradients, Operand, Prepared, Stacked
 from isobit.kernels.stores import KVStore, StateStore
 from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
@@ -29,98 +26,6 @@ Activation = Literal["silu", "gelu_pytorch_tanh", "swiglu_clamped", "sigmoid"]
 """That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x +
 0.044715·x³); or gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at
 most 7 from 0; or 1 / (1 + exp(-x)), which gates what attention gives."""
-
-
-@dataclass(frozen=True, eq=False)
-class Keys:
-    """The keys that sequences see, one sequence after the other, for a backward where rows are keys
-    of several: those of sequence s are `start[s]` to `start[s + 1]`, [S+1] int64, and each is a
-    copy of the row that stored it."""
-
-    start: Tensor
-    copies: Copies
-
-    def to(self, device: torch.device) -> "Keys":
-        """The same with its tensors on `device`."""
-        return Keys(self.start.to(device, non_blocking=True), self.copies.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the rows of a batch stand: T rows of S sequences over P pages each.
-
-    row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64:
-    position of its first row, that is how many keys are stored before. page_table [S, P] int32.
-    positions, slots [T] int64: of every row. max_rows, max_keys: the most rows of a sequence, and
-    the most keys that one of its rows sees. num_slots: slots that a store must have to hold every
-    page of the table. These three are on the host, so reading them never waits for a GPU. `keys`:
-    of a learner's sequences that share rows; None where each has its own.
-    """
-
-    row_start: Tensor
-    context: Tensor
-    page_table: Tensor
-    page_size: int
-    positions: Tensor
-    slots: Tensor
-    max_rows: int
-    max_keys: int
-    num_slots: int
-    keys: Keys | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self.positions.shape[0]
-
-    def to(self, device: torch.device) -> "Layout":
-        """The same with its tensors on `device`; itself, if they are there."""
-        if self.positions.device == device:
-            return self
-        names = ("row_start", "context", "page_table", "positions", "slots")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved, keys=None if self.keys is None else self.keys.to(device))
-
-    @property
-    def key_start(self) -> Tensor:
-        """Where the keys of each sequence begin among those of all, [S+1] int64; without `keys`
-        they are its rows."""
-        return self.row_start if self.keys is None else self.keys.start
-
-    @property
-    def key_slots(self) -> Tensor:
-        """The slots of all sequences' keys [K] int64, for a backward."""
-        return self.slots if self.keys is None else self.slots[self.keys.copies.index]
-
-    @staticmethod
-    def build(
-        lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int
-    ) -> "Layout":
-        """Rows of sequences: `lengths[s]` new ones after `contexts[s]` stored ones, in pages
-        `page_table` [S, P]."""
-        length = torch.tensor(lengths, dtype=torch.int64)
-        context = torch.tensor(contexts, dtype=torch.int64)
-        row_start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(length, 0, out=row_start[1:])
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), length)
-        positions = torch.arange(int(row_start[-1])) - row_start[sequence] + context[sequence]
-        pages = page_table.long()[sequence, positions // page_size]
-        slots = pages * page_size + positions % page_size
-        max_keys = max((rows + before for rows, before in zip(lengths, contexts)), default=0)
-        num_slots = (int(page_table.max()) + 1) * page_size if page_table.numel() else 0
-        sizes = (max(lengths, default=0), max_keys, num_slots)
-        return Layout(row_start, context, page_table.int(), page_size, positions, slots, *sizes)
-
-    @staticmethod
-    def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
-        """The learner's layout: whole sequences one after the other, each in its own contiguous
-        pages."""
-        pages = [-(-length // page_size) for length in lengths]
-        first = torch.cumsum(torch.tensor([0, *pages[:-1]]), 0)
-        table = first.unsqueeze(1) + torch.arange(max(pages, default=0)).unsqueeze(0)
-        table = torch.where(
-            torch.arange(table.shape[1]) < torch.tensor(pages).unsqueeze(1), table, 0
-        )
-        return Layout.build(lengths, [0] * len(lengths), table.int(), page_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,6 +263,13 @@ class Ops(Protocol):
         where the weights exp(score - peak), once they are summed, are rounded to it before they
         meet the values (`kernels/attention/probabilities.py`)."""
 
+    def attention_quantized(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
+        sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, name: str, keep: bool,
+    ) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
+        """(out, out as a matrix [T, H D] quantized, lse) of `attention`: the bits of the two
+        operators in turn. Without `keep` out is None."""
+
     def attention_backward(
         self,
         dout: Tensor,
@@ -418,6 +330,11 @@ class Ops(Protocol):
 
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient of gate_up [T, 2I]."""
+
+    def gate_mul_backward_quantized(
+        self, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, QTensor]:
+        """`gate_mul_backward`, by `quantize_both_ways`: the bits of the two operators in turn."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C];

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Factors, Ops, Stacked, StoredWeight
-from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import (
     Attention,
@@ -43,6 +43,7 @@ class Sources:
     masters: Mapping[str, Tensor]
     adapter: Adapter | None = None
     leaves: Mapping[str, Tensor] = field(default_factory=dict)
+    _stacks: dict[str, tuple[Stacked, Stacked]] = field(default_factory=dict)
 
     def leaf(self, master: Tensor) -> Tensor:
         """That through which the gradient of a master returns."""
@@ -55,20 +56,34 @@ class Sources:
         return packed_fp4.packed(quantized, master.detach()) if frozen else quantized
 
     def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
-        """The adapters of a weight, their working factors in the compute format."""
-
-        def factor(name: str) -> Weight:
-            working = self.leaves[name].detach().to(flow.compute.dtype, copy=True)
-            return Weight(name, self.leaves[name], working, None, None)
-
+        """The adapters of a weight, their working factors in the compute format; experts are asked
+        for in their order."""
         if self.adapter is None:
             return ()
-        return tuple(
-            LowRank(
-                factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale
-            )
-            for one in self.adapter.of(name)
+        dtype = flow.compute.dtype
+        return tuple(self._factors_of(one, self.adapter, dtype) for one in self.adapter.of(name))
+
+    def _factors_of(self, one: Projection, adapter: Adapter, dtype: torch.dtype) -> LowRank:
+        values = [self.leaves[name].detach() for name in one.masters]
+        expert, together = one.expert, None
+        if expert is None:
+            working = [each.to(dtype, copy=True) for each in values]
+        else:
+            group, number = expert
+            if number == 0:  # of these uses, which share it
+                count = adapter.experts[group]
+                sizes = [(count, *each.shape) for each in values]
+                empty = [each.new_empty(s, dtype=dtype) for each, s in zip(values, sizes)]
+                self._stacks[group] = Stacked(empty[0]), Stacked(empty[1])
+            together = self._stacks[group]
+            working = [each.data[number] for each in together]
+            for into, each in zip(working, values):
+                into.copy_(each)
+        a, b = (
+            Weight(name, self.leaves[name], each, None, None)
+            for name, each in zip(one.masters, working)
         )
+        return LowRank(a, b, one.lo, one.hi, adapter.scale, together)
 
 
 def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:

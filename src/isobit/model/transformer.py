@@ -101,7 +101,7 @@ class Transformer:
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
-        self._tables = make_tables(self._ropes, 0, config.head_dim, ops.device)
+        self._tables = self._tables_of(0)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
         sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
@@ -292,7 +292,7 @@ class Transformer:
             config=self.config,
             ops=ops,
             layout=layout,
-            tables=self._rope_tables(layout),
+            tables=self.rope_tables(layout),
             masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
@@ -363,14 +363,12 @@ class Transformer:
         ]
 
     def rollout_storage(self) -> tuple[int, ...]:
-        """The addresses of the rollout's working weights, from which a captured graph reads."""
+        """What says where the rollout's working weights are, from which a captured graph reads, and
+        which scales its queries have."""
         operands = (operand for _, operand, _ in self._working["rollout"].tensors())
-        return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
-
-    @property
-    def rope_tables(self) -> Tables:
-        """The present rotary tables; a forward with a longer context replaces them."""
-        return self._tables
+        weights = [tensor.data_ptr() for operand in operands for tensor in tensors_of(operand)]
+        scales = self._kv_scales if self.precision.calibrated_queries else None
+        return (*weights, *self._working["rollout"].packs(), id(scales))
 
     @property
     def head_rows(self) -> int:
@@ -463,14 +461,17 @@ class Transformer:
                 f"{self.weights_version}: call Engine.calibrate(prompts) after every sync"
             )
 
-    def _rope_tables(self, layout: Layout) -> Tables:
+    def rope_tables(self, layout: Layout) -> Tables:
+        """The present rotary tables; a forward with a longer context replaces them."""
         needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
-            self._tables = make_tables(
-                self._ropes, size, self.config.head_dim, layout.positions.device
-            )
+            self._tables = self._tables_of(size)
         return self._tables
+
+    def _tables_of(self, positions: int) -> Tables:
+        given, device = self.config, self.ops["learner"].device
+        return make_tables(self._ropes, positions, given.head_dim, given.max_positions, device)
 
 
 def head_rows(vocab_size: int, host: bool) -> int:

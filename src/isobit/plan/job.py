@@ -130,7 +130,9 @@ class Job:
     @property
     def completions_of_a_rank(self) -> int:
         """The most that a rank samples in a step: groups are not split."""
-        return 0 if self.sampled is None else -(-self.prompts // self.ranks) * self.group
+        if self.sampled is None:
+            return 0
+        return -(-self.sampled.prompts_under_way // self.ranks) * self.group
 
     @property
     def evaluated(self) -> int:

@@ -150,11 +150,19 @@ METRICS: dict[str, str] = {
     "router/differing_choices": "(token, layer) pairs for which the learner would choose other "
     "experts",
     "staleness/mean": "steps learned between the sampling of a completion and the learning from "
-    "it, mean",
+    "it, mean; of one that went on across updates, of its oldest token that is learned from",
     "staleness/max": "the largest of them",
-    "staleness/kl_k3": "mismatch/kl_k3 of the samples of older weights, which the mismatch "
+    "staleness/kl_k3": "mismatch/kl_k3 of the tokens of older weights, which the mismatch "
     "metrics leave out",
     "staleness/token_mult_prob_error": "mismatch/token_mult_prob_error of the same samples",
+    "partial/rounds": "rounds of at most partial.tokens_per_round tokens a completion that the step "
+    "took",
+    "partial/unfinished": "completions that the step left for the next one to go on with",
+    "partial/completions_fraction": "of the completions that were learned from, those that several "
+    "versions of the weights drew",
+    "partial/versions_max": "the most versions that drew one of them",
+    "partial/masked_fraction": "of their tokens, those older than partial.max_staleness, which no "
+    "loss was on",
     "replay/groups": "groups of the step that were learned from before",
     "replay/buffer_groups": "groups kept for replay",
     "sync/bytes": "weights sent to the rollout's engine; 0 where it shares the learner's storage",

@@ -45,13 +45,7 @@ class Snapshots:
         self._opened = count()
         self.present = ""
         """What the weights of the model itself are called, if they are trained: a name that is never
-        others'; empty: as they were read."""
-        self.alike = set[str]()
-        """Checkpoints that have the present weights."""
-
-    def changed(self, weights: str, alike: str | None = None) -> None:
-        """The model itself has other weights now: those of the checkpoint `alike`, if it is one."""
-        self.present, self.alike = weights, set() if alike is None else {alike}
+        others', also where they are saved and loaded again; empty: as they were read."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -125,7 +125,8 @@ def objective_of(
     config: Config, precision: Precision, reward_weights: Sequence[tuple[str, float]] = ()
 ) -> ResolvedObjective:
     """The config's algorithm, with `auto` resolved and what sampling and rewards decide."""
-    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
+    sampling, partial = config.sampling, config.partial.used
+    stale = bool(config.rollouts_ahead or config.replay.groups_per_step or partial)
     found = for_precision(config.algorithm, precision, stale=stale)
     return replace(
         found,

@@ -7,18 +7,19 @@ while the working weights are those that sampled: in one process before it learn
 samples beside it, when the batch has arrived. Then the learner has learned, and its working weights
 are still those of before, or are put back where a batch takes several updates. Which completions is
 drawn from the run's seed and the batch's first prompt, so they are the same ones in one process, in
-a fleet, at any number of ranks and after a resume. Nothing is changed, so no bit of a run depends
+a fleet, at any number of ranks and after a resume. Where completions go on across updates, those
+that a step leaves, whole or not, are sampled ahead too, and what is compared of them are the tokens
+of this step. Nothing is changed, so no bit of a run depends
 on it (tests/training/test_sampled_ahead.py). Left out: what a run does where bits differ
 (`learning.py`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from isobit.model.keeping import KeptWeights
-from isobit.rl import Sample
-from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl import Group, Sample
 from isobit.rl.learner.agreement import Compared
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.zero_advantage import drawn
@@ -36,9 +37,9 @@ class AheadCompared:
 
 
 class SampledAhead:
-    """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by
-    `seed`. `late`: batches arrive when the learner has learned, and with `keeps_weights` the
-    weights of before are kept until then."""
+    """Compares a `share` of what is sampled `ahead` steps before it is learned from, or, with
+    `partial`, of what a step leaves for later ones, chosen by `seed`. `late`: batches arrive when
+    the learner has learned, and with `keeps_weights` the weights of before are kept until then."""
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class SampledAhead:
         share: float,
         seed: int,
         ahead: int,
+        partial: bool,
         late: bool,
         keeps_weights: bool,
     ) -> None:
         self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
         self._share, self._seed = share, seed
-        self._ahead, self._late, self._keeps = ahead, late, keeps_weights
+        self._partial = partial
+        self._ahead, self._late, self._keeps = ahead > 0 or partial, late, keeps_weights
         self._version = 0
         self._kept: KeptWeights | None = None
 
@@ -83,26 +86,32 @@ class SampledAhead:
         return self._compare(took)
 
     def _compare(self, took: dict[str, float]) -> AheadCompared:
-        fresh = [(batch, self._fresh(batch)) for batch in self._state.queue]
+        fresh = [(groups, self._fresh(groups)) for groups in self._waiting()]
         tokens = sum(sample.num_trained for _, samples in fresh for sample in samples)
-        chosen = [sample for batch, samples in fresh for sample in self._chosen(batch, samples)]
+        chosen = [sample for groups, samples in fresh for sample in self._chosen(groups, samples)]
         if not chosen:
             return AheadCompared((), tokens)
         with self._meter.timed(took, "compare"), self._saver.broken_weights_end_the_run():
             return AheadCompared(self._learner.compare(chosen), tokens)
 
-    def _fresh(self, batch: StepBatch) -> list[Sample]:
-        """What the weights of this step have sampled: batches of older ones wait in the queue
-        too."""
-        samples = (sample for group in batch.groups for sample in group)
+    def _waiting(self) -> Iterator[Sequence[Group]]:
+        """What waits to be learned from."""
+        state = self._state
+        yield from (batch.groups for batch in state.queue)
+        if self._partial:
+            yield [*state.pending, *state.unfinished]
+
+    def _fresh(self, groups: Sequence[Group]) -> list[Sample]:
+        """What the weights of this step have sampled: what older ones did waits too."""
+        samples = (sample for group in groups for sample in group)
         return [
-            sample
+            sample.trained_from(sample.drawn[-1].start)
             for sample in samples
             if sample.weights_version == self._version and sample.num_trained
         ]
 
-    def _chosen(self, batch: StepBatch, samples: Sequence[Sample]) -> list[Sample]:
+    def _chosen(self, groups: Sequence[Group], samples: Sequence[Sample]) -> list[Sample]:
         if not samples:
             return []
-        count, first = math.ceil(self._share * len(samples)), batch.groups[0][0].prompt_index
+        count, first = math.ceil(self._share * len(samples)), groups[0][0].prompt_index
         return [samples[i] for i in drawn(range(len(samples)), count, self._seed, first)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.kernels import Activation
 from isobit.kernels.norms.triton import gate
-from isobit.kernels.quantize.triton import quantize
+from isobit.kernels.quantize.triton import quantize, quantize_both_ways
 from isobit.precision import E4M3, QTensor, QuantSpec
 
 from ..helpers import ACTIVATIONS, draw, same
@@ -184,3 +184,51 @@ def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activat
     assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), (
         "the control: one percent off"
     )
+
+
+@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradient_quantized_at_once_has_the_bits_of_both_in_turn(
+    scale: str, activation: Activation
+) -> None:
+    """Codes, scales, where these lie, and the padding behind the tokens; also of halves whose
+    blocks cross, and of one scale a row, which are left to the two. The control: another gradient
+    of one row, and gate and up exchanged."""
+    for rows, inner, granularity in (
+        (1, 128, "1x128"),
+        (131, 256, "1x128"),
+        (5, 200, "1x128"),
+        (3, 128, "row"),
+    ):
+        x, dh = drawn(rows, inner, torch.bfloat16), draw(1, rows, inner)
+        spec, raised = QuantSpec(E4M3, granularity, scale), flag()
+        given = dh.to(DEVICE), x.to(DEVICE)
+        found = gate.gate_mul_backward_quantized(activation, *given, spec, raised)
+        wanted = quantize_both_ways(gate.gate_mul_backward(activation, *given), spec, flag())
+        assert raised.item() == 0
+        for one, other in zip(found, wanted):
+            assert equal(one, host(other)), (rows, inner, granularity)
+            assert one.scale.stride() == other.scale.stride()
+            assert one.data.stride() == other.data.stride()
+        pitch = found[1].data.stride(0)
+        whole = found[1].data.view(torch.uint8).as_strided((2 * inner, pitch), (pitch, 1))
+        assert not bool(whole[:, rows:].any())
+        dh[rows - 1] *= 1.25
+        off = gate.gate_mul_backward_quantized(activation, dh.to(DEVICE), given[1], spec, flag())
+        assert not any(equal(one, host(other)) for one, other in zip(off, wanted))
+        turned = x.roll(inner, 1).to(DEVICE)
+        off = gate.gate_mul_backward_quantized(activation, given[0], turned, spec, flag())
+        assert not any(equal(one, host(other)) for one, other in zip(off, wanted))
+
+
+def test_a_gradient_that_is_no_number_sets_the_flag() -> None:
+    """Of its own block both ways, and of no other."""
+    x, dh = drawn(131, 128, torch.bfloat16), draw(1, 131, 128)
+    dh[130, 7] = float("nan")
+    raised = flag()
+    rows, tokens = gate.gate_mul_backward_quantized(
+        "silu", dh.to(DEVICE), x.to(DEVICE), QuantSpec(E4M3), raised
+    )
+    assert raised.item() == 1
+    assert host(rows).scale.isnan().nonzero().tolist() == [[130, 0], [130, 1]]
+    assert host(tokens).scale.isnan().nonzero().tolist() == [[7, 1], [135, 1]]

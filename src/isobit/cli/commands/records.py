@@ -30,13 +30,16 @@ _WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
 @dataclass
 class Records:
     """Of the steps that were asked for, by how many had been learned: whole samples by prompt and
-    sample, with their rows. `count`: all completions; `held`: those whose lines have the hash that
+    sample, with their rows; of one that went on across updates what there was of it. `count`: all
+    completions; `tokens` and `segments`: of all whole samples; `held`: those whose lines have the hash that
     the certificate has of them; `problems` in words."""
 
     chain: Chain | None
     samples: dict[int, dict[tuple[int, int], Sample]] = field(default_factory=dict)
     rows: dict[tuple[int, int, int], Mapping[str, Any]] = field(default_factory=dict)
     count: int = 0
+    tokens: int = 0
+    segments: int = 0
     held: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -108,12 +111,17 @@ def _take(
             continue
         if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
             found.problems.append(f"{where}: its prompt is not that of its group")
-        if sample.rollout_step in steps:
-            key = (sample.prompt_index, sample.sample_index)
-            found.samples.setdefault(sample.rollout_step, {})[key] = (
-                sample  # once, though it may be learned from again
-            )
-            found.rows[sample.rollout_step, sample.prompt_index, sample.sample_index] = row
+        if (problem := _segments_problem(sample, config)) is not None:
+            found.problems.append(f"{where}: {problem}")
+        found.tokens += len(sample.completion_ids)
+        found.segments += len(sample.drawn)
+        for segment in sample.drawn:
+            key, rolled = (sample.prompt_index, sample.sample_index), segment.rollout_step
+            if rolled in steps:
+                part = sample.until(segment) if config.partial.used else sample
+                found.samples.setdefault(rolled, {})[key] = part
+                # once, though it may be learned from again
+                found.rows[rolled, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
     for prompt, samples in groups.items():
         if sorted(samples) != list(range(size)):
@@ -143,6 +151,26 @@ def _sample(row: Mapping[str, Any]) -> Sample | None:
         return Sample.from_json(row)
     except (KeyError, TypeError, AssertionError):
         raise IsobitError("not a row of completions") from None
+
+
+def _segments_problem(sample: Sample, config: Config) -> str | None:
+    """What is wrong with where a completion was interrupted, or None: a step ends with whole
+    rounds, and later ones are of later steps."""
+    *interrupted, last = sample.drawn
+    budget = config.partial.tokens_per_round
+    if interrupted and not budget:
+        return "it has segments, and partial.tokens_per_round is 0"
+    for segment, after in zip(interrupted, [*interrupted[1:], last]):
+        if (segment.stop - segment.start) % budget:
+            return (
+                f"its segment of step {segment.rollout_step} has {segment.stop - segment.start} "
+                f"tokens, and a round has {budget} (partial.tokens_per_round)"
+            )
+        if segment.rollout_step >= after.rollout_step:
+            return (
+                f"its segment of step {after.rollout_step} follows one of a step that is not older"
+            )
+    return None
 
 
 def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:

@@ -4,9 +4,11 @@ bit, and whether what it recorded is all there.
 A rollout is a function of the weights, the prompt, the seed and a token's place. So a checkpoint,
 which has the weights after n steps, draws again every completion that was sampled after n steps,
 with every log-probability, its text, and how it ended; whoever gets a run can ask that of it
-without trusting whoever made it. Completions of steps whose checkpoint is gone are held by the
-certificate's chain of hashes alone, and so are rewards, which are not computed again
-(`records.py`). Left out: the learning, which `isobit train --from-rollouts` repeats.
+without trusting whoever made it. Of a completion that went on across updates the segments are drawn
+again whose weights are there, each after the tokens before it. Completions of steps whose
+checkpoint is gone are held by the certificate's chain of hashes alone, and so are rewards, which
+are not computed again (`records.py`). Left out: the learning, which `isobit train --from-rollouts`
+repeats.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +21,10 @@ import numpy as np
 
 from isobit.cli.commands.records import Records, checkpoint_problem, read_records
 from isobit.config import Config, load_run_config
+from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, RunFailed, brief
 from isobit.evaluation.best import DESCRIPTION
 from isobit.evaluation.progress import ProgressLine
@@ -29,11 +32,13 @@ from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.precision import precision_from
 from isobit.rl import Sample
+from isobit.rl.algorithm.partial import unfinished
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
+from isobit.training.rollouts.partial import completion_of
 from isobit.training.running.machine import date_of
 from isobit.training.saving.certificate import of_weights
 from isobit.training.session.assembly import base_of, rollout_sampling, sized_engine
@@ -94,8 +99,15 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     if failed:
         raise RunFailed(f"{run}: not what was recorded, in {len(failed)} places: {failed[0]}")
     print(_held(records))
+    what, total = "completions", records.count
+    if config.partial.used:
+        what, total = "segments of completions", records.segments
+        print(
+            f"{records.tokens - tokens:,} of {records.tokens:,} tokens were drawn by weights that no "
+            "checkpoint here has: the certificate alone holds these"
+        )
     print(
-        f"{run}: {drawn:,} of {records.count:,} completions were drawn again, and 0 of their "
+        f"{run}: {drawn:,} of {total:,} {what} were drawn again, and 0 of their "
         f"{tokens:,} tokens differ in any bit: these weights sampled what is recorded"
     )
 
@@ -146,7 +158,7 @@ def _checkpoint(
 ) -> tuple[Compared, list[str]]:
     """What a checkpoint draws again, and what else is wrong with it."""
     step = checkpoints.step_of(checkpoint)
-    tokens = sum(len(s.completion_ids) for s in samples)
+    tokens = sum(map(_size, samples))
     chain = records.chain
     if (damage := checkpoints.damage(checkpoint)) is not None:
         line = f"checkpoint {checkpoint} is damaged: {damage}"
@@ -196,7 +208,8 @@ def _draw_again(
             )
         }
     facts = computed_by(model.ops) | {"formats": model.precision.formats()}
-    found = replace(compared(samples, drawn), other=unlike(run, config, facts))
+    most = config.sampling.max_new_tokens if config.partial.used else 0
+    found = replace(compared(samples, drawn, most), other=unlike(run, config, facts))
     for sample in samples if found.first is None else ():
         row = records.rows[step, sample.prompt_index, sample.sample_index]
         if (problem := _text_problem(row, model)) is not None:
@@ -219,6 +232,9 @@ def _drawn(
     sampling = rollout_sampling(config)
     count = len(prompts) * sampling.n
     engine = sized_engine(config, model, list(prompts.values()), count)
+    if config.partial.used:
+        yield from _segments(engine, sampling, samples, progress)
+        return
     if all(sample.episode is None for sample in samples):
         told = lambda _, done: progress(done, count)  # noqa: E731
         for group in engine.generate(list(prompts.values()), sampling, list(prompts), told):
@@ -234,6 +250,39 @@ def _drawn(
             for _, group in gathering.step():
                 yield from group
             progress(gathering.completed, count)
+
+
+def _segments(
+    engine: Engine,
+    sampling: Sampling,
+    samples: Sequence[Sample],
+    progress: Callable[[int, int], None],
+) -> Iterator[Completion]:
+    """Of completions that may have gone on across updates, what there was of each after the last of
+    its segments: what is before that is given."""
+    most = sampling.max_new_tokens
+    with OpenGroups(engine) as gathering:
+        for place, sample in enumerate(samples):
+            last = sample.drawn[-1]
+            stop = last.stop if unfinished(sample, most) else most
+            one = replace(sampling, n=1, max_new_tokens=stop - last.start)
+            numbers = sample.prompt_index, sample.sample_index
+            if last.start:
+                before = completion_of(sample.until(sample.segments[-2]))
+                request = engine.resume(before, one)
+            else:
+                request = engine.submit(list(sample.prompt_ids), one, *numbers)
+            gathering.add(place, request)
+        while gathering:
+            for _, drawn in gathering.step():
+                yield from drawn
+            progress(gathering.completed, len(samples))
+
+
+def _size(sample: Sample) -> int:
+    """Tokens that are drawn again: those of the newest segment."""
+    last = sample.drawn[-1]
+    return last.stop - last.start
 
 
 def _recorded(config: Config, sample: Sample) -> dict[str, Any]:
@@ -254,21 +303,24 @@ def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
     return None
 
 
-def compared(samples: Sequence[Sample], drawn: Mapping[tuple[int, int], Completion]) -> Compared:
-    """Recorded samples beside what was drawn, by prompt and sample."""
+def compared(
+    samples: Sequence[Sample], drawn: Mapping[tuple[int, int], Completion], most: int = 0
+) -> Compared:
+    """Recorded samples beside what was drawn, by prompt and sample. `most`: tokens of a completion;
+    one with fewer that says that it is truncated was interrupted."""
     tokens = differing = 0
     first = None
     for sample in samples:
-        tokens += len(sample.completion_ids)
+        tokens += _size(sample)
         again = drawn.get((sample.prompt_index, sample.sample_index))
         where = f"prompt {sample.prompt_index}, sample {sample.sample_index}"
         if again is None:
-            differing = differing + len(sample.completion_ids)
+            differing = differing + _size(sample)
             first = first or f"{where}: no such sample is drawn"
             continue
         count, what = _tokens_differ(sample, again)
         differing += count
-        what = what or _ending_differs(sample, again)
+        what = what or _ending_differs(sample, again, most)
         first = first or (what and f"{where}, {what}")
     return Compared(len(samples), tokens, differing, first)
 
@@ -286,13 +338,13 @@ def _tokens_differ(sample: Sample, again: Completion) -> tuple[int, str | None]:
     return count, f"token {place}: recorded {recorded}, drawn {_said(ids, logprobs, place)}"
 
 
-def _ending_differs(sample: Sample, again: Completion) -> str | None:
+def _ending_differs(sample: Sample, again: Completion, most: int) -> str | None:
     """What differs where the tokens do not."""
     if list(sample.prompt_ids) != list(again.prompt_token_ids):
         return "its prompt: recorded other tokens than those that its group was drawn with"
     if sample.truncated != (again.finish_reason == "length"):
         return f"truncated: recorded {sample.truncated}, drawn {again.finish_reason == 'length'}"
-    if sample.completion != again.text:
+    if sample.completion != again.text and not unfinished(sample, most):
         return f"its text: recorded {sample.completion[:60]!r}, drawn {again.text[:60]!r}"
     if sample.forks != again.forks:
         return f"forks: recorded {sample.forks}, drawn {again.forks}"

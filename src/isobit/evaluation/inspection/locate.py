@@ -28,11 +28,12 @@ _PLACES = {
     "gate_mul": "gate",
     "attention_inputs": "attention",
     "attention": "attention",
+    "attention_quantized": "attention",
     "short_convolution": "convolution",
     "delta_rule": "delta rule",
     "sum_of_rows": "experts",
 }
-"""The operators that are watched, with their place in the layer if no argument names it."""
+"""The operators that are watched, with their place in the layer if it is not that of a weight."""
 _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 
@@ -108,8 +109,9 @@ class _Summing(Watching):
     def _place(self, operator: str, arguments: Sequence[object]) -> str:
         known = [self._names[id(a)] for a in arguments if id(a) in self._names]
         known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
-        place = known[0] if known else f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")
-        return f"{place}, operator {operator}"
+        if _PLACES[operator] or not known:
+            known = [f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")]
+        return f"{known[0]}, operator {operator}"
 
 
 def _packed(

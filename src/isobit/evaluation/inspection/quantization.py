@@ -70,6 +70,8 @@ class _Measuring(Watching):
     rms_norm_quantized = Composed.rms_norm_quantized
     gate_mul_quantized = Composed.gate_mul_quantized
     quantize_both_ways = Composed.quantize_both_ways
+    gate_mul_backward_quantized = Composed.gate_mul_backward_quantized
+    attention_quantized = Composed.attention_quantized
     attention_inputs = Composed.attention_inputs
 
     def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], layer: int) -> None:

@@ -5,6 +5,7 @@
 // row depends on positions only, so neither batch, nor chunk, nor page changes a bit. With a window a task begins at the
 // block of its first row's lowest key: slots, scores and factors are those of the keys from `base` on.
 #include "attention/attention_rows.h"
+#include "native/replay.h"
 
 #include <vector>
 
@@ -241,3 +242,4 @@ EXPORT void isobit_attention(const Attention* arguments) {
         }
     });
 }
+REPLAYED(isobit_attention)

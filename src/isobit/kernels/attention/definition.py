@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.attention.probabilities import lane_sum, uncertain, weigh
-from isobit.kernels.ops import Layout
+from isobit.kernels.layout import Layout
+from isobit.kernels.ops import Ops
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import UNIT, norm_bound, tree_sum, undecided
 from isobit.kernels.stores import KVStore
-from isobit.precision import Format
+from isobit.precision import Format, QTensor, QuantSpec
 
 _PIECE_ROWS = 256
 _BATCH_ELEMENTS = (
@@ -364,3 +365,12 @@ def sinks_backward(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     rows = zip(dout.split(_SINK_ROWS), out.split(_SINK_ROWS))
     inner = torch.cat([(gradient.double() * values.double()).sum(-1) for gradient, values in rows])
     return -(torch.exp(sinks.double() - lse.double()) * inner).sum(0).float()
+
+
+def attention_quantized(
+    ops: Ops, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
+    sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, name: str, keep: bool,
+) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
+    """As `Ops.attention_quantized`: the two operators in turn."""
+    out, lse = ops.attention(q, store, layout, scale, window, sinks, probabilities)
+    return out if keep else None, ops.quantize(out.flatten(1), spec, name), lse

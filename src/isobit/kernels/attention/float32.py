@@ -38,8 +38,8 @@ from torch import Tensor
 from isobit.kernels.attention.definition import assert_whole
 from isobit.kernels.attention.probabilities import to_e4m3
 from isobit.kernels.codes import decode
+from isobit.kernels.layout import Layout
 from isobit.kernels.norms.float32 import CHAIN, HEAD_LANES, blocked_sum, dot, exp, fma, log, tree
-from isobit.kernels.ops import Layout
 from isobit.kernels.stores import KVStore
 from isobit.precision import INT8, Format
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from isobit.kernels.attention.definition import assert_whole
 from isobit.kernels.attention.probabilities import boundaries
+from isobit.kernels.layout import Layout
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, pointer
-from isobit.kernels.ops import Layout
 from isobit.kernels.stores import KVStore
 from isobit.precision import Format, QuantSpec
 

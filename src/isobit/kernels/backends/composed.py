@@ -56,8 +56,10 @@ class Composed(Ops):
     rms_norm_quantized = norms.rms_norm_quantized
     rms_norm_backward_added = norms.rms_norm_backward_added
     gate_mul_quantized = norms.gate_mul_quantized
+    gate_mul_backward_quantized = norms.gate_mul_backward_quantized
     attention_inputs = heads.attention_inputs
     attention_inputs_backward = heads.attention_inputs_backward
+    attention_quantized = attention.attention_quantized
     sinks_backward = staticmethod(attention.sinks_backward)
 
     embedding_backward = staticmethod(head.embedding_backward)

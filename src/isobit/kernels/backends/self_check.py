@@ -26,8 +26,9 @@ from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.cache import CacheUnusable, cache_directory, unless_passed
 from isobit.kernels.gpu import versions
+from isobit.kernels.layout import Layout
 from isobit.kernels.matrices import Operand, values
-from isobit.kernels.ops import DeltaHeads, Layout, Ops
+from isobit.kernels.ops import DeltaHeads, Ops
 from isobit.kernels.optim.definition import round_stochastically
 from isobit.kernels.product.triton.plan import put_weights_first
 from isobit.kernels.stores import KVStore, StateStore

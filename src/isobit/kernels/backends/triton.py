@@ -30,10 +30,11 @@ from isobit.kernels.head import triton as head
 from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
 from isobit.kernels.heads.triton.forward import attention_inputs as head_inputs
+from isobit.kernels.layout import Layout
 from isobit.kernels.low_rank import definition as low_rank
 from isobit.kernels.matrices import Gradients, Operand, Prepared, by_rows, plain, weight_of
 from isobit.kernels.norms.triton import gate, norm
-from isobit.kernels.ops import Activation, Heads, Layout, Ops
+from isobit.kernels.ops import Activation, Heads, Ops
 from isobit.kernels.optim import triton as optim
 from isobit.kernels.product import definition as product_definition
 from isobit.kernels.product.triton import product as products
@@ -44,7 +45,7 @@ from isobit.kernels.quantize import triton as quantize_kernels
 from isobit.kernels.sampling import triton as sampling
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton.launch import Faults, target
-from isobit.precision import E4M3, INT8, PackedFP4, Precision, QTensor, QuantSpec
+from isobit.precision import E4M3, INT8, Format, PackedFP4, Precision, QTensor, QuantSpec
 from isobit.precision import quantize as reference_quantize
 from isobit.precision.packed_fp4 import NVFP4
 
@@ -170,10 +171,24 @@ class TritonOps(Ops):
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         heads.kv_write(store, k, v, layout, self._flag_of(store))
 
+    def attention_quantized(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
+        sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, name: str, keep: bool,
+    ) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
+        return attention_kernels.attention_quantized(
+            q, store, layout, scale, window, sinks, probabilities, spec, self._faults.of(name), keep
+        )
+
     def gate_mul_quantized(
         self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
     ) -> QTensor:
         return gate.gate_mul_quantized(activation, gate_up, spec, self._faults.of(name))
+
+    def gate_mul_backward_quantized(
+        self, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, QTensor]:
+        flag = self._faults.of(name)
+        return gate.gate_mul_backward_quantized(activation, dh, gate_up, spec, flag)
 
     error_sums = staticmethod(quantize_definition.error_sums)
     prepare = staticmethod(product_definition.prepare)

@@ -1,6 +1,7 @@
 // The short convolution of linear attention and its SiLU (kernels/delta/definition.py), and its gradients: a strip of channels
 // through all rows, with the last rows that the convolution sees at hand.
 #include "delta/delta.h"
+#include "native/replay.h"
 
 namespace {
 
@@ -155,6 +156,7 @@ EXPORT void isobit_short_convolution(const Sequences* sequences, int64_t kind, c
     const Convolution g{*sequences, weight, channels, width};
     FOR_KIND(kind, convolve(g, (const T*)x, (T*)stored, (T*)y, threads))
 }
+REPLAYED(isobit_short_convolution)
 
 // Of whole sequences.
 EXPORT void isobit_short_convolution_backward(const Sequences* sequences, int64_t kind, const void* dy, const void* x,

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isobit.kernels.layout import Layout
 from isobit.kernels.norms.float32 import HEAD_LANES, dot, exp, fma, log
-from isobit.kernels.ops import DeltaHeads, Layout
+from isobit.kernels.ops import DeltaHeads
 from isobit.kernels.stores import StateStore
 
 ORDER = "delta32-v1"

@@ -3,6 +3,7 @@
 // The columns of a state are independent of one another. So a few of them, which a core's nearest cache holds, go through
 // many tokens, and then the next ones; and bits do not depend on how many go together, nor on the number of threads.
 #include "delta/delta.h"
+#include "native/replay.h"
 
 namespace {
 
@@ -154,3 +155,4 @@ void delta_rule(const DeltaRule& g, const Sequences& sequences) {
 EXPORT void isobit_delta_rule(const Sequences* sequences, const DeltaRule* arguments) {
     FOR_KIND(arguments->kind, delta_rule<T>(*arguments, *sequences))
 }
+REPLAYED(isobit_delta_rule)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.delta import definition as delta
+from isobit.kernels.layout import Layout
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.interface import (
     PLAIN,
@@ -17,7 +18,7 @@ from isobit.kernels.native.interface import (
     SequenceArguments,
     pointer,
 )
-from isobit.kernels.ops import DeltaHeads, Layout
+from isobit.kernels.ops import DeltaHeads
 from isobit.kernels.stores import StateStore
 
 

@@ -75,18 +75,19 @@ def grouped_product(
     )
 
 
-def grouped_input_gradient(ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor) -> Tensor:
-    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in dy's type."""
+def grouped_input_gradient(
+    ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor, out: torch.dtype | None = None
+) -> Tensor:
+    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`, or dy's type."""
+    out = out or dy.dtype
     if weights.common is None:
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
-        return ops.grouped_product(dy, whole.transpose(), offsets, dy.dtype)
+        return ops.grouped_product(dy, whole.transpose(), offsets, out)
     count, rows, inner = weights.shape
     parts = (
         Stacked(weights.values(columns=some).to(dy.dtype)) for some in panels(inner, count * rows)
     )
-    return torch.cat(
-        [ops.grouped_product(dy, part.transpose(), offsets, dy.dtype) for part in parts], 1
-    )
+    return torch.cat([ops.grouped_product(dy, part.transpose(), offsets, out) for part in parts], 1)
 
 
 def grouped_weight_gradient(

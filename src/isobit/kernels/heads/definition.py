@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
-from isobit.kernels.ops import Heads, Layout, Ops
+from isobit.kernels.layout import Layout
+from isobit.kernels.ops import Heads, Ops
 from isobit.kernels.stores import KVStore
 from isobit.precision import QuantSpec, nonfinite_message, quantize
 from isobit.precision.quantize import quantize_with_scale

@@ -4,6 +4,7 @@
 // tokens a stride apart.
 #include "heads/heads.h"
 
+#include "native/replay.h"
 #include "norms/norms.h"
 
 #include <atomic>
@@ -45,6 +46,7 @@ EXPORT void isobit_rotary(int64_t kind, const void* x, int64_t stride, const flo
     FOR_KIND(kind, rotary((const T*)x, stride, cosine, sine, positions, tokens, heads, dim, inverse ? -1.0f : 1.0f,
                           (T*)out, threads))
 }
+REPLAYED(isobit_rotary)
 
 // Keys or values in the cache: codes with a scale a token and head, or, where the scales are null, as they are.
 struct Cache {
@@ -98,6 +100,7 @@ EXPORT int64_t isobit_kv_write(int64_t kind, const void* k, const void* v, int64
                           write_all(values, (const T*)v, v_stride, slots, tokens))
     return !good;
 }
+REPLAYED(isobit_kv_write)
 
 // Heads of one token, each normed first if there are weights: padded ones, with room for a row as R and as T.
 template <class R, class T>
@@ -145,3 +148,4 @@ EXPORT int64_t isobit_head_inputs(const HeadInputs* arguments) {
     FOR_KIND(g.kind, good = (g.single ? make_inputs<float, T>(g) : make_inputs<double, T>(g)))
     return !good;
 }
+REPLAYED(isobit_head_inputs)

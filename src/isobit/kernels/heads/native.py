@@ -8,9 +8,10 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.kernels.heads import definition
+from isobit.kernels.layout import Layout
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.interface import KINDS, PLAIN, HeadInputArguments, pointer
-from isobit.kernels.ops import Heads, Layout
+from isobit.kernels.ops import Heads
 from isobit.kernels.stores import KVStore
 from isobit.precision import E4M3, INT8, QuantSpec, nonfinite_message
 

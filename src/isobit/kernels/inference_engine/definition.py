@@ -20,9 +20,10 @@ from isobit.kernels.attention.definition import attend
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.codes import decode
 from isobit.kernels.heads import definition as head_inputs
+from isobit.kernels.layout import Layout
 from isobit.kernels.matrices import Operand, Prepared, by_rows, values, weight_of
 from isobit.kernels.norms.definition import bounded, gated, inner
-from isobit.kernels.ops import Activation, Heads, Layout, Ops, Temperature
+from isobit.kernels.ops import Activation, Heads, Ops, Temperature
 from isobit.kernels.sampling.definition import scaled
 from isobit.kernels.stores import KVStore
 from isobit.precision import BF16, Format, PackedFP4, QTensor, expand_scale

@@ -1,6 +1,7 @@
 // The row operators of a separate engine (kernels/inference_engine/definition.py) for BF16: float32 with a second rounding to BF16 between.
 //
 // Elementwise expressions are those of definition.py, rounding by rounding; the sum of squares has a fixed order of its own.
+#include "native/replay.h"
 #include "norms/norms.h"
 
 namespace {
@@ -47,6 +48,7 @@ EXPORT void isobit_separate_rms_norm(int64_t weight_kind, const uint16_t* x, con
         }
     });
 }
+REPLAYED(isobit_separate_rms_norm)
 
 // out = bf16(activation(gate)) · up.
 template <Activation A>
@@ -68,3 +70,4 @@ EXPORT void isobit_separate_gate_mul(int64_t activation, const uint16_t* gate_up
                                                : separate_gate_mul<SIGMOID>;
     run(gate_up, rows, inner, out, threads);
 }
+REPLAYED(isobit_separate_gate_mul)

@@ -3,10 +3,10 @@ here once.
 
 A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`), used where it was
 made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
-compiled into the user's cache, for this processor. Its file is named after sources, flags, compiler
-and processor, so another version builds anew and no stale one can be loaded. Left out: the
-commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags;
-`-DISOBIT_PORTABLE` leaves out all intrinsics.
+compiled into the user's cache, for this processor, which a line on stderr says. Its file is named
+after sources, flags, compiler and processor, so another version builds anew and no stale one can be
+loaded. Left out: the commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds
+flags; `-DISOBIT_PORTABLE` leaves out all intrinsics.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,9 @@ __all__ = [
     "origin",
     "prebuilt_here",
 ]
+
+_CPU_SECONDS = 50
+"""That compilers take for all files together, about."""
 
 
 def cache_directory() -> Path:
@@ -108,14 +112,23 @@ def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[st
 
 
 def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
-    """The library in `directory` that `program` makes of `sources`, now if not before. Raises
-    BuildFailed."""
+    """The library in `directory` that `program` makes of `sources`, now if not before; then stderr
+    says so, and what becomes of it where it fails. Raises BuildFailed."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
     general = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        compile_library(program, path, general, [], sources, extra)
+        about = max(10, 10 * round(_CPU_SECONDS / (os.cpu_count() or 1) / 10))
+        _say(f"compiling the operators for this processor (once, about {about} s)")
+        try:
+            compile_library(program, path, general, [], sources, extra)
+        except BuildFailed as error:
+            _say(
+                f"the operators were not compiled: {error}; without them PyTorch computes, many "
+                "times as slowly; the next start tries again"
+            )
+            raise
     return path
 
 
@@ -135,6 +148,11 @@ def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
     return unless_passed(
         cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0
     )
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # the first rank speaks for all
+        print(f"isobit: {line}", file=sys.stderr, flush=True)
 
 
 def _version(program: str) -> str:

@@ -208,7 +208,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_separate_gate_mul": (None, [_I, _P, _I, _I, _P, _I]),
     "isobit_square_sums": (None, [_P, _I, _I, _P, _I]),
     "isobit_round_stochastically": (None, [_P, _P, _I, _I, _I, _I, _I]),
-    "isobit_token_logprobs": (None, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
+    "isobit_replay": (_I, [_P, _I]),
+    "isobit_token_logprobs": (_I, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),
@@ -217,6 +218,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_delta_rule": (None, [_P, _P]),
     "isobit_delta_rule_backward": (None, [_P]),
 }
+OPERATORS = tuple(name for name in _SIGNATURES if name != "isobit_replay")
 
 
 def declare(lib: ctypes.CDLL) -> ctypes.CDLL:

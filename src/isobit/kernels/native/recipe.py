@@ -33,15 +33,16 @@ SOURCES = (
     "attention/attention.cpp", "attention/attention_backward.cpp",
     "delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp",
     "heads/heads.cpp", "inference_engine/inference_engine.cpp",
-    "low_rank/low_rank.cpp", "native/interface.cpp", "native/rows32.cpp", "native/threads.cpp", "norms/norms.cpp",
+    "low_rank/low_rank.cpp", "native/interface.cpp", "native/replay.cpp", "native/rows32.cpp",
+    "native/threads.cpp", "norms/norms.cpp",
     "optim/squares.cpp", "optim/stochastic.cpp",
     "product/ordered.cpp", "product/product.cpp", "quantize/quantize.cpp", "sampling/sampling.cpp",
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
     "attention/attention.h", "attention/attention_rows.h", "delta/delta.h", "heads/heads.h",
-    "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/self_test.h", "native/threads.h",
-    "native/tile.h", "native/vectors.h", "norms/norms.h",
+    "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/replay.h", "native/self_test.h",
+    "native/threads.h", "native/tile.h", "native/vectors.h", "norms/norms.h",
     "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
     "product/ordered_registers.h", "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip

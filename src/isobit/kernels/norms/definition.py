@@ -141,3 +141,10 @@ def gate_mul_quantized(
 ) -> QTensor:
     """As `Ops.gate_mul_quantized`: the two operators in turn."""
     return ops.quantize(ops.gate_mul(activation, gate_up), spec, name)
+
+
+def gate_mul_backward_quantized(
+    ops: Ops, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
+) -> tuple[QTensor, QTensor]:
+    """As `Ops.gate_mul_backward_quantized`: the two operators in turn."""
+    return ops.quantize_both_ways(ops.gate_mul_backward(activation, dh, gate_up), spec, name)

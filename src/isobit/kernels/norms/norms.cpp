@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "native/pointwise.h"
+#include "native/replay.h"
 #include "norms/norms.h"
 #include "native/tile.h"
 
@@ -42,6 +43,7 @@ EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t weight_kind, int64_t single
 #undef CALL
     return !good;
 }
+REPLAYED(isobit_rms_norm)
 
 // The mean of dy · w · n over a row, with n = s · rstd; products are float32.
 template <class T>
@@ -182,6 +184,7 @@ EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single,
 #undef CALL
     return !good;
 }
+REPLAYED(isobit_gate_mul)
 
 template <Activation A, bool Single, class T>
 static INLINE void gate_mul_backward_lanes(const T* dh, const T* gate, const T* up, T* dgate, T* dup) {

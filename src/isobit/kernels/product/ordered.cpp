@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "native/replay.h"
 #include "native/self_test.h"
 
 #if defined(__x86_64__)
@@ -164,6 +165,7 @@ EXPORT void isobit_ordered_pack(int64_t kind, const void* b, int64_t n, int64_t 
     else
         pack((const uint8_t*)b, n, k, row_stride, column_stride, (uint8_t*)out, threads);
 }
+REPLAYED(isobit_ordered_pack)
 
 EXPORT void isobit_ordered_product(const Product* arguments) {
     const Product& g = *arguments;
@@ -175,6 +177,7 @@ EXPORT void isobit_ordered_product(const Product* arguments) {
         run(g, row, row_end, panel, panel_end);
     });
 }
+REPLAYED(isobit_ordered_product)
 
 // Several products of one B each, such as those of experts: threads take panels of any of them, so that many small ones
 // keep all busy.

@@ -39,6 +39,9 @@ _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _DEPTH, _PANEL, _NARROW = 32, 16, 32
 """The last: that of low_rank.cpp."""
+_FEW_OF_CODES = 4
+"""Rows beside which AMX would decode for tiles that are empty for the most part: with one row the
+vectors take half of its time, with four as long."""
 
 
 def instruction_set(order: str) -> str:
@@ -159,7 +162,9 @@ class OrderedProducts:
             bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         )
         arguments = product_arguments(left, right, panels, bias, result)
-        arguments.isa, arguments.order = self._isa, self._order
+        few = _FEW_OF_CODES if isinstance(b, QTensor) else 1
+        arguments.isa = self._isa_of_few if left.shape[0] <= few else self._isa
+        arguments.order = self._order
         if isinstance(a, QTensor):
             arguments.scale_a[:] = grid(a)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_A

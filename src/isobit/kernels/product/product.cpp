@@ -4,6 +4,7 @@
 // Plain: products are exact in float64; each element is one chain of additions in ascending k. B is packed beforehand
 // into panels [N/16][K][16] of its own format, so that the inner loop reads it in order; A is decoded per call. Nibbles
 // are read as they are stored, 16 rows at a time: blocks of 16 along K against codes, values in float32 against plain A.
+#include "native/replay.h"
 #include "product/product.h"
 
 constexpr int64_t GROUP = 4;   // panels of B that are decoded together
@@ -21,6 +22,7 @@ EXPORT void isobit_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64
     if (kind == BF16) pack((const uint16_t*)b, n, k, row_stride, column_stride, (uint16_t*)out, threads);
     if (kind == FP32) pack((const float*)b, n, k, row_stride, column_stride, (float*)out, threads);
 }
+REPLAYED(isobit_pack)
 
 template <class T>
 static void decode_block(const T* a, int64_t rows, int64_t count, int64_t row_stride, int64_t column_stride,
@@ -153,3 +155,4 @@ EXPORT void isobit_product(const Product* arguments) {
         product_part(g, row, row_end, panel, panel_end);
     });
 }
+REPLAYED(isobit_product)

@@ -1,4 +1,5 @@
 // Quantization to E4M3 with block scales, back to bfloat16, and what is lost.
+#include "native/replay.h"
 #include "quantize/quantize.h"
 
 #include <atomic>
@@ -80,6 +81,7 @@ EXPORT int64_t isobit_quantize(int64_t kind, const void* x, int64_t rows, int64_
     return quantize((const float*)x, rows, columns, block_rows, block_columns, power_of_two, (uint8_t*)codes,
                     (float*)scales, threads);
 }
+REPLAYED(isobit_quantize)
 
 // E4M3 codes [rows, columns] under any scales, quantized again with one for each column of `block_rows` rows. Returns 1
 // if a value is infinite.
@@ -166,3 +168,4 @@ EXPORT void isobit_dequantize(const uint8_t* codes, int64_t rows, int64_t column
         }
     });
 }
+REPLAYED(isobit_dequantize)

@@ -27,7 +27,7 @@ INFINITY = tl.constexpr(0x7F800000)
 
 _TILES = {"1x128": (16, 128, 4), "128x1": (128, 64, 16), "128x128": (128, 128, 16)}
 """Rows and columns of a program's tile, and its warps: 16 to 32 elements a thread."""
-_BOTH_WARPS = 16
+BOTH_WARPS = 16
 """Of a tile of 128 x 128 that is quantized both ways."""
 _WIDEST = 16384
 _ALIGNED = 16  # bytes of the widest store
@@ -163,29 +163,45 @@ def _tiles(
         _save(found, data_ptr, down * HIGH, across * WIDE, rows, COLUMNS, x_ptr.dtype.element_ty)
 
 
+@triton.jit
+def save_both_ways(
+    x, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, down, across, rows, pitch,
+    COLUMNS: tl.constexpr, LIKE: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr,
+    UE8M0: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a float32 tile x [BLOCK, BLOCK], number (`down`, `across`) of [rows, COLUMNS]: codes with
+    a scale for each row, and, transposed, with one for each column; as `_tiles` makes them one
+    after the other of what is of type LIKE."""
+    first, start = down * BLOCK, across * BLOCK
+    i = tl.arange(0, BLOCK)
+    STEPS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    found = _by_rows(x, scale_ptr, flag_ptr, first + i, across, rows, STEPS, BESIDE, UE8M0)
+    _save(found, data_ptr, first, start, rows, COLUMNS, LIKE)
+    found = _by_columns(
+        x, turned_scale_ptr, flag_ptr, start + i, down, (rows + BLOCK - 1) // BLOCK, COLUMNS,
+        not TURNED_BESIDE, UE8M0,
+    )  # fmt: skip
+    _save_turned(found, turned_ptr, first, start, pitch, COLUMNS)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _both_ways(
     x_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, rows, stride, pitch,
     COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK, BLOCK] of x: codes with a scale for each row, and, transposed, with one for
-    each column; as `_tiles` makes them one after the other."""
+    """A tile [BLOCK, BLOCK] of x, `save_both_ways`."""
     ACROSS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     down, across = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS
-    first, start = down * BLOCK, across * BLOCK
     i = tl.arange(0, BLOCK)
-    row, column = first + i, start + i
+    row, column = down * BLOCK + i, across * BLOCK + i
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = first.to(tl.int64) * stride + i[:, None] * stride + column[None, :]
+    at = (down * BLOCK).to(tl.int64) * stride + i[:, None] * stride + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
-    found = _by_rows(x, scale_ptr, flag_ptr, row, across, rows, ACROSS, BESIDE, UE8M0)
-    _save(found, data_ptr, first, start, rows, COLUMNS, x_ptr.dtype.element_ty)
-    found = _by_columns(
-        x, turned_scale_ptr, flag_ptr, column, down, (rows + BLOCK - 1) // BLOCK, COLUMNS,
-        not TURNED_BESIDE, UE8M0,
+    save_both_ways(
+        x, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, down, across, rows, pitch,
+        COLUMNS, x_ptr.dtype.element_ty, BESIDE, TURNED_BESIDE, UE8M0, BLOCK,
     )  # fmt: skip
-    _save_turned(found, turned_ptr, first, start, pitch, COLUMNS)
 
 
 @triton.jit
@@ -314,19 +330,27 @@ def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTenso
     turn; for `1x128` of one reading."""
     if spec.granularity != "1x128" or x.numel() == 0:
         return quantize(x, spec, flag), quantize_along_tokens(x, spec, flag)
-    assert supported(spec), f"no kernel quantizes to {spec}"
-    x, along = _with_rows(x), along_rows(spec).transpose()
+    x = _with_rows(x)
     rows, columns = x.shape
-    pitch = -(-rows // _ALIGNED) * _ALIGNED
-    made, turned = (empty(rows, columns, spec, x.device),
-        empty(columns, rows, along, x.device, pitch))  # fmt: skip
+    made, turned = empty_both_ways(rows, columns, spec, x.device)
     launch(
         _both_ways, (-(-rows // BLOCK) * -(-columns // BLOCK),), x, made.data.view(torch.uint8),
-        made.scale, turned.data.view(torch.uint8), turned.scale, flag, rows, x.stride(0), pitch,
+        made.scale, turned.data.view(torch.uint8), turned.scale, flag, rows, x.stride(0),
+        turned.data.stride(0),
         COLUMNS=columns, BESIDE=lies_beside(made), TURNED_BESIDE=lies_beside(turned),
-        UE8M0=spec.scale == "ue8m0", BLOCK=BLOCK, num_warps=_BOTH_WARPS,
+        UE8M0=spec.scale == "ue8m0", BLOCK=BLOCK, num_warps=BOTH_WARPS,
     )  # fmt: skip
     return made, turned
+
+
+def empty_both_ways(
+    rows: int, columns: int, spec: QuantSpec, device: torch.device
+) -> tuple[QTensor, QTensor]:
+    """What `quantize` and `quantize_along_tokens` give of a matrix [rows, columns], still to be
+    written."""
+    assert supported(spec), f"no kernel quantizes to {spec}"
+    along, pitch = along_rows(spec).transpose(), -(-rows // _ALIGNED) * _ALIGNED
+    return empty(rows, columns, spec, device), empty(columns, rows, along, device, pitch)
 
 
 def warps_for(elements: int) -> int:

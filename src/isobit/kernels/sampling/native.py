@@ -16,15 +16,15 @@ def token_logprobs(
             logits, tokens, temperature
         )
     logits, tokens = logits.contiguous(), tokens.contiguous()
-    assert not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < logits.shape[1])
     logprobs = torch.empty(logits.shape[0])
     entropy = torch.empty(logits.shape[0])
     each = _each(temperature)
-    ops.lib.isobit_token_logprobs(
+    outside = ops.lib.isobit_token_logprobs(
         logits.data_ptr(), tokens.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim),
         logprobs.data_ptr(),
         entropy.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    assert not outside, f"a token is none of {logits.shape[1]}"
     return logprobs, entropy
 
 

@@ -1,5 +1,6 @@
 // Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V] and its
 // temperature, temperature[r * step].
+#include "native/replay.h"
 #include "sampling/philox.h"
 
 // z = logits / temperature in float32, then exp(z - max z) in float64, 16 at a time; tails are filled with -infinity.
@@ -48,13 +49,18 @@ static void logprob_row(const float* logits, int64_t count, int64_t token, float
     *entropy = float(log_total - lane_sum(energy[0] + energy[1]) / sum);
 }
 
-EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
-                                  const float* temperature, int64_t step, float* logprobs, float* entropy,
-                                  int64_t threads) {
+// Returns 1 where a token is none of the vocabulary.
+EXPORT int64_t isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
+                                     const float* temperature, int64_t step, float* logprobs, float* entropy,
+                                     int64_t threads) {
+    for (int64_t r = 0; r < rows; r++)
+        if (tokens[r] < 0 || tokens[r] >= count) return 1;
     for_each(useful_threads(threads, rows * count * 2), rows, [&](int64_t r) {
         logprob_row(logits + r * count, count, tokens[r], temperature[r * step], logprobs + r, entropy + r);
     });
+    return 0;
 }
+REPLAYED(isobit_token_logprobs)
 
 static INLINE double uniform(uint32_t word) { return (double(word) + 0.5) * 0x1p-32; }
 
@@ -100,3 +106,4 @@ EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows
         tokens[r] = race(logits + r * count, keys + r * 4, count, temperature[r * step]);
     });
 }
+REPLAYED(isobit_sample)

@@ -16,13 +16,16 @@ rounded twice. The backward, of dy:
 
     du = round(s · (dy·B)),  dx = round(dy·W + Σ du·A),  dA = duᵀ·x̂,  dB = s · (dyᵀ·u)
 
-where dy·W runs as the flow says. Left out: DoRA, dropout, which the rollout would not have, and adapters of
-embeddings, heads and experts.
+where dy·W runs as the flow says. Of a layer's experts all have factors, each its own; their sums
+are grouped (`kernels/low_rank/experts.py`). Left out: DoRA, dropout, which the rollout would not
+have, and adapters of embeddings, heads and routers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from isobit.kernels import Operand, Ops, plain
 from isobit.kernels.low_rank.definition import Part, add_part
+from isobit.model.families.family import Packing
 from isobit.model.weights.stored import LowRank, Weight
 
 
@@ -49,11 +53,21 @@ class Projection(NamedTuple):
         """The names of A and B."""
         return f"{self.name}.lora_A", f"{self.name}.lora_B"
 
+    @property
+    def expert(self) -> tuple[str, int] | None:
+        """Of an expert's (`layers.3.experts.gate_proj`, its number); None of another matrix."""
+        layer, found, rest = self.name.partition(".experts.")
+        if not found:
+            return None
+        number, _, role = rest.partition(".")
+        return f"{layer}.experts.{role}", int(number)
+
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
-    that they adapt; `rslora`: alpha is divided by the root of the rank."""
+    that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
+    factors of a layer's experts in one tensor, so (`peft_experts.py`)."""
 
     rank: int
     alpha: float
@@ -61,6 +75,7 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     base: str = ""
     rslora: bool = False
+    together: Packing | None = None
 
     @property
     def scale(self) -> float:
@@ -74,7 +89,19 @@ class Adapter:
 
     def of(self, weight: str) -> list[Projection]:
         """The adapted projections of a master."""
-        return [one for one in self.projections if one.weight == weight]
+        return self._by_weight.get(weight, [])
+
+    @cached_property
+    def _by_weight(self) -> dict[str, list[Projection]]:
+        found: dict[str, list[Projection]] = {}
+        for one in self.projections:
+            found.setdefault(one.weight, []).append(one)
+        return found
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """How many experts have factors, by `layers.3.experts.gate_proj`: all of a layer's."""
+        return Counter(one.expert[0] for one in self.projections if one.expert is not None)
 
     def __str__(self) -> str:
         names = dict.fromkeys(one.name.rpartition(".")[2] for one in self.projections)

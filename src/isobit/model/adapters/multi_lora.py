@@ -6,30 +6,33 @@ A row's bits are those that it has where its adapter is the only one
 its batch: products are then row by row, and the rows of every adapter go through its own factors in
 the order of `low_rank.py`. Sums of rows with an adapter stay in float32 until the adapter's are
 added. Rows without one are multiplied with them where that leaves their bits (`Ops.rounds_last`),
-and else once more. Adapters come and go between forwards. Left out: gradients, for which there is
-one adapter.
+and else once more. Of experts, rows are sorted by expert and adapter. Adapters come and go between
+forwards. Left out: gradients, for which there is one adapter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isobit.errors import IsobitError, brief
-from isobit.kernels import Factors, Operand, Ops, picked
+from isobit.kernels import Factors, Operand, Ops, Stacked, picked
 from isobit.model.adapters.low_rank import product
 from isobit.model.weights.stored import Weight
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows [R] int64 of a forward on the operators' device, sorted by the number of their adapter:
-    those of numbers[i] are rows[offsets[i]] to rows[offsets[i + 1]]; offsets int64 on the CPU."""
+    """Rows [R] int64 of a forward on the operators' device, sorted by the number of their adapter,
+    or by their expert and that: those of numbers[i] are rows[offsets[i]] to rows[offsets[i + 1]];
+    offsets int64 on the CPU."""
 
-    numbers: tuple[int, ...]
+    numbers: tuple[Any, ...]
     rows: Tensor
     offsets: Tensor
     _chosen: "dict[tuple[bool, ...], tuple[Rows, Tensor]]" = field(default_factory=dict)
@@ -42,7 +45,7 @@ class Rows:
         return self._chosen[known]
 
     def _split(self, known: tuple[bool, ...]) -> "tuple[Rows, Tensor]":
-        kept, others = list[tuple[int, Tensor]](), list[Tensor]()
+        kept, others = list[tuple[Any, Tensor]](), list[Tensor]()
         bounds = pairwise(self.offsets.tolist())
         for number, (start, stop), chosen in zip(self.numbers, bounds, known):
             part = self.rows[start:stop]
@@ -65,6 +68,8 @@ class MultiLora:
 
     names: dict[str, int] = field(default_factory=dict)
     rows: Rows | None = None
+    _given: NDArray[np.int64] | None = None
+    _by_expert: tuple[Tensor, Rows] | None = None
     _weights: "dict[str, AdapterRows]" = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
 
@@ -108,6 +113,7 @@ class MultiLora:
         """The numbers [T] int64, on the CPU, of a forward's `count` rows; None: all are the
         base's."""
         given = np.full(count, -1) if numbers is None else numbers.numpy()
+        self._given, self._by_expert = given, None
         rows = np.argsort(given, kind="stable")
         in_order = given[rows]
         starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
@@ -115,6 +121,27 @@ class MultiLora:
         self.rows = Rows(
             tuple(in_order[starts].tolist()), torch.from_numpy(rows).to(device), offsets
         )
+
+    def by_expert(self, token: Tensor, offsets: Tensor) -> Rows:
+        """The places [T k] of rows that are sorted by expert, by the (expert, number) of each.
+        token [T k]: each row's place in the forward; offsets [experts + 1]: where an expert's
+        begin. Found once for both matrices of the experts. Waits for a GPU."""
+        if self._by_expert is None or self._by_expert[0] is not token:
+            assert self._given is not None
+            number = self._given[token.cpu().numpy()]
+            expert = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets.cpu().numpy()))
+            order = np.lexsort((number, expert))
+            keys = np.stack((expert[order], number[order]), 1)
+            new = np.ones(len(keys), dtype=bool)
+            new[1:] = (keys[1:] != keys[:-1]).any(1)
+            starts = np.flatnonzero(new)
+            found = Rows(
+                tuple(map(tuple, keys[starts].tolist())),
+                torch.from_numpy(order).to(token.device),
+                torch.from_numpy(np.append(starts, len(keys))),
+            )
+            self._by_expert = token, found
+        return self._by_expert[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,4 +165,33 @@ class AdapterRows:
         y = y.to(dtype)
         if not (others is None or dtype == torch.float32 or ops.rounds_last(x, weight.prepared)):
             y[others] = product(picked(x, others), weight, ops, dtype)[0]
+        return y
+
+    def product_of_experts(
+        self,
+        x: Operand,
+        weights: Sequence[Weight],
+        stacked: Stacked,
+        token: Tensor,
+        offsets: Tensor,
+        ops: Ops,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """y [R, N] in `dtype` of x [R, K] sorted by expert, each row by its own adapter and its
+        expert's weight; token and offsets as of `MultiLora.by_expert`."""
+        owners = [each.several for each in weights if isinstance(each.several, AdapterRows)]
+        if not any(owner.factors for owner in owners):
+            return ops.grouped_product(x, stacked, offsets, dtype)
+        adapted = self.serving.by_expert(token, offsets)
+        found = [owners[expert].factors.get(number) for expert, number in adapted.numbers]
+        known = tuple(each is not None for each in found)
+        if not any(known):
+            return ops.grouped_product(x, stacked, offsets, dtype)
+        own, others = (adapted, None) if all(known) else adapted.choose(known)
+        factors = [each for each in found if each is not None]
+        y = ops.grouped_product(x, stacked, offsets, torch.float32)
+        ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
+        y = y.to(dtype)
+        if not (others is None or dtype == torch.float32 or ops.rounds_last(x, stacked.each[0][0])):
+            y[others] = ops.grouped_product(x, stacked, offsets, dtype)[others]
         return y

@@ -9,7 +9,8 @@ by name. Left out: the arithmetic (`low_rank.py`).
 
 import filecmp
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from isobit.distributed import Ranks, Shards
 from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
-from isobit.model.adapters.targets import projections
+from isobit.model.adapters.peft_experts import apart, config_of, form_of, joined
+from isobit.model.adapters.targets import held_together, projections
 from isobit.model.families import flag
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
 from isobit.model.hub.config import ModelConfig
@@ -31,13 +33,10 @@ _PREFIX = "base_model.model."
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are trained whole",
-    "rank_pattern": "ranks that differ",
-    "alpha_pattern": "alphas that differ",
     "fan_in_fan_out": "transposed weights",
     "lora_bias": "biases",
     "layer_replication": "layers that are repeated",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "experts",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
     "alora_invocation_tokens": "activated LoRA",
@@ -116,10 +115,14 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
         )
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
+    form, together = form_of(values, directory / CONFIG), held_together(config)
     with open_weights(directory, name=WEIGHTS) as weights:
-        chosen = _adapted(weights.shapes, config, rank, directory)
-        tensors = {name: weights.rows(key) for one in chosen for name, key in _keys(one).items()}
-    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora)
+        experts = [one for one in projections(config) if form.roles and one.expert is not None]
+        own = {one: _own_keys(one) for one in experts}
+        shapes, read = apart(weights, own, rank, form, together, _PREFIX)
+        chosen = _adapted(shapes, config, rank, directory)
+        tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
+    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora, together)
 
 
 def write_peft(
@@ -128,8 +131,8 @@ def write_peft(
     """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the
     first one the rest. Raises OSError if one cannot."""
     shards = Shards.of(adapter.shapes, ranks)
-    parts = {}
-    for one in adapter.projections:
+    parts = {} if adapter.together is None else joined(adapter, masters, shards, _PREFIX)
+    for one in _apart_in_files(adapter):
         for name, key in _keys(one).items():
             lo = shards.own(name)[0] if shards.owned(name) else 0
             start = lo * shards.width(name)
@@ -155,26 +158,45 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
+        **({} if adapter.together is None else config_of(adapter)),
     }
+
+
+def _apart_in_files(adapter: Adapter) -> list[Projection]:
+    """The matrices whose factors are tensors of their own."""
+    together = adapter.together is not None
+    return [one for one in adapter.projections if not together or one.expert is None]
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
     """The ends of the modules' names; whole names where an end is found in some layers only, as
     dense ones among experts are, or is that of experts too."""
     layers: dict[str, set[str]] = {}
-    for one in adapter.projections:
+    apart = _apart_in_files(adapter)
+    for one in apart:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
+    if not apart:
+        return []
+    if (
+        adapter.experts and adapter.together is None
+    ):  # PEFT asks for ends, and takes them for the experts' own
+        return list(layers)
     most = max(map(len, layers.values()))
-    found = (one.name.rpartition(".")[2] for one in adapter.projections)
-    beside_experts = any(".shared." in one.name for one in adapter.projections)
+    found = (one.name.rpartition(".")[2] for one in apart)
+    beside_experts = any(".shared." in one.name for one in apart)
     if all(len(each) == most for each in layers.values()) and not beside_experts:
         return list(dict.fromkeys(found))
-    return [one.module for one in adapter.projections]
+    return [one.module for one in apart]
 
 
 def _keys(one: Projection) -> dict[str, str]:
     """The names of A and B here, and in a file."""
     return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
+
+
+def _own_keys(one: Projection) -> tuple[str, str]:
+    a, b = _keys(one).values()
+    return a, b
 
 
 def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
@@ -223,11 +245,24 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
                                   f"{shape}")  # fmt: skip
         chosen.append(one)
         known |= {a, b}
+    _check_experts(chosen, config, directory)
     if others := shapes.keys() - known:
         raise IsobitError(
             f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this "
-            f"{config.family} model; adapters of experts, embeddings and heads are not read"
+            f"{config.family} model; adapters of embeddings, heads and routers are not read"
         )
     if not chosen:
         raise IsobitError(f"{directory}: {WEIGHTS} holds no tensors")
     return chosen
+
+
+def _check_experts(chosen: Sequence[Projection], config: ModelConfig, directory: Path) -> None:
+    """Raise IsobitError unless all experts of a layer have factors of the same matrices."""
+    wanted = 0 if config.experts is None else config.experts.count
+    counts = Counter(one.expert[0] for one in chosen if one.expert is not None)
+    for group, count in counts.items():
+        if count != wanted:
+            raise IsobitError(
+                f"{directory}: {count} of {wanted} experts have factors of {group}; adapters of "
+                "some experts are not read, only of all of a layer"
+            )

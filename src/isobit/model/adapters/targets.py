@@ -13,9 +13,11 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.model.adapters.low_rank import Adapter, Projection, factor_shapes
+from isobit.model.families import FAMILIES
+from isobit.model.families.family import Packing
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.names import parts
-from isobit.options.projections import ALL_LINEAR, MLP_PROJECTIONS
+from isobit.options.projections import ALL_LINEAR, JOINED
 from isobit.precision.flow import LINEAR_LAYERS
 
 
@@ -32,10 +34,10 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """The matrices that may have adapters: of attention, and of MLPs that are no experts."""
+    """The matrices that may have adapters: of attention, of MLPs and of experts."""
     found = []
     for weight, tensors in parts(config):
-        if weight.rpartition(".")[2] not in LINEAR_LAYERS or ".experts." in weight:
+        if weight.rpartition(".")[2] not in LINEAR_LAYERS:
             continue
         lo = 0
         for name, (rows, inputs) in tensors:
@@ -46,30 +48,31 @@ def projections(config: ModelConfig) -> list[Projection]:
     return found
 
 
+def held_together(config: ModelConfig) -> Packing | None:
+    """How PEFT holds the factors of a layer's experts in one tensor, if it does."""
+    mixtures = FAMILIES[config.family].mixtures
+    return None if mixtures is None else mixtures.adapters
+
+
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
-    """The matrices that `targets` name. Raises IsobitError where they are experts', or another
-    family's."""
-    has_experts = any(config.is_mixture(layer) for layer in range(config.num_layers))
+    """The matrices that `targets` name. Raises IsobitError where they are another family's."""
     known = projections(config)
     if ALL_LINEAR in targets:
-        if has_experts:
-            raise IsobitError(
-                "adapter.targets: all-linear would take the experts, which have no adapters yet; "
-                "give targets: [q_proj, k_proj, v_proj, o_proj]"
-            )
         return tuple(known)
     found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)
     missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
     if missing:
-        of_experts = has_experts and missing[0] in MLP_PROJECTIONS
-        where = (
-            "of experts, which have no adapters yet"
-            if of_experts
-            else f"no matrix of a {config.family} model"
-        )
         raise IsobitError(
-            f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}"
+            f"adapter.targets: {missing[0]} is no matrix of a {config.family} model; targets may be "
+            f"{', '.join(_names(known))}"
         )
+    experts = {one.name.rpartition(".")[2] for one in found if one.expert is not None}
+    for pair in JOINED:
+        if len(alone := experts & {*pair}) == 1:
+            raise IsobitError(
+                f"adapter.targets: {min(alone)} without {min({*pair} - alone)}: of experts both have "
+                "adapters, or neither: PEFT adapts them together"
+            )
     return found
 
 
@@ -84,7 +87,8 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-    return Adapter(given.rank, float(given.alpha), chosen, tensors, base, given.rslora)
+    together = held_together(config)
+    return Adapter(given.rank, float(given.alpha), chosen, tensors, base, given.rslora, together)
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:

@@ -59,7 +59,8 @@ class Mixtures:
     and these stand for n_group, topk_group and routed_scaling_factor. `shared`: the size of an MLP
     beside the experts, for every token, 0 if there is none; with `scoring` n_shared_experts; `shared_gate`: it has a
     gate. `biases`: routers and experts have them. `together`: how files that are written hold a
-    layer's experts in one tensor, if they do (`hub/packed_experts.py`)."""
+    layer's experts in one tensor, if they do (`hub/packed_experts.py`). `adapters`: PEFT holds
+    experts' in one tensor too, so (`adapters/peft_experts.py`); None: each by itself."""
 
     count: int
     per_token: int
@@ -73,6 +74,7 @@ class Mixtures:
     shared_gate: bool = False
     biases: bool = False
     together: Packing | None = None
+    adapters: Packing | None = None
 
 
 @dataclass(frozen=True)
@@ -94,17 +96,19 @@ class Family:
     which layers have a sliding window, None if none ever has. `unrotated`: the layers without
     rotary embedding, from config.json, its name and the number of layers; None if there are none.
     `linear_attention`: some layers have it in place of attention. `gated_attention`: q_proj gives
-    each head a gate beside its query. `partial_rotary`: the part of a head that is rotated where
-    config.json does not say; `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
+    each head a gate beside its query. `partial_rotary`: the part of a head
+    that is rotated where config.json does not say, None where that is always all of it;
+    `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
     3), ..., not its halves. `kv_heads` None is one for each query head; `head_dim` None is
     hidden_size / heads. `nullable` are keys of which null means the same as None here.
     `latent`: attention is multi-head latent (`hub/latent.py`), with these sizes. `predicts_more`:
     files may have layers after the last, which predict further tokens and are not read.
     `multipliers`: config.json has numbers that scores, sums and logits are multiplied by
     (`hub/multipliers.py`). `rope_kinds`: the scalings of rotary embeddings that transformers takes
-    in the family; `rope_more`: their parameters that no other family has, all needed. `wrappers`:
-    the model_types of models that wrap such a one, and whose language model is read; `sizes`: what
-    stands for sizes that config.json leaves out in these.
+    in the family; `original_positions`: what stands for original_max_position_embeddings beside
+    them, and so counts more than the one inside; `rope_more`: their parameters that no other family
+    has, all needed. `wrappers`: the model_types of models that wrap such a one, and whose language
+    model is read; `sizes`: what stands for sizes that config.json leaves out in these.
     """
 
     architecture: str
@@ -141,7 +145,8 @@ class Family:
     yarn_needs_head_dim: bool = False
     max_positions: int = 32768
     rope_theta: float = 10000.0
-    partial_rotary: float = 1.0
+    partial_rotary: float | None = None
+    original_positions: int | None = None
     interleaved: bool = False
     ropes: RopeKinds | None = None
     rope_kinds: tuple[str, ...] = KINDS
@@ -165,7 +170,7 @@ class Family:
         """The rotary embedding of a model that is made, not read: without scaling, where the family
         has any without."""
         if "default" in self.rope_kinds:
-            return Rope.of(theta, self.partial_rotary)
+            return Rope.of(theta, self.partial_rotary or 1.0)
         return Rope.from_hf(
             {"rope_scaling": {**(self.rope_section or {}), "rope_theta": theta}},
             "model.init",

@@ -48,6 +48,8 @@ FAMILIES = {
         kv_heads=8,
         head_dim=64,
         nullable=(),
-        mixtures=Mixtures(128, 4, own_keys=False, biases=True, together="columns"),
+        mixtures=Mixtures(
+            128, 4, own_keys=False, biases=True, together="columns", adapters="columns"
+        ),
     )
 }

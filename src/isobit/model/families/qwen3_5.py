@@ -60,6 +60,7 @@ FAMILIES = {
             dense=False,
             shared=512,
             shared_gate=True,
+            adapters="rows",
         ),
     ),
 }

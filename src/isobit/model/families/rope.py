@@ -1,9 +1,15 @@
-"""Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3
-and yarn scaling.
+"""Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3,
+yarn and longrope scaling.
 
 Frequencies and angles are float64, tables float32. Formulas: Su et al. 2021 (default), Chen et al.
-2023 (linear), Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). Left
-out: dynamic NTK and longrope.
+2023 (linear), Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn), Ding et
+al. 2024, arXiv 2402.13753 (longrope).
+
+longrope has two lists of factors, short and long. Which one divides the frequencies is decided by
+the model's context (max_position_embeddings), once for all of its sequences: long where it is above
+the original length. transformers decides by the longest sequence of each forward, which would turn
+a token by other angles once others in its batch, or later ones, are farther on; vLLM decides by
+max_model_len. Left out: dynamic NTK.
 """
 
 import math
@@ -17,16 +23,19 @@ from torch.nn import functional
 
 from isobit.errors import IsobitError
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
 }
 _OPTIONAL = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("attention_factor", "factor"),
 }  # null: left out
+_LISTS = ("short_factor", "long_factor")
 _SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
@@ -39,7 +48,7 @@ class Rope:
 
     theta: float = 10000.0
     kind: str = "default"
-    parameters: tuple[tuple[str, float | bool], ...] = field(default=())
+    parameters: tuple[tuple[str, Any], ...] = field(default=())
 
     @staticmethod
     def from_hf(
@@ -48,18 +57,21 @@ class Rope:
         *,
         theta: float,
         max_positions: int,
-        partial: float = 1.0,
+        partial: float | None = None,
+        original: int | None = None,
         more: tuple[str, ...] = (),
     ) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
 
         `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's
-        own where config.json has none; where a family rotates whole heads, another part is refused;
-        `more` are parameters that the family needs beside those of the kind.
+        own where config.json has none; where a family rotates whole heads (None), another part is
+        refused; `original` stands for an original length beside the section, which counts more than
+        the one inside; `more` are parameters that the family needs beside those of the kind.
         IsobitError for a kind that is not supported, a parameter that is missing or no number, and
         for two sections that say different things.
         """
         read = []
+        own = _Own(theta, max_positions, partial, original, more)
         for key in ("rope_scaling", "rope_parameters"):
             section = values.get(key)
             if section is not None and not isinstance(section, dict):
@@ -67,36 +79,42 @@ class Rope:
                     f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}"
                 )
             if section:
-                read.append(_read(section, values, where, theta, max_positions, partial, more))
+                read.append(_read(section, values, where, own))
         if len(read) == 2 and read[0] != read[1]:
             raise IsobitError(
                 f"{where}: rope_scaling and rope_parameters say different things; keep one of them"
             )
-        return read[0] if read else _read({}, values, where, theta, max_positions, partial, more)
+        return read[0] if read else _read({}, values, where, own)
 
     @staticmethod
     def of(theta: float, partial: float) -> "Rope":
         """One without scaling, of a `partial` of each head."""
         return Rope(theta, "default", () if partial == 1.0 else ((_PARTIAL, partial),))
 
-    def to_hf(self, scaled: bool = False, partial: float = 1.0) -> dict[str, Any]:
+    def to_hf(self, scaled: bool = False, partial: float | None = None) -> dict[str, Any]:
         """`scaled`: with a section also where there is no scaling, since one that is left out would
         be another; and with the part of a head that is rotated, where one that is left out would be
-        `partial`."""
+        `partial`. longrope has the original length and the part beside its section, and the keys
+        that transformers 4 takes in a Phi-3."""
         values: dict[str, Any] = {"rope_theta": self.theta}
-        if self.kind != "default" or scaled or partial != 1.0:
-            own = {_PARTIAL: 1.0} if partial != 1.0 else {}
-            values["rope_scaling"] = {"rope_type": self.kind, **own, **dict(self.parameters)}
+        own: dict[str, Any] = {} if partial is None else {_PARTIAL: 1.0}
+        own |= {key: list(v) if key in _LISTS else v for key, v in self.parameters}
+        if self.kind == "longrope":
+            values |= {key: own.pop(key) for key in (_ORIGINAL, _PARTIAL) if key in own}
+            values["rope_scaling"] = {"type": self.kind, **own}
+        elif self.kind != "default" or scaled or {partial, own.get(_PARTIAL, 1.0)} - {None, 1.0}:
+            values["rope_scaling"] = {"rope_type": self.kind, **own}
         return values
 
     def section(self) -> dict[str, Any]:
         """One of the `rope_parameters` of transformers 5."""
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
 
-    def tables(self, num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn.
-        Columns after those of the `rotated` dimensions leave what they are applied to as it is."""
-        inverse, factor = self._frequencies(self.rotated(head_dim))
+    def tables(self, num_positions: int, head_dim: int, context: int = 0) -> tuple[Tensor, Tensor]:
+        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn and
+        longrope, of a model whose context has so many tokens: on that longrope depends. Columns
+        after those of the `rotated` dimensions leave what they are applied to as it is."""
+        inverse, factor = self._frequencies(self.rotated(head_dim), context)
         angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(
             0
         )
@@ -107,6 +125,22 @@ class Rope:
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated, its first ones."""
         return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
+
+    def check(self, head_dim: int) -> None:
+        """IsobitError unless heads of this width have the angles that the parameters are for."""
+        rotated = self.rotated(head_dim)
+        if rotated < 2 or rotated % 2:
+            raise IsobitError(
+                "config.json: rotary embedding needs an even part of a head, and "
+                f"partial_rotary_factor leaves {rotated} of head_dim {head_dim}"
+            )
+        for key, value in self.parameters:
+            if key in _LISTS and len(value) != rotated // 2:
+                raise IsobitError(
+                    f"config.json: rope scaling {self.kind}: {key} must have {rotated // 2} "
+                    f"numbers, one for two of the {rotated} dimensions that are rotated, and has "
+                    f"{len(value)}"
+                )
 
     def of_part(self, rotated: int, head_dim: int) -> "Rope":
         """The same where a head of `head_dim` has so many rotated dimensions, and a config.json
@@ -140,7 +174,11 @@ class Rope:
         table = 1 + parameters[_BETA] * torch.tensor(logs, dtype=torch.float64)
         return table[blocks.long()].float().view(-1, 1, 1)
 
-    def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+    def is_long(self, context: int) -> bool:
+        """Whether a model with a context of so many tokens takes the long factors of longrope."""
+        return self.kind == "longrope" and context > dict(self.parameters)[_ORIGINAL]
+
+    def _frequencies(self, head_dim: int, context: int) -> tuple[Tensor, float]:
         inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         parameters = dict(self.parameters)
         if self.kind == "linear":
@@ -149,13 +187,21 @@ class Rope:
             return _llama3(inverse, parameters), 1.0
         if self.kind == "yarn":
             return _yarn(inverse, parameters, self.theta, head_dim)
+        if self.kind == "longrope":
+            divisors = parameters[_LISTS[self.is_long(context)]]
+            attention = _longrope_attention(parameters, context)
+            return inverse / torch.tensor(divisors, dtype=torch.float64), attention
         return inverse, 1.0
 
 
-_LONGROPE = (
-    "; longrope turns a whole sequence by other angles once it is longer than the original context, "
-    "so its first tokens would have other log-probabilities then than when they were sampled"
-)
+class _Own(NamedTuple):
+    """A family's own, as of `Rope.from_hf`."""
+
+    theta: float
+    max_positions: int
+    partial: float | None
+    original: int | None
+    more: tuple[str, ...]
 
 
 class Table(NamedTuple):
@@ -172,16 +218,20 @@ leaves every element as it is."""
 
 
 def make_tables(
-    ropes: Iterable[Rope | None], num_positions: int, head_dim: int, device: torch.device
+    ropes: Iterable[Rope | None],
+    num_positions: int,
+    head_dim: int,
+    context: int,
+    device: torch.device,
 ) -> Tables:
-    """The tables of these, on a device."""
+    """The tables of these, on a device; `context` as of `Rope.tables`."""
     found: Tables = {}
     for rope in ropes:
         shape = num_positions, head_dim // 2
         cos, sin = (
             (torch.ones(shape), torch.zeros(shape))
             if rope is None
-            else rope.tables(num_positions, head_dim)
+            else rope.tables(num_positions, head_dim, context)
         )
         growth = None if rope is None else rope.growth(num_positions)
         found[rope] = Table(
@@ -190,22 +240,14 @@ def make_tables(
     return found
 
 
-def _read(
-    section: Mapping[str, Any],
-    values: Mapping[str, Any],
-    where: str,
-    theta: float,
-    max_positions: int,
-    rotated: float,
-    more: tuple[str, ...],
-) -> Rope:
+def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, family: _Own) -> Rope:
     """One section. `original_max_position_embeddings` beside it counts more than the one inside,
     else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind not in KINDS:
+        old = "; su is the old name of longrope: give that" if kind == "su" else ""
         raise IsobitError(
-            f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}"
-            f"{_LONGROPE if kind in ('longrope', 'su') else ''}"
+            f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}{old}"
         )
     if any(isinstance(value, dict) for value in section.values()):
         raise IsobitError(
@@ -213,8 +255,9 @@ def _read(
             "share one set"
         )
     outside = values.get(_PARTIAL)
+    rotated = 1.0 if family.partial is None else family.partial
     partial = section.get(_PARTIAL, rotated if outside is None else outside)
-    if partial != 1.0 and rotated == 1.0:
+    if partial != 1.0 and family.partial is None:
         raise IsobitError(
             f"{where}: partial rotary embedding is not supported ({_PARTIAL} {partial!r:.80})"
         )
@@ -222,19 +265,23 @@ def _read(
         raise IsobitError(
             f"{where}: {_PARTIAL} must be a number above 0, and at most 1, got {partial!r:.80}"
         )
-    base = _number({"rope_theta": theta, **values, **section}, "rope_theta", where)
+    base = _number({"rope_theta": family.theta, **values, **section}, "rope_theta", where)
     if base <= 1:
         raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
     own = {
-        _ORIGINAL: max_positions,
+        _ORIGINAL: family.max_positions,
         **section,
+        **({} if family.original is None else {_ORIGINAL: family.original}),
         **{key: values[key] for key in values if key == _ORIGINAL},
     }
-    given: dict[str, float | bool] = {} if partial == 1.0 else {_PARTIAL: partial}
-    given |= _parameters(own, kind, where, max_positions, more)
+    given: dict[str, Any] = {} if partial == 1.0 else {_PARTIAL: partial}
+    given |= _parameters(own, kind, where, family)
     made = Rope(float(base), kind, tuple(sorted(given.items())))
+    context = family.max_positions
     try:
-        usable = bool(torch.isfinite(torch.cat(made.tables(2, _SOME_DIM))).all())
+        width = 2 * len(given[_LISTS[made.is_long(context)]]) if kind == "longrope" else _SOME_DIM
+        inverse, factor = made._frequencies(width, context)
+        usable = math.isfinite(factor) and bool(torch.isfinite(inverse).all())
     except (
         ArithmeticError,
         ValueError,
@@ -248,11 +295,9 @@ def _read(
     return made
 
 
-def _parameters(
-    own: Mapping[str, Any], kind: str, where: str, max_positions: int, more: tuple[str, ...]
-) -> dict[str, float | bool]:
-    """Those of a kind of scaling, and `more`."""
-    given: dict[str, float | bool] = {}
+def _parameters(own: Mapping[str, Any], kind: str, where: str, family: _Own) -> dict[str, Any]:
+    """Those of a kind of scaling, and those that the family has more."""
+    given: dict[str, Any] = {}
     for key in _NEEDED[kind]:
         if key not in own:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
@@ -261,11 +306,13 @@ def _parameters(
         found = _number(own, taken, where)
         if found <= 0:
             raise IsobitError(f"{where}: rope scaling {kind}: {taken} must be above 0, got {found}")
-        given[key] = max_positions / found if ratio else found
+        given[key] = family.max_positions / found if ratio else found
     for key in _OPTIONAL.get(kind, ()):
         if own.get(key) is not None:
             given[key] = _number(own, key, where)
-    for key in more:
+    if kind == "longrope":
+        given |= {key: _factors(own, key, where) for key in _LISTS}
+    for key in family.more:
         if own.get(key) is None:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key} in this architecture")
         given[key] = _number(own, key, where)
@@ -276,6 +323,30 @@ def _parameters(
     if kind == "yarn" and "truncate" in own:
         given["truncate"] = bool(own["truncate"])
     return given
+
+
+def _factors(own: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+    """A list of longrope's. How many there must be, `Rope.check` says."""
+    found = own.get(key)
+    if not isinstance(found, list) or not found:
+        raise IsobitError(f"{where}: rope scaling longrope needs {key}, a list of numbers above 0")
+    factors = tuple(_number({key: factor}, key, where) for factor in found)
+    if min(factors) <= 0:
+        raise IsobitError(
+            f"{where}: rope scaling longrope: the numbers of {key} must be above 0, got "
+            f"{min(factors)}"
+        )
+    return factors
+
+
+def _longrope_attention(parameters: Mapping[str, Any], context: int) -> float:
+    """What cosines and sines are multiplied by: sqrt(1 + ln(factor) / ln(original length)), where
+    the factor is that of the context unless it is given."""
+    if "attention_factor" in parameters:
+        return float(parameters["attention_factor"])
+    original = parameters[_ORIGINAL]
+    factor = parameters.get("factor", context / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:

@@ -60,6 +60,11 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
             Rope.from_hf(one, where, theta=own, max_positions=max_positions)
             for one, own in zip(given, (theta, sliding_theta))
         )
+        if "longrope" in (full.kind, sliding.kind):
+            raise IsobitError(
+                f"{where}: unsupported rope scaling 'longrope': no model whose layer types have "
+                "rotary embeddings of their own has it"
+            )
         if any(dict(rope.parameters).get("truncate") is False for rope in (full, sliding)):
             raise IsobitError(
                 f"{where}: rope scaling yarn: truncate off is not supported where layer types "

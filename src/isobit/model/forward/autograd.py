@@ -11,11 +11,11 @@ al. 2024, arXiv 2410.19313, which keeps it rounded): the operands of products be
 gates, queries, and keys and values. `tests/model/test_saved.py` holds gradients to the bits that
 they have when all is kept.
 
-Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
+Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary. Left out: attention
+(`attend.py`), experts and linear attention.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,32 +25,42 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import (
     Activation,
-    Heads,
-    KVStore,
-    Layout,
     Operand,
     Ops,
     unwatched,
 )
 from isobit.model.adapters import low_rank
-from isobit.model.forward.linear_backward import linear_backward
+from isobit.model.forward.linear_backward import (
+    GradientCodes,
+    backward_of_codes,
+    codes_wanted,
+    linear_backward,
+)
 from isobit.model.weights.stored import Vector, Weight, copy_spec, has_own_copy
-from isobit.precision import Format, QTensor, QuantSpec, quantize_with_scale
+from isobit.precision import QTensor
 
 Again = Callable[[], tuple[Tensor, Tensor]]
 
 
 def linear(
-    x: Tensor, weight: Weight, ops: Ops, *, kept: bool = False, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Weight,
+    ops: Ops,
+    *,
+    kept: bool = False,
+    dtype: torch.dtype | None = None,
+    operand: QTensor | None = None,
 ) -> Tensor:
     """x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider `dtype`.
-    `kept`: another function keeps x for its backward, so this one does too, and not its codes."""
+    `kept`: another function keeps x for its backward, so this one does too, and not its codes.
+    `operand`: x, quantized already."""
     dtype = dtype or x.dtype
     if torch.is_grad_enabled():
+        masters = weight.master, weight.bias_master
         return _Linear.apply(
-            x, weight.master, weight.bias_master, weight, ops, kept, dtype, *weight.adapter_masters
+            x, *masters, weight, ops, kept, dtype, operand, *weight.adapter_masters
         )
-    return _product(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)
+    return multiplied(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)
 
 
 def rms_norm(
@@ -64,77 +74,50 @@ def rms_norm(
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm: Vector, eps: float, weight: Weight, ops: Ops
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Vector,
+    eps: float,
+    weight: Weight,
+    ops: Ops,
+    codes: GradientCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn."""
+    """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn.
+    `codes`: of the first result's gradient, from a `gated_linear` which alone is given that
+    result."""
     if torch.is_grad_enabled():
         masters = norm.master, weight.master, weight.bias_master
         return _NormLinear.apply(
-            x, residual, *masters, norm, eps, weight, ops, *weight.adapter_masters
+            x, residual, *masters, norm, eps, weight, ops, codes, *weight.adapter_masters
         )
     operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
-    return _product(operand, weight, ops, x.dtype), summed
+    return multiplied(operand, weight, ops, x.dtype), summed
 
 
 def gated_linear(
-    gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops, again: "Again | None" = None
+    gate_up: Tensor,
+    activation: Activation,
+    weight: Weight,
+    ops: Ops,
+    again: "Again | None" = None,
+    codes: GradientCodes | None = None,
 ) -> Tensor:
     """linear(gate_mul(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`:
-    gives gate_up, and something, once more, so that it is not kept for the backward."""
+    gives gate_up, and something, once more, so that it is not kept for the backward. `codes`: where
+    the gradient of gate_up goes, if whoever made that takes it so."""
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
         return _GatedLinear.apply(
-            gate_up, *masters, activation, weight, ops, again, *weight.adapter_masters
+            gate_up, *masters, activation, weight, ops, again, codes, *weight.adapter_masters
         )
-    return _product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
+    return multiplied(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
 
 
-def _product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
+def multiplied(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
+    """x [T, K] as it is multiplied, times the weight and adapters, without a gradient: [T, N]."""
     if weight.several is not None:
         return weight.several.product(x, weight, ops, dtype)
     return low_rank.product(x, weight, ops, dtype)[0]
-
-
-def attend(
-    qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops
-) -> Tensor:
-    """Attention [T, H, D] of qkv [T, H + 2 KV, D]: queries and keys normed and rotated, keys and
-    values stored, queries rounded where the flow says so. `masters` are those of the norms.
-    Straight through the roundings."""
-    if torch.is_grad_enabled():
-        sinks = None if given.sinks is None else given.sinks.master
-        return _Attend.apply(qkv, *(masters or (None, None)), sinks, given, ops)
-    return _attend(qkv, given, ops)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """What attention takes besides its rows. `store` gives where keys and values are, `temporary`
-    an empty one of the same kind; `window` is how many keys a row sees, None all; `query` is how
-    queries are rounded, if they are, with a scale per row, or with `query_scale` [1]; `sinks` [H]
-    are the heads', in float32; `probabilities` are rounded so."""
-
-    heads: Heads
-    store: Callable[[], KVStore]
-    temporary: Callable[[], KVStore]
-    layout: Layout
-    scale: float
-    window: int | None = None
-    query: QuantSpec | None = None
-    query_scale: Tensor | None = None
-    sinks: Vector | None = None
-    probabilities: Format | None = None
-
-
-def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
-    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given
-    `scale` [1]."""
-    flat = x.reshape(-1, x.shape[-1])
-    if scale is None:
-        quantized = ops.quantize(flat, spec, "queries")
-    else:
-        quantized = quantize_with_scale(flat, scale.to(x.device).view(1, 1), spec)
-    return quantized.dequantize().to(x.dtype).view(x.shape)
 
 
 def embedding(tokens: Tensor, table: Vector, scale: float | None, ops: Ops) -> Tensor:
@@ -157,10 +140,11 @@ class _Linear(Function):
         ops: Ops,
         kept: bool,
         dtype: torch.dtype,
+        given: QTensor | None,
         *adapter_masters: Tensor,
     ) -> Tensor:
         ctx.weight, ctx.ops, ctx.kept, ctx.dtype = weight, ops, kept, x.dtype
-        operand = _quantized(x.to(dtype), weight, ops)
+        operand = _quantized(x.to(dtype), weight, ops) if given is None else given
         y, us = low_rank.product(operand, weight, ops, dtype)
         found: tuple[Tensor, ...] = ()
         if weight.keeps_inputs:
@@ -179,7 +163,8 @@ class _Linear(Function):
         else:
             operand = _joined(saved, weight)
         dx, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
-        return None if dx is None else dx.to(ctx.dtype), dw, db, None, None, None, None, *adapters
+        dx = None if dx is None else dx.to(ctx.dtype)
+        return dx, dw, db, None, None, None, None, None, *adapters
 
 
 def _multiplied(x: Tensor, operand: Operand | None, weight: Weight, ops: Ops) -> Operand:
@@ -245,6 +230,7 @@ class _NormLinear(Function):
         eps: float,
         weight: Weight,
         ops: Ops,
+        codes: GradientCodes | None,
         *adapter_masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
@@ -253,6 +239,9 @@ class _NormLinear(Function):
         ctx.eps = eps
         ctx.weight = weight
         ctx.ops = ops
+        ctx.codes = codes
+        if codes is not None:
+            codes.wanted = codes_wanted(weight, (True, *ctx.needs_input_grad[3:5]))
         ctx.has_residual = residual is not None
         ctx.save_for_backward(summed, rstd, *us)
         return y, summed.view_as(summed)
@@ -264,9 +253,13 @@ class _NormLinear(Function):
         operand = (
             _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
         )
-        dnormed, dw, db, *adapters = linear_backward(
-            ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5])
-        )
+        if operand is not None and ctx.codes is not None and ctx.codes.found is not None:
+            dnormed, dw = backward_of_codes(ctx.codes, operand, weight, ctx.ops, dy.dtype)
+            db, adapters = None, []
+        else:
+            dnormed, dw, db, *adapters = linear_backward(
+                ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5])
+            )
         del operand
         assert dnormed is not None
         dx, dnorm = ctx.ops.rms_norm_backward_added(dnormed, summed, norm.working, rstd, dsummed)
@@ -276,6 +269,7 @@ class _NormLinear(Function):
             dnorm,
             dw,
             db,
+            None,
             None,
             None,
             None,
@@ -310,12 +304,14 @@ class _GatedLinear(Function):
         weight: Weight,
         ops: Ops,
         again: Again | None,
+        codes: GradientCodes | None,
         *adapter_masters: Tensor,
     ) -> Tensor:
         y, us = low_rank.product(
             _gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype
         )
         ctx.activation, ctx.weight, ctx.ops, ctx.again = activation, weight, ops, again
+        ctx.codes = codes
         ctx.save_for_backward(*us, *(() if again else (gate_up,)))
         return y
 
@@ -330,8 +326,13 @@ class _GatedLinear(Function):
         )
         dh, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         del operand
-        dgate_up = None if dh is None else ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
-        return dgate_up, dw, db, None, None, None, None, *adapters
+        if dh is None:
+            dgate_up = None
+        elif ctx.codes is not None and ctx.codes.wanted is not None:
+            dgate_up = ctx.codes.of_gate(ctx.activation, dh, gate_up, ctx.ops)
+        else:
+            dgate_up = ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
+        return dgate_up, dw, db, None, None, None, None, None, *adapters
 
 
 def _gated(gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops) -> Operand:
@@ -345,57 +346,6 @@ def _gated_again(gate_up: Tensor, activation: Activation, weight: Weight, ops: O
     if has_own_copy(weight):
         return _multiplied(ops.gate_mul(activation, gate_up), None, weight, ops)
     return _gated(gate_up, activation, weight, unwatched(ops))
-
-
-class _Attend(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_master: Tensor | None,
-        k_master: Tensor | None,
-        sinks_master: Tensor | None,
-        given: Attended,
-        ops: Ops,
-    ) -> Tensor:
-        out, lse = _attend(qkv, given, ops)
-        ctx.given, ctx.ops = given, ops
-        ctx.save_for_backward(qkv, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
-        store = given.temporary()
-        q, dout = _queries(qkv, given, store, unwatched(ops)), dout.contiguous()
-        gradients = ops.attention_backward(
-            dout, q, out, lse, store, given.layout, given.scale, given.window
-        )
-        if (keys := given.layout.keys) is not None:
-            dq, dk, dv = gradients
-            gradients = dq, keys.copies.added(dk, ops), keys.copies.added(dv, ops)
-        found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
-        dsinks = None
-        if ctx.needs_input_grad[3] and given.sinks is not None:
-            dsinks = ops.sinks_backward(dout, out, lse, given.sinks.working)
-        return (*found, dsinks, None, None)
-
-
-def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
-    """(attention [T, H, D], its log-sum-exp [T, H])."""
-    store = given.store()
-    q = _queries(qkv, given, store, ops)
-    sinks = None if given.sinks is None else given.sinks.working
-    return ops.attention(
-        q, store, given.layout, given.scale, given.window, sinks, given.probabilities
-    )
-
-
-def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:
-    """[T, H, D], as they are multiplied; keys and values are in the store afterwards."""
-    q = ops.attention_inputs(qkv, given.heads, store, given.layout)[0]
-    return q if given.query is None else rounded(q, given.query, ops, given.query_scale)
 
 
 class _Embedding(Function):
@@ -416,5 +366,5 @@ class _Embedding(Function):
 
 
 def _embedded(tokens: Tensor, table: Tensor, factor: float | None) -> Tensor:
-    rows = table[tokens]
+    rows = table.index_select(0, tokens)
     return rows if factor is None else (rows.float() * factor).to(rows.dtype)

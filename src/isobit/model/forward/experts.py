@@ -6,12 +6,14 @@ row, so once per token; a row's bits are those of the expert's MLP over that row
 of the two matrices, because an expert without rows gets no gradient.
 
 Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized
-expert by expert, as separate matrices. Left out: which experts serve a token (`moe.py`).
+expert by expert, as separate matrices. Experts may have adapters (`kernels/low_rank/experts.py`),
+or several, each of its own rows (`adapters/multi_lora.py`). Left out: which experts serve a token
+(`moe.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, picked, plain, unwatched
+from isobit.kernels.low_rank import experts as low_rank
+from isobit.kernels.low_rank.experts import ExpertFactors
 from isobit.model.forward import autograd
 from isobit.model.forward.accumulate_grad import added_to
 from isobit.model.forward.linear_backward import ALONG_INPUTS
@@ -39,10 +43,20 @@ def through_experts(
     ):
         return _one_by_one(x, gates, chosen, layer, ops)
     if torch.is_grad_enabled():
-        weights = [e.gate_up for e in layer.experts] + [e.down for e in layer.experts]
+        ups, downs = [e.gate_up for e in layer.experts], [e.down for e in layer.experts]
+        weights = ups + downs
         masters = [weight.master for weight in weights] + [weight.bias_master for weight in weights]
+        masters += [*_adapter_masters(ups), *_adapter_masters(downs)]
         return _Experts.apply(x, gates, chosen, layer, ops, again, *masters)
     return _forward(x, gates, chosen, layer, ops)[0]
+
+
+def _adapter_masters(weights: Sequence[Weight]) -> Iterator[Tensor]:
+    """Of each adapter A of every expert, then B of every expert."""
+    for place in range(len(weights[0].adapters)):
+        own = [weight.adapters[place] for weight in weights]
+        yield from (each.a.master for each in own)
+        yield from (each.b.master for each in own)
 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
@@ -64,12 +78,14 @@ class _Experts(Function):
         again: bool,
         *masters: Tensor | None,
     ) -> Tensor:
-        total, places, gate_up, results = _forward(x, gates, chosen, layer, ops)
+        total, places, results = _forward(x, gates, chosen, layer, ops)
         ctx.layer, ctx.ops, ctx.again = layer, ops, again
         inputs = (
             (x,) if again or layer.experts[0].gate_up.keeps_inputs else ()
         )  # the router keeps it too
-        ctx.save_for_backward(gates, *places, *inputs, *(() if again else (gate_up, results)))
+        kept = () if again else (results.gate_up, results.down, *results.us)
+        ctx.has_inputs = bool(inputs)
+        ctx.save_for_backward(gates, *places, *inputs, *kept)
         return total
 
     @staticmethod
@@ -77,39 +93,91 @@ class _Experts(Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
         gates, rows, place, offsets, *kept = ctx.saved_tensors
-        first = layer.experts[0]
+        first, x = layer.experts[0], kept.pop(0) if ctx.has_inputs else None
         up, down, activation = first.gate_up, first.down, first.activation
         needed = ctx.needs_input_grad[6:]
-        gate_up, results = (
-            _results(kept[0], rows, offsets, layer, unwatched(ops)) if ctx.again else kept[-2:]
-        )
-        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
-        ddown: list[Tensor | None] = [None] * count
-        dup: list[Tensor | None] = [None] * count
-        if any(needed[count : 2 * count]):
+        if ctx.again:
+            assert x is not None
+            results = _results(x, rows, offsets, layer, unwatched(ops))
+        else:
+            results = Results(kept[0], kept[1], kept[2:])
+        gate_up, bound = results.gate_up, len(layer.up_factors)
+        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results.down, place, gates)
+        hidden = None
+        if any(needed[count : 2 * count]) or layer.down_factors:
             own = has_own_copy(down)
             hidden = (
                 ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
             )
-            downs = [e.down for e in layer.experts]
-            ddown = _weight_gradients(dy, hidden, downs, offsets, needed[count : 2 * count], ops)
-            del hidden
-        dgate_up = ops.gate_mul_backward(
-            activation, _input_gradient(dy, layer.down, down, offsets, ops), gate_up
-        )
-        if any(needed[:count]):
-            inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
-            ups = [e.gate_up for e in layer.experts]
-            dup = _weight_gradients(
-                dgate_up, picked(inputs, rows), ups, offsets, needed[:count], ops
-            )
+        downs = _Backward(dy, hidden, [e.down for e in layer.experts], offsets, ops)
+        ddown = downs.weights(needed[count : 2 * count])
+        dhidden, of_down = downs.adapted(layer.down, layer.down_factors, results.us[bound:])
+        del hidden, downs
+        assert dhidden is not None
+        dgate_up = ops.gate_mul_backward(activation, dhidden, gate_up)
+        inputs = None
+        if any(needed[:count]) or layer.up_factors:
+            assert x is not None
+            taken = x if has_own_copy(up) else _inputs(x, up, unwatched(ops))
+            inputs = picked(taken, rows)
+        ups = _Backward(dgate_up, inputs, [e.gate_up for e in layer.experts], offsets, ops)
+        dup, wanted = ups.weights(needed[:count]), ctx.needs_input_grad[0]
+        drows, of_up = ups.adapted(layer.gate_up, layer.up_factors, results.us[:bound], wanted)
         dbias = _bias_gradients(dgate_up, offsets, needed[2 * count : 3 * count], ops)
-        dbias += _bias_gradients(dy, offsets, needed[3 * count :], ops)
+        dbias += _bias_gradients(dy, offsets, needed[3 * count : 4 * count], ops)
         dx = None
-        if ctx.needs_input_grad[0]:
-            drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
-            dx = ops.sum_of_rows(drows, place.sort(1).values, None)  # in the order of the experts
-        return dx, dgates, None, None, None, None, *dup, *ddown, *dbias
+        if drows is not None:  # in the order of the experts
+            dx = ops.sum_of_rows(drows, place.sort(1).values, None)
+        return dx, dgates, None, None, None, None, *dup, *ddown, *dbias, *of_up, *of_down
+
+
+class Results(NamedTuple):
+    """Of the rows sorted by expert: `gate_up` [T k, 2I], `down` [T k, H], and the u of every
+    adapter's factors, those of gate_up first."""
+
+    gate_up: Tensor
+    down: Tensor
+    us: Sequence[Tensor]
+
+
+class _Backward(NamedTuple):
+    """The backward of one grouped product: dy [R, N], the rows x [R, K] as they were multiplied, if
+    anything needs them, and the experts' weights."""
+
+    dy: Tensor
+    x: Operand | None
+    weights_of: Sequence[Weight]
+    offsets: Tensor
+    ops: Ops
+
+    def weights(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """dW of every expert."""
+        if not any(needed):
+            return [None] * len(self.weights_of)
+        assert self.x is not None
+        return _weight_gradients(
+            self.dy, self.x, self.weights_of, self.offsets, tuple(needed), self.ops
+        )
+
+    def adapted(
+        self,
+        stacked: Stacked,
+        factors: Sequence[ExpertFactors],
+        us: Sequence[Tensor],
+        wanted: bool = True,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dx [R, K] in dy's type, if it is `wanted`; the gradients of the factors)."""
+        given = self.dy, stacked, self.weights_of[0], self.offsets, self.ops
+        if not factors:
+            return _input_gradient(*given, self.dy.dtype) if wanted else None, []
+        assert self.x is not None
+        name = _name(self.weights_of[0])
+        dx, found = low_rank.backward(
+            self.ops, self.dy, self.x, us, factors, self.offsets, name, wanted
+        )
+        if dx is None:
+            return None, found
+        return dx.add_(_input_gradient(*given, torch.float32)).to(self.dy.dtype), found
 
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -119,23 +187,40 @@ every expert's rows begin [experts + 1]."""
 
 def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
-) -> tuple[Tensor, Places, Tensor, Tensor]:
-    """(sums [T, H], places; of the sorted rows gate_up [T k, 2I] and results [T k, H])."""
+) -> tuple[Tensor, Places, Results]:
+    """(sums [T, H], places, what the sorted rows give)."""
     rows, place, offsets = ops.by_expert(chosen, len(layer.experts))
-    gate_up, results = _results(x, rows, offsets, layer, ops)
-    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), gate_up, results
+    results = _results(x, rows, offsets, layer, ops)
+    return ops.sum_of_rows(results.down, place, gates), (rows, place, offsets), results
 
 
-def _results(
-    x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    """(gate_up [T k, 2I], results [T k, H]) of the rows of x [T, H] at these places, which are
-    sorted by expert."""
-    first = layer.experts[0]
-    gate_up = ops.grouped_product(
-        _inputs(x, first.gate_up, ops), layer.gate_up, offsets, x.dtype, rows
+def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
+    """Of the rows of x [T, H] at these places, which are sorted by expert."""
+    first, inputs = layer.experts[0], _inputs(x, layer.experts[0].gate_up, ops)
+    if first.gate_up.several is not None:
+        return _of_several(picked(inputs, rows), x.dtype, rows, offsets, layer, ops)
+    gate_up, us = low_rank.product(
+        ops, inputs, layer.gate_up, layer.up_factors, offsets, x.dtype, rows
     )
-    return gate_up, ops.grouped_product(_gated(gate_up, layer, ops), layer.down, offsets, x.dtype)
+    hidden = _gated(gate_up, layer, ops)
+    down, more = low_rank.product(ops, hidden, layer.down, layer.down_factors, offsets, x.dtype)
+    return Results(gate_up, down, us + more)
+
+
+def _of_several(
+    x: Operand, dtype: torch.dtype, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops
+) -> Results:
+    """`_results` where rows are of several adapters, of x [T k, H] sorted by expert."""
+    given = rows, offsets, ops, dtype
+
+    def product(x: Operand, weights: Sequence[Weight], stacked: Stacked) -> Tensor:
+        first = weights[0].several
+        assert first is not None
+        return first.product_of_experts(x, weights, stacked, *given)
+
+    gate_up = product(x, [e.gate_up for e in layer.experts], layer.gate_up)
+    hidden = _gated(gate_up, layer, ops)
+    return Results(gate_up, product(hidden, [e.down for e in layer.experts], layer.down), ())
 
 
 def _inputs(x: Tensor, weight: Weight, ops: Ops) -> Operand:
@@ -151,9 +236,9 @@ def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
 
 
 def _input_gradient(
-    dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops
+    dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops, out: torch.dtype
 ) -> Tensor:
-    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer."""
+    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer, in `out`."""
     if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
         transposed = stacked.transpose()
@@ -164,8 +249,8 @@ def _input_gradient(
             transposed = transposed.map(
                 lambda w: ops.quantize(plain(w, torch.float32).contiguous(), spec, name)
             )
-        return ops.grouped_product(quantized, transposed, offsets, dy.dtype)
-    return grouped_input_gradient(ops, dy, stacked, offsets)
+        return ops.grouped_product(quantized, transposed, offsets, out)
+    return grouped_input_gradient(ops, dy, stacked, offsets, out)
 
 
 def _weight_gradients(

@@ -15,9 +15,11 @@ from torch import Tensor
 from isobit.kernels import Heads, KVStore, Layout, Ops, StateStore, Store, unwatched
 from isobit.model.families.rope import Tables
 from isobit.model.forward import autograd
+from isobit.model.forward.attend import Attended, attend, attend_linear
 from isobit.model.forward.delta import Recurrent, linear_attention
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.latent import expanded_heads
+from isobit.model.forward.linear_backward import GradientCodes
 from isobit.model.forward.moe import RouteTape, mixture
 from isobit.model.forward.recompute import Recompute, recomputed
 from isobit.model.forward.storage import new_store
@@ -130,24 +132,31 @@ def _layer(
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
         x = mixture(normed, layer.mlp, ops, ctx.tape, ctx.recompute == "mlp")
     else:
-        norm, weight = layer.post_norm, layer.mlp.gate_up
-        gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops)
+        norm, weight, codes = layer.post_norm, layer.mlp.gate_up, GradientCodes()
+        gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)
         again = None
         if ctx.recompute == "mlp":
             again = partial(
                 _norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops)
             )
-        x = autograd.gated_linear(gate_up, layer.mlp.activation, layer.mlp.down, ops, again)
+        own = layer.mlp
+        x = autograd.gated_linear(gate_up, own.activation, own.down, ops, again, codes)
     return _added(x, layer.mlp_out_norm, ctx, ops), residual
 
 
 def _norm_then_project(
-    x: Tensor, residual: Tensor | None, norm: Vector | None, weight: Weight, eps: float, ops: Ops
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Vector | None,
+    weight: Weight,
+    eps: float,
+    ops: Ops,
+    codes: GradientCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T,
-    hidden])."""
+    hidden]). `codes` as of `norm_linear`."""
     if norm is not None:
-        return autograd.norm_linear(x, residual, norm, eps, weight, ops)
+        return autograd.norm_linear(x, residual, norm, eps, weight, ops, codes)
     summed = x if residual is None else x + residual
     return autograd.linear(summed, weight, ops), summed
 
@@ -185,10 +194,13 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
     if norms is not None:
         norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
     heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
-    out = _attended(heads, norms, own.sinks, index, layer, ctx, ops)
-    if gate is not None:
-        return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
-    return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+    masters = None if norms is None else (norms[0].master, norms[1].master)
+    given = _attended(norms, own.sinks, index, layer, ctx)
+    heads = _grown(heads, config.num_heads, index, ctx)
+    if gate is None:
+        return attend_linear(heads, masters, given, own.o, ops)
+    out = attend(heads, masters, given, ops)
+    return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
 
 
 def _attend_latent(
@@ -199,29 +211,24 @@ def _attend_latent(
     sizes = ctx.config.latent
     assert sizes is not None
     heads = expanded_heads(rows, own, sizes, ctx.config.num_heads, ops)
-    out = _attended(heads, None, None, index, layer, ctx, ops)
+    heads = _grown(heads, ctx.config.num_heads, index, ctx)
+    out = attend(heads, None, _attended(None, None, index, layer, ctx), ops)
     whole = sizes.value == sizes.head_dim
     return autograd.linear(out[..., : sizes.value].flatten(1), own.o, ops, kept=whole)
 
 
 def _attended(
-    heads: Tensor,
     norms: tuple[Vector, Vector] | None,
     sinks: Vector | None,
     index: int,
     layer: Layer,
     ctx: Pass,
-    ops: Ops,
-) -> Tensor:
-    """Attention [T, H, D] of queries, keys and values [T, H + 2 KV, D]."""
-    config, rope = ctx.config, ctx.config.rope_of(index)
-    masters = None if norms is None else (norms[0].master, norms[1].master)
+) -> Attended:
+    """What a layer's attention takes besides its rows."""
+    config, table = ctx.config, ctx.tables[ctx.config.rope_of(index)]
     working = None if norms is None else (norms[0].working, norms[1].working)
     query, query_scale = _rounding_of_queries(index, layer, ctx)
-    table = ctx.tables[rope]
-    if table.growth is not None:
-        heads = _grown(heads, table.growth[ctx.layout.positions], config.num_heads)
-    attended = autograd.Attended(
+    return Attended(
         heads=Heads(working, config.rms_eps, (table.cos, table.sin)),
         store=partial(ctx.store_of, index, layer),
         temporary=partial(ctx.temporary_store, index, layer),
@@ -233,14 +240,17 @@ def _attended(
         sinks=sinks,
         probabilities=layer.flow.probabilities,
     )
-    return autograd.attend(heads, masters, attended, ops)
 
 
-def _grown(heads: Tensor, factors: Tensor, count: int) -> Tensor:
-    """Heads [T, H + 2 KV, D], whose first `count`, the queries, are multiplied by factors [T, 1, 1]
-    float32, each product rounded once. Rotation is linear, so this is a multiplication of rotated
-    queries, as long as they are not normed."""
+def _grown(heads: Tensor, count: int, index: int, ctx: Pass) -> Tensor:
+    """Heads [T, H + 2 KV, D], whose first `count`, the queries, are multiplied by a float32 number
+    for each position where the layer's rotation has one, each product rounded once. Rotation is
+    linear, so this is a multiplication of rotated queries, as long as they are not normed."""
+    growth = ctx.tables[ctx.config.rope_of(index)].growth
+    if growth is None:
+        return heads
     queries, others = heads.tensor_split((count,), dim=1)
+    factors = growth[ctx.layout.positions]
     return torch.cat(((queries.float() * factors).to(heads.dtype), others), dim=1)
 
 

@@ -2,8 +2,9 @@
 the flow.
 
 Under FP8 both products of a backward take the output's gradient: DGrad quantized along its columns,
-WGrad along the tokens. One operator makes both, since it reads the gradient once. Left out: what is
-kept for the backward, and the forward (`autograd.py`).
+WGrad along the tokens. One operator makes both, since it reads the gradient once; behind a gate the
+gate's backward makes them itself (`GradientCodes`). Left out: what is kept for the backward, and
+the forward (`autograd.py`).
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, input_gradient, plain
+from isobit.kernels import Activation, Operand, Ops, input_gradient, plain
 from isobit.model.adapters import low_rank
 from isobit.model.forward.accumulate_grad import added_to
 from isobit.model.weights.stored import Weight, has_own_copy
-from isobit.precision import QTensor
+from isobit.precision import QTensor, QuantSpec
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
@@ -43,6 +44,53 @@ def linear_backward(
         dw = _wgrad(tokens, operand, weight, ops)
     db = dy.double().sum(0).float() if needed[2] else None
     return dx, dw, db, *found
+
+
+class GradientCodes:
+    """The gradient dy [T, N] of a product's result in codes alone, from the backward that makes dy
+    to that of the product.
+
+    Autograd passes tensors of a result's type and no codes, so it passes an empty one in their
+    place: dy is never written, nor read. `wanted`: how the product takes dy, and under which name,
+    where it takes nothing but codes; `found`: these, along its columns and along the tokens.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: tuple[QuantSpec, str] | None = None
+        self.found: tuple[QTensor, QTensor] | None = None
+
+    def of_gate(self, activation: Activation, dh: Tensor, gate_up: Tensor, ops: Ops) -> Tensor:
+        """Find them, as the gradient of gate_up; what autograd passes on."""
+        assert self.wanted is not None
+        self.found = ops.gate_mul_backward_quantized(activation, dh, gate_up, *self.wanted)
+        return gate_up.new_empty(()).expand_as(gate_up)
+
+    def take(self) -> tuple[QTensor, QTensor]:
+        """What was found; it is kept no longer."""
+        assert self.found is not None
+        found, self.found = self.found, None
+        return found
+
+
+def codes_wanted(weight: Weight, needed: Sequence[bool]) -> tuple[QuantSpec, str] | None:
+    """How `linear_backward` quantizes dy, and under which name, where it takes of it nothing but
+    codes, along its columns and along the tokens."""
+    low = weight.dgrad == "fp8" and isinstance(weight.working, QTensor) and needed[0]
+    along = weight.wgrad == "fp8" and weight.activation is not None and needed[1]
+    if weight.gradient is None or weight.adapters or needed[2] or not (low and along):
+        return None
+    return weight.gradient, f"output gradient of {weight.name}"
+
+
+def backward_of_codes(
+    codes: GradientCodes, operand: Operand, weight: Weight, ops: Ops, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_backward` of a gradient that came in codes: that of the operand, in `dtype`, and of
+    the weight."""
+    rows, tokens = codes.take()
+    dx = _dgrad(rows, weight, ops, dtype)
+    del rows
+    return dx, _wgrad(tokens, operand, weight, ops)
 
 
 def _quantized(

@@ -94,12 +94,7 @@ class ModelConfig:
             raise IsobitError(
                 f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}"
             )
-        if self.rope.rotated(self.head_dim) < 2 or self.rope.rotated(self.head_dim) % 2:
-            raise IsobitError(
-                "config.json: rotary embedding needs an even part of a head, and "
-                "partial_rotary_factor leaves "
-                f"{self.rope.rotated(self.head_dim)} of head_dim {self.head_dim}"
-            )
+        self.rope.check(self.head_dim)
         family = FAMILIES[self.family]
         assert (self.experts is not None) == (family.mixtures is not None)
         if self.experts is not None and family.mixtures is not None:
@@ -263,10 +258,7 @@ class ModelConfig:
         kv_heads = optional_whole(
             values, "num_key_value_heads", where, family.nullable, family.kv_heads
         )
-        if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
-            raise IsobitError(
-                f"{where}: rope scaling yarn needs head_dim in a {name}"
-            )  # as in transformers
+        _check_head_dim(where, name, rope, head_dim, hidden // num_heads)
         mixtures = family.mixtures
         experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
@@ -391,6 +383,7 @@ def _ropes(
         theta=family.rope_theta,
         max_positions=max_positions,
         partial=family.partial_rotary,
+        original=family.original_positions,
         more=family.rope_more,
     )
     if rope.kind not in family.rope_kinds:
@@ -399,6 +392,20 @@ def _ropes(
             f"{' and '.join(family.rope_kinds)}"
         )
     return rope, None
+
+
+def _check_head_dim(where: str, name: str, rope: Rope, given: int | None, usual: int) -> None:
+    """IsobitError for one that transformers does not take in a family with the scaling; `usual` is
+    that of heads that are as wide as the model."""
+    family = FAMILIES[name]
+    if given is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
+        raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")
+    fixed = rope.kind == "longrope" and family.original_positions is not None
+    if fixed and (given or usual) != usual:
+        raise IsobitError(
+            f"{where}: rope scaling longrope needs a head_dim of hidden_size / "
+            f"num_attention_heads, {usual}, in a {name}"
+        )
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

@@ -101,7 +101,9 @@ def _joined(
             first += shape[0]
     whole, found = in_files(shapes, packing), dict[str, Part]()
     for name, members in groups.items():
-        values = _whole(masters, dict.fromkeys(member[1] for member in members), dtype, shards)
+        values = whole_masters(
+            masters, dict.fromkeys(member[1] for member in members), dtype, shards
+        )
         pieces = [(at, values[master][lo:hi]) for at, master, lo, hi in members]
         make = partial(joined, pieces, whole[name], dtype, packing)
         mine = make if shards.ranks.size == 1 else make() if shards.ranks.first else None
@@ -109,7 +111,7 @@ def _joined(
     return found
 
 
-def _whole(
+def whole_masters(
     masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
 ) -> Mapping[str, Tensor]:
     """These masters with the rows that other ranks keep; where there are others, as `dtype`."""

@@ -26,6 +26,7 @@ from isobit.kernels import (
     StoredWeight,
     tensors_of,
 )
+from isobit.kernels.low_rank.experts import ExpertFactors
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, PackedFP4, QTensor
@@ -71,6 +72,16 @@ class Mixture:
     scoring: Scoring | None = None
     balance: Vector | None = None
 
+    @cached_property
+    def up_factors(self) -> tuple[ExpertFactors, ...]:
+        """What adapters add to the products with `gate_up`."""
+        return _together([expert.gate_up for expert in self.experts])
+
+    @cached_property
+    def down_factors(self) -> tuple[ExpertFactors, ...]:
+        """What adapters add to the products with `down`."""
+        return _together([expert.down for expert in self.experts])
+
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
         """The same with other experts: over the present storages if their working weights are
         there, else over new ones, which are not prepared."""
@@ -90,6 +101,19 @@ class Mixture:
             for expert, first, second in zip(experts, ups, downs)
         )
         return replace(self, experts=moved, gate_up=gate_up, down=down)
+
+
+def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
+    """The factors of a layer's experts, of all of them together."""
+    found = []
+    for place, one in enumerate(weights[0].adapters):
+        assert one.together is not None
+        own = [weight.adapters[place] for weight in weights]
+        a, b = one.together
+        a = replace(a, prepared=tuple(each.a.prepared for each in own))
+        b = replace(b, prepared=tuple(each.b.prepared for each in own))
+        found.append(ExpertFactors(a, b, one.lo, one.hi, one.scale))
+    return tuple(found)
 
 
 def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:

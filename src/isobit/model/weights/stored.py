@@ -6,13 +6,14 @@ receives the gradient. A frozen weight has no master, and none of its inputs is 
 backward, unless adapters need it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, Prepared, StoredWeight, weight_of
+from isobit.kernels import Operand, Ops, Prepared, Stacked, StoredWeight, weight_of
 from isobit.precision import QuantSpec, along_rows
 
 FROZEN = torch.empty(0)
@@ -62,17 +63,30 @@ class OfRows(Protocol):
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor: ...
 
+    def product_of_experts(
+        self,
+        x: Operand,
+        weights: Sequence[Weight],
+        stacked: Stacked,
+        token: Tensor,
+        offsets: Tensor,
+        ops: Ops,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """Low-rank factors a [r, K] and b [n, r]: scale · b · a is added to rows `lo` to `hi` = lo + n
-    of a weight."""
+    of a weight. `together`: of an expert's, the a and the b of all experts, whose storage its own
+    are views of."""
 
     a: Weight
     b: Weight
     lo: int
     hi: int
     scale: float
+    together: tuple[Stacked, Stacked] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,7 +161,7 @@ def _plus(reward: float | None, extra: float) -> float | None:
 
 def _overlong(sample: Sample, objective: ResolvedObjective) -> float:
     limit, buffer = objective.max_new_tokens, objective.overlong_buffer
-    return overlong_penalty(sample.num_trained, limit, buffer, objective.overlong_penalty)
+    return overlong_penalty(sample.num_sampled, limit, buffer, objective.overlong_penalty)
 
 
 def _charged(sample: Sample, objective: ResolvedObjective) -> tuple[float, ...]:

@@ -6,12 +6,22 @@ are too (`run/completions.py`). Left out: tensors (`learner/packing.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError
+
+
+class Segment(NamedTuple):
+    """Tokens [start, stop) of a completion: the version of the weights that drew them, and how many
+    steps had been learned by then."""
+
+    start: int
+    stop: int
+    weights_version: int
+    rollout_step: int
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,8 @@ class Sample:
     names its group.
 
     `completion_mask` is True for each completion token that was sampled and is trained, and False
-    for one that a tool or a user gave: context, never a target. None: all were sampled.
+    for one that a tool or a user gave, or that weights drew which are too old to learn from:
+    context, never a target. None: all are trained.
     `rollout_logprobs` were recorded while sampling, one per completion token; that of a given token
     is 0.0 and has no meaning. `reward` is None if the completion could not be scored. `truncated`:
     it ended at the length limit. `weights_version`: of the weights that sampled it; `rollout_step`:
@@ -29,6 +40,8 @@ class Sample:
     ‖ reference), if it is part of the reward. `episode`: what happened in a conversation with an
     environment, whose last turn's text `completion` is. `forks`: the places in the completion where
     a context of its own begins, with given tokens: what is behind one sees nothing in front of it.
+    `segments`: where several versions of the weights drew it, which of them drew what; version and
+    step of the sample are then the newest ones. Empty: one drew all.
     """
 
     prompt_index: int
@@ -47,15 +60,82 @@ class Sample:
     completion_mask: tuple[bool, ...] | None = None
     episode: EpisodeRecord | None = None
     forks: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
+        if self.segments:
+            self._check_segments()
         assert self.completion_mask is None or len(self.completion_mask) == len(self.completion_ids)
         assert list(self.forks) == sorted(set(self.forks))
         for fork in self.forks:  # which a given token begins
             assert self.completion_mask is not None
             assert 0 < fork < len(self.completion_ids)
             assert not self.completion_mask[fork]
+
+    def _check_segments(self) -> None:
+        assert all(type(number) is int for segment in self.segments for number in segment)
+        edges = [0, *(segment.stop for segment in self.segments)]
+        assert [segment.start for segment in self.segments] == edges[:-1]
+        assert edges[-1] == len(self.completion_ids)
+        assert all(start < stop for start, stop in pairwise(edges))
+        assert not self.forks
+        assert self.episode is None
+        newest = self.segments[-1]
+        assert (newest.weights_version, newest.rollout_step) == (
+            self.weights_version,
+            self.rollout_step,
+        )
+
+    @property
+    def drawn(self) -> tuple[Segment, ...]:
+        """Its segments, of which there is one where one version of the weights drew all."""
+        whole = Segment(0, len(self.completion_ids), self.weights_version, self.rollout_step)
+        return self.segments or (whole,)
+
+    def until(self, segment: Segment) -> "Sample":
+        """What there was of it when a segment was drawn; where others follow, its length limit had
+        interrupted it, and its text is not known."""
+        ended = segment.stop == len(self.completion_ids)
+        before = tuple(each for each in self.segments if each.stop <= segment.stop)
+        return replace(
+            self,
+            completion_ids=self.completion_ids[: segment.stop],
+            rollout_logprobs=self.rollout_logprobs[: segment.stop],
+            completion=self.completion if ended else "",
+            truncated=self.truncated if ended else True,
+            completion_mask=None,
+            reference_kl=None,
+            weights_version=segment.weights_version,
+            rollout_step=segment.rollout_step,
+            segments=before if len(before) > 1 else (),
+        )
+
+    def trained_from(self, start: int) -> "Sample":
+        """With the tokens in front of `start` as context: no targets any more."""
+        if not start:
+            return self
+        left = [place for place in self.trained if place >= start]
+        mask = [False] * len(self.completion_ids)
+        for place in left:
+            mask[place] = True
+        distance = self.reference_kl
+        if distance is not None:
+            distance = distance[len(distance) - len(left) :]
+        return replace(self, completion_mask=tuple(mask), reference_kl=distance)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled, those included that are not trained since older weights drew
+        them."""
+        return len(self.completion_ids) if self.segments else self.num_trained
+
+    @property
+    def oldest_step(self) -> int:
+        """How many steps had been learned when the oldest of its trained tokens was drawn."""
+        first = min(self.trained, default=len(self.completion_ids))
+        steps = [each.rollout_step for each in self.segments if each.stop > first]
+        return steps[0] if steps else self.rollout_step
 
     @property
     def trained(self) -> Sequence[int]:
@@ -84,10 +164,11 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`; without an environment there is no `episode`, and where it
-        forks nowhere there are no `forks`."""
+        forks nowhere there are no `forks`, nor `segments` where it has one."""
         values = {**vars(self), "rewards": dict(self.rewards)}
-        episode, forks = values.pop("episode"), values.pop("forks")
+        episode, forks, segments = (values.pop(name) for name in ("episode", "forks", "segments"))
         values |= {"forks": list(forks)} if forks else {}
+        values |= {"segments": [list(segment) for segment in segments]} if segments else {}
         return values if episode is None else {**values, "episode": episode.to_json()}
 
     @staticmethod
@@ -100,6 +181,7 @@ class Sample:
         if given.get("completion_mask") is not None:
             given["completion_mask"] = tuple(given["completion_mask"])
         given["forks"] = tuple(given.get("forks", ()))
+        given["segments"] = tuple(Segment(*each) for each in given.get("segments", ()))
         if given.get("episode") is not None:
             given["episode"] = EpisodeRecord.from_json(given["episode"])
         if (distance := given.get("reference_kl")) is not None:

@@ -27,11 +27,12 @@ class TrainingBatch:
     """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's
     importance weights.
 
-    `fresh`: whether a sample has to be of the weights that learning begins with, so that a
-    difference is a mismatch. `zero`: whether it teaches nothing, since its advantage is 0 or it is
-    `masked`: left out of the loss and its averages, though it counts as a sequence.
-    `known`: the samples whose `old` are the learner's, not the rollout's. `kept`, bool: the tokens
-    that are averaged over, if not all are. `comparable_tokens`: trained tokens of fresh samples.
+    `fresh`: the place among a sample's trained tokens from which on they have to be of the weights
+    that learning begins with, so that a difference is a mismatch; None: none has to. `zero`:
+    whether it teaches nothing, since its advantage is 0 or it is `masked`: left out of the loss and
+    its averages, though it counts as a sequence. `known`: the samples whose `old` are the
+    learner's, not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
+    `comparable_tokens`: those tokens of all samples.
     """
 
     objective: ResolvedObjective
@@ -39,7 +40,7 @@ class TrainingBatch:
     advantages: Sequence[Tensor]
     rollout: Sequence[Tensor]
     old: Sequence[Tensor]
-    fresh: Sequence[bool]
+    fresh: Sequence[int | None]
     zero: Sequence[bool]
     masked: Sequence[bool]
     comparable_tokens: int
@@ -147,15 +148,18 @@ class TrainingBatch:
         )
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
-        """Fresh samples, by index, with the rollout's log-probabilities and those that were
-        `found`."""
+        """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
+        those that were `found`."""
         return {
-            i: (self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]
+            i: (fresh_part(self.samples[i], first), self.rollout[i][first:], row[first:])
+            for i, row in found.items()
+            if (first := self.fresh[i]) is not None
         }
 
     def staleness(self) -> dict[str, float]:
-        """How far samples of older weights are from the policy of now."""
-        found = _mismatch([(self.old[i], self.rollout[i]) for i in self.known if not self.fresh[i]])
+        """How far tokens of older weights are from the policy of now."""
+        stale = [(i, self.fresh[i]) for i in self.known if self.fresh[i] != 0]
+        found = _mismatch([(self.old[i][:end], self.rollout[i][:end]) for i, end in stale])
         names = ("kl_k3", "token_mult_prob_error")
         return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
 
@@ -221,14 +225,29 @@ def training_batch(
     `weights_version`."""
     rollout = rollout_logprobs(samples)
     stale = objective.stale_samples
-    fresh = [not stale or sample.weights_version == weights_version for sample in samples]
+    fresh = [_fresh_from(sample, weights_version) if stale else 0 for sample in samples]
     credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
     masked = [objective.mask_truncated and sample.truncated for sample in samples]
     zero = zero_advantage_samples(objective, credit, masked)
-    comparable = sum(len(row) for row, wanted in zip(rollout, fresh) if wanted)
+    comparable = sum(len(row[first:]) for row, first in zip(rollout, fresh) if first is not None)
     return TrainingBatch(
         objective, samples, credit, rollout, rollout, fresh, zero, masked, comparable
     )
+
+
+def _fresh_from(sample: Sample, weights_version: int) -> int | None:
+    """The place among a sample's trained tokens from which on this version drew them. One that
+    older weights began is compared only if it has such a token."""
+    if sample.weights_version != weights_version:
+        return None
+    start = sample.drawn[-1].start
+    older = sum(place < start for place in sample.trained)
+    return None if older and older == sample.num_trained else older
+
+
+def fresh_part(sample: Sample, first: int) -> Sample:
+    """A sample of which only the trained tokens from number `first` on are targets."""
+    return sample.trained_from(sample.trained[first]) if first else sample
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
@@ -256,8 +275,13 @@ def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]
 
 
 def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
-    """The learner's log-probabilities: one for each completion token, 0.0 for given ones."""
-    return {sample_key(sample): _spread(sample, row) for sample, _, row in compared}
+    """The learner's log-probabilities: one for each completion token, 0.0 for given ones. A
+    completion of which older weights drew a part is not there: not all of it was compared."""
+    return {
+        sample_key(sample): _spread(sample, row)
+        for sample, _, row in compared
+        if not sample.segments
+    }
 
 
 def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:

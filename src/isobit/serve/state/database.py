@@ -15,7 +15,7 @@ from isobit.data.foreign import reason_of
 from isobit.errors import IsobitError, brief
 from isobit.run.directory import Lock
 
-VERSION, _APPLICATION = 2, 0x15B17
+VERSION, _APPLICATION = 3, 0x15B17
 FILE, WEIGHTS = "state.sqlite", "weights"
 _OLDEST_SQLITE = (3, 37, 0)  # strict tables
 _TABLES = """
@@ -35,7 +35,7 @@ CREATE TABLE checkpoints (
   kind TEXT NOT NULL CHECK (kind IN ('training', 'sampler', 'external', 'snapshot', 'present')),
   name TEXT NOT NULL, bytes INTEGER NOT NULL CHECK (bytes >= 0), digest TEXT NOT NULL,
   optimizer INTEGER NOT NULL CHECK (optimizer IN (0, 1)), created REAL NOT NULL, expires REAL,
-  metadata TEXT NOT NULL, UNIQUE (run, kind, name)
+  metadata TEXT NOT NULL, weights TEXT NOT NULL, UNIQUE (run, kind, name)
 ) STRICT;
 CREATE TABLE samplers (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL,

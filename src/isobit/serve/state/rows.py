@@ -78,7 +78,8 @@ class StoredRun:
 @dataclass(frozen=True)
 class Checkpoint:
     """Weights that are kept: in a folder by their `id`. `bytes`: of all its files; `digest`: SHA-256
-    of the list of their SHA-256; `expires`: seconds since 1970, None: never."""
+    of the list of their SHA-256; `expires`: seconds since 1970, None: never; `weights`: of a model
+    that is trained whole, which ones these are (`Snapshots.present`)."""
 
     id: str
     run: str
@@ -90,6 +91,7 @@ class Checkpoint:
     created: float
     expires: float | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    weights: str = ""
 
     @property
     def path(self) -> str:

@@ -82,16 +82,17 @@ class State(Store):
         ttl: float | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, str] | None = None,
+        weights: str = "",
         answer: Callable[[Checkpoint], tuple[int, Answer]] | None = None,
         sampler: Callable[[Checkpoint], StoredSampler] | None = None,
     ) -> Checkpoint:
-        """Keep what `write(folder)` writes as a run's checkpoint. In the same transaction the
+        """Keep what `write(folder)` writes as a run's checkpoint, of these `weights`. In the same transaction the
         request that asked for it, (number, answer), is answered, and a `sampler` begins. Raises
         BadRequest for a name that is taken or no name, and where there is no room; RunFailed if the
         disk takes no more."""
         checked_name(name)
         self._check_free(run, kind, name, overwrite)
-        checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {})
+        checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {}, weights)
         try:
             with self._transaction() as execute:
                 self._check_free(run, kind, name, overwrite)
@@ -110,13 +111,18 @@ class State(Store):
         return checkpoint
 
     def keep_present(
-        self, run: str, number: int, write: Write, answer: Answer | None = None
+        self,
+        run: str,
+        number: int,
+        write: Write,
+        answer: Answer | None = None,
+        weights: str = "",
     ) -> None:
         """Keep a run as it is after its request `number`, weights and optimizer, in the place of
         what was kept before, and the request's answer; requests up to it need not be done again.
         Call it where no gradients wait: after `optim_step` or `load_weights`. Raises RunFailed if
         the disk takes no more."""
-        checkpoint = self._written(run, "present", "present", write, True, None, {})
+        checkpoint = self._written(run, "present", "present", write, True, None, {}, weights)
         try:
             with self._transaction() as execute:
                 execute("DELETE FROM checkpoints WHERE run = ? AND kind = 'present'", run)
@@ -284,6 +290,7 @@ class State(Store):
         optimizer: bool,
         ttl: float | None,
         metadata: Mapping[str, str],
+        weights: str,
     ) -> Checkpoint:
         """A folder is on the disk that no row names yet."""
         self.drop_expired()
@@ -308,7 +315,8 @@ class State(Store):
             raise
         expires = None if ttl is None else now + ttl
         return Checkpoint(
-            made, run, kind, name, size, digest, optimizer, now, expires, dict(metadata)
+            *(made, run, kind, name, size, digest, optimizer, now, expires),
+            *(dict(metadata), weights),
         )
 
     def _forget_empty(self) -> None:

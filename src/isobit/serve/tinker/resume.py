@@ -80,8 +80,7 @@ class Resume:
                 for request in requests[:1]:
                     await self._handle(session, request)
                 return
-            begun = [each.kind for each in requests if each.number == 0]
-            run = await self._opened(session, stored, as_read=begun == ["create_model"])
+            run = await self._opened(session, stored)
             await self._do_again(run, [each for each in requests if each.number > stored.applied])
         except (IsobitError, Refused) as error:
             _LOG.warning("training run %s cannot go on: %s", stored.id, error)
@@ -92,8 +91,8 @@ class Resume:
                 name = f"{stored.id}:{request.number}"
                 self._futures.done(session.tenant, name, _response(request.answer))
 
-    async def _opened(self, session: Session, stored: StoredRun, as_read: bool) -> Run:
-        """A run as it was last kept; it began with the model `as_read`."""
+    async def _opened(self, session: Session, stored: StoredRun) -> Run:
+        """A run as it was last kept."""
         present = await in_thread(self._state.present, stored.id)
         if present is None:
             raise IsobitError("its weights are not kept")
@@ -105,8 +104,7 @@ class Resume:
         def load() -> None:
             learner = StepwiseLearner(model if whole else model.adapted(folder))
             learner.load(folder, optimizer=True)
-            if whole and not (as_read and stored.applied == 0):
-                self._gateway.device.snapshots.changed(f"{run.name}:{stored.applied}")
+            self._gateway.device.snapshots.present = present.weights
             run.learner = learner
 
         await self._gateway.work(run.tenant, load, alone=whole)

@@ -26,7 +26,7 @@ from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest, Fields
-from isobit.serve.state.rows import Answer, StoredRun, StoredSampler
+from isobit.serve.state.rows import Answer, Checkpoint, StoredRun, StoredSampler
 from isobit.serve.state.state import State
 from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
@@ -119,7 +119,8 @@ class Runs:
         def first() -> Response:
             learner, response = make(name), JSONResponse(answer(name))
             save = partial(learner.save, optimizer=True)
-            self.state.keep_present(name, 0, save, answer_of(response))
+            weights = self._gateway.device.snapshots.present
+            self.state.keep_present(name, 0, save, answer_of(response), weights)
             run.learner = learner
             return response
 
@@ -226,22 +227,24 @@ class Runs:
         function: Callable[[], Mapping[str, Any]],
         *,
         always: bool,
-        alike: str | None = None,
+        loaded: Checkpoint | None = None,
     ) -> Response:
-        """What the device thread makes of a function that leaves a run without gradients, with the
-        weights of the checkpoint `alike`, if it is one. The run is kept after it: `always`, or as
-        often as the state asks."""
+        """What the device thread makes of a function that leaves a run without gradients, with
+        weights that are new, or those of a checkpoint that it has `loaded`. The run is kept after
+        it: `always`, or as often as the state asks."""
         model, snapshots = self._gateway.model, self._gateway.device.snapshots
 
         def changed() -> Response:
             before = model.weights_version
             response = JSONResponse(function())
             if model.weights_version != before:
-                snapshots.changed(f"{run.name}:{number}", alike)
+                new = f"{run.name}:{number}"
+                snapshots.present = new if loaded is None else loaded.weights
             run.steps += 1
             if always or run.steps % self.state.every == 0:
                 save = partial(run.trains.save, optimizer=True)
-                self.state.keep_present(run.name, number, save, answer_of(response))
+                kept = answer_of(response)
+                self.state.keep_present(run.name, number, save, kept, snapshots.present)
             return response
 
         found: Response = await self._gateway.work(run.tenant, changed, alone=self._gateway.whole)
@@ -363,12 +366,7 @@ def new_adapter_of(
 
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
-    """The names of the matrices that a run trains. Raises IsobitError for none, and for experts."""
-    if trained["train_mlp"] and any(map(config.is_mixture, range(config.num_layers))):
-        raise IsobitError(
-            "lora_config.train_mlp: experts have no adapters yet; create the run with "
-            "train_mlp=False"
-        )
+    """The names of the matrices that a run trains. Raises IsobitError for none."""
     names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
     found = [
         name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]

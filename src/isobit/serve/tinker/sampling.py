@@ -244,16 +244,9 @@ class Samplers:
             return await self._gateway.work(tenant, partial(self._snapshots.hold, held)), None
         checkpoint = await in_thread(state.checkpoint, tenant, path)
         if self._gateway.whole:
-            hold = partial(self._hold_present, checkpoint.id)
-            return await self._gateway.work(tenant, hold), None
+            saved = Snapshot(None, 0, weights=checkpoint.weights)
+            return await self._gateway.work(tenant, partial(self._snapshots.hold, saved)), None
         return await self._read(tenant, checkpoint), checkpoint
-
-    def _hold_present(self, checkpoint: str) -> Snapshot:
-        """On the device thread: hold the present weights of the model, if they are a checkpoint's.
-        Raises IsobitError."""
-        snapshots = self._snapshots
-        weights = snapshots.present if checkpoint in snapshots.alike else checkpoint
-        return snapshots.hold(Snapshot(None, 0, weights=weights))
 
     async def _read(self, tenant: str, checkpoint: Checkpoint) -> Snapshot:
         """Hold saved weights. Raises IsobitError where they are gone."""

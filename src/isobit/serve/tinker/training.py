@@ -120,7 +120,7 @@ class Training:
                 run.trains.load(folder, optimizer=optimizer)
                 return {"type": "load_weights", "path": path, "model_id": run.name}
 
-            return await self._runs.change(run, number, load, always=True, alike=checkpoint.id)
+            return await self._runs.change(run, number, load, always=True, loaded=checkpoint)
 
         return await self._runs.begin(request, run, number, work)
 
@@ -291,7 +291,7 @@ class Training:
             if optimizer or whole:
                 learner.load(folder, optimizer=optimizer)
             if whole:
-                self._gateway.device.snapshots.changed(f"{name}:0", checkpoint.id)
+                self._gateway.device.snapshots.present = checkpoint.weights
             return learner
 
         def answer(name: str) -> Mapping[str, Any]:
@@ -327,7 +327,7 @@ class Training:
         if snapshots.present:
             assert model.directory is not None
             learner.load(model.directory, optimizer=False)
-            snapshots.changed("")
+            snapshots.present = ""
         return learner
 
     def _stored(
@@ -372,10 +372,9 @@ class Training:
                 ttl=ttl,
                 overwrite=overwrite,
                 metadata=metadata,
+                weights=self._gateway.device.snapshots.present,
                 answer=lambda saved: (number, answer_of(shown(saved))),
             )
-            if self._gateway.whole:
-                self._gateway.device.snapshots.alike.add(saved.id)
             return shown(saved)
 
         response: Response = await self._runs.work(run, save)

@@ -9,7 +9,9 @@ from isobit.errors import Corruption, NonFiniteError, RunFailed
 from isobit.evaluation.inspection.locate import locate
 from isobit.options.consistency import level
 from isobit.options.declare import options_of
+from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.agreement import Disagreement
+from isobit.rl.learner.batch import sample_key
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import micro_batches
 from isobit.run import checkpoints
@@ -65,7 +67,7 @@ def _where(found: Disagreement, learner: Learner) -> str:
         learner.check_memory()
     except Corruption as changed:
         return str(changed)
-    index = next(i for i, sample in enumerate(batch) if sample is first.sample)
+    index = next(i for i, sample in enumerate(batch) if _is_of(sample, first.sample))
     span = next(
         part
         for part in micro_batches(batch, learner.micro_batch_tokens, learner.share_prompts)
@@ -95,6 +97,13 @@ def _where(found: Disagreement, learner: Learner) -> str:
     return (
         "not reproduced: alone, in its batch and token by token the sequence agrees with "
         f"{agrees}{reason}"
+    )
+
+
+def _is_of(sample: Sample, compared: Sample) -> bool:
+    """Whether it is the sample that was compared, or whose newest segment was."""
+    return sample is compared or (
+        bool(compared.segments) and sample_key(sample) == sample_key(compared)
     )
 
 

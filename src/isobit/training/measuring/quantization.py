@@ -82,6 +82,8 @@ class _Quantizing(Watching):
     """Tells the totals what is quantized."""
 
     quantize_both_ways = Composed.quantize_both_ways
+    gate_mul_backward_quantized = Composed.gate_mul_backward_quantized
+    attention_quantized = Composed.attention_quantized
 
     def __init__(self, ops: Ops, totals: LearnerTotals) -> None:
         super().__init__(ops)

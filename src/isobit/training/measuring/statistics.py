@@ -15,6 +15,7 @@ from isobit.model.weights.layout import rows_of
 from isobit.precision import QTensor, QuantTotals
 from isobit.rl.algorithm.advantages import has_spread
 from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.samples import Sample
 from isobit.run.metrics import member
 
 
@@ -24,7 +25,7 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     groups = batch.scored or batch.groups
     samples = [sample for group in groups for sample in group]
     rewards = [s.reward for s in samples if s.reward is not None]
-    lengths = [s.num_trained for s in samples]
+    lengths = [s.num_sampled for s in samples]
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": _deviation(rewards),
@@ -79,6 +80,20 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
         "staleness/max": float(max(staleness, default=0)),
         "replay/groups": float(replayed),
         "replay/buffer_groups": float(kept),
+    }
+
+
+def partial_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of what a step learned from: how many completions several versions of the weights drew, the
+    most versions of one, and how many tokens are too old to learn from; empty where none did."""
+    if not any(sample.segments for sample in samples):
+        return {}
+    tokens = sum(sample.num_sampled for sample in samples)
+    masked = sum(sample.num_sampled - sample.num_trained for sample in samples)
+    return {
+        "partial/completions_fraction": _mean([float(bool(s.segments)) for s in samples]),
+        "partial/versions_max": float(max(len(sample.drawn) for sample in samples)),
+        "partial/masked_fraction": masked / max(tokens, 1),
     }
 
 

@@ -9,7 +9,7 @@ from isobit.monitor.screen import Shown
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.training.learning import Lesson
-from isobit.training.measuring.statistics import batch_metrics, staleness_metrics
+from isobit.training.measuring.statistics import batch_metrics, partial_metrics, staleness_metrics
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.saving.snapshot import State
 
@@ -25,9 +25,10 @@ class LearnedRollouts:
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
         """Of the batch, how old its samples were, and what the learner measured."""
         before = self.state.step - 1
-        staleness = [before - s.rollout_step for group in batch.learned_from for s in group]
+        staleness = [before - s.oldest_step for group in batch.learned_from for s in group]
         staled = staleness_metrics(staleness, len(batch.replayed), len(self.replay.groups))
-        return batch_metrics(batch) | staled | dict(lesson.metrics)
+        partial = partial_metrics([s for group in batch.learned_from for s in group])
+        return batch_metrics(batch) | staled | partial | dict(lesson.metrics)
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:
         """A row for each completion that was sampled for the step."""

@@ -19,7 +19,7 @@ from isobit.engine.engine import Engine, OnGroup
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
 from isobit.engine.sequences import Stats, summed
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Completion, Request, Sampling
 from isobit.rl import Group, Sample
 
 _LONG: dict[str, torch.dtype] = {
@@ -68,15 +68,21 @@ class ClaimedGroups:
                     index = ranks.claim(f"{self._name} {self._calls}")
                     left = index < count
                     if left:
-                        prompt, columns = examples[index].prompt, examples[index].columns
-                        asked = episodes.submit(prompt, self._sampling, ids[index], columns)
-                        gathering.add(index, asked)
+                        requests, known = self._ask(episodes, examples[index], ids[index])
+                        gathering.add(index, *requests, known=known)
                 if not gathering:
                     return found, episodes.stats
                 for index, group in gathering.step():
                     found[index] = group
                     on_group(index, group)
                 self._between()
+
+    def _ask(
+        self, episodes: Episodes, example: Example, prompt_id: int
+    ) -> tuple[Sequence[Request], Sequence[Completion]]:
+        """What is asked for a group, and what of it there is already."""
+        prompt, columns = example.prompt, example.columns
+        return [episodes.submit(prompt, self._sampling, prompt_id, columns)], ()
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:

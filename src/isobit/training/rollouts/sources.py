@@ -14,8 +14,8 @@ from typing import Protocol
 from isobit.data.curriculum import Curriculum, CurriculumConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
-from isobit.engine.engine import OnGroup, clamped_fraction
-from isobit.engine.sequences import Stats
+from isobit.engine.engine import OnGroup
+from isobit.engine.sequences import Stats, clamped_fraction
 from isobit.engine.types import Completion
 from isobit.rl import Group, ResolvedObjective, Sample
 from isobit.rl.algorithm.credit import StepBatch
@@ -106,7 +106,7 @@ class LiveRollouts:
         ):
             found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
-        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
             took["prompts/skipped"] = float(after - state.cursor - count)
         state.cursor = after
@@ -138,7 +138,8 @@ class LiveRollouts:
         scored = gather_groups(ranks, mine)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
-        took["rollout/tokens"] = sum(sample.num_trained for group in scored for sample in group)
+        tokens = sum(sample.num_trained for group in scored for sample in group)
+        took.setdefault("rollout/tokens", tokens)
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
@@ -200,7 +201,7 @@ class ReplayedRollouts:
         return replace(rollout, batch=batch)
 
 
-def _counted(stats: Stats) -> dict[str, float]:
+def counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
     drafted = _drafted(stats)

@@ -87,6 +87,7 @@ def restore(
         counted.get("unrecorded"),
         head=ranks.broadcast_result(lambda: head_of(checkpoint)),
         solved={int(index): part for index, part in counted.get("solved", {}).items()},
+        unfinished=groups_from_json(counted.get("unfinished", [])),
     )
     if state.step > config.steps:
         raise IsobitError(

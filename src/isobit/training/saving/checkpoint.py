@@ -193,8 +193,8 @@ def _state(checkpoint: Path) -> dict[str, Any]:
             raise TypeError  # a run cuts files of its own, and no others; metrics.jsonl by its rows
         if not isinstance(found["masters"], str):
             raise TypeError
-        for name in ("pending", "replay"):
-            groups_from_json(found[name])
+        for groups in (found["pending"], found["replay"], found.get("unfinished", [])):
+            groups_from_json(groups)
         for batch in found["queue"]:
             StepBatch.from_json(batch, 1)
         if not isinstance(found.get("unrecorded"), (dict, type(None))):

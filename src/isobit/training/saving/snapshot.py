@@ -27,7 +27,8 @@ class State:
     `unrecorded`: metrics of the newest step, if its evaluation failed and they are not in their
     file; `synced_step`: the steps whose masters the working weights are made of, which no
     checkpoint holds; `head`: the hash of the certificate's newest row; `solved`: of the prompts
-    that were sampled, by their index, the fraction of completions, for a curriculum."""
+    that were sampled, by their index, the fraction of completions, for a curriculum; `unfinished`:
+    groups of which a completion goes on in the next step, by the order of their prompts."""
 
     step: int = 0
     cursor: int = 0
@@ -37,6 +38,7 @@ class State:
     synced_step: int | None = None
     head: str = GENESIS
     solved: dict[int, float] = field(default_factory=dict)
+    unfinished: list[Group] = field(default_factory=list)
 
     @property
     def synced(self) -> bool:
@@ -68,6 +70,7 @@ class Snapshot:
             pending=list(state.pending),
             queue=list(state.queue),
             solved=dict(state.solved),
+            unfinished=list(state.unfinished),
         )
         rest = {
             "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
@@ -96,5 +99,6 @@ class Snapshot:
             "unrecorded": unrecorded,
             "replay": groups_to_json(self.replay),
             **({"solved": state.solved} if state.solved else {}),
+            **({"unfinished": groups_to_json(state.unfinished)} if state.unfinished else {}),
             **self.rest,
         }

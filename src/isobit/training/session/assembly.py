@@ -177,7 +177,7 @@ def _put_together(
     optimizer = optimizer_of(config, model)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
-    sequences = config.prompts_per_step * sampling.n
+    sequences = config.prompts_under_way * sampling.n
     engine = sized_engine(
         config, model, [models.longest], sequences, coming, resolved.record_routes
     )

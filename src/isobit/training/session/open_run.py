@@ -26,6 +26,7 @@ from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
+from isobit.training.rollouts.partial import PartialGroups, PartialRollouts
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.rollouts.serving import ServedRollouts
 from isobit.training.rollouts.sources import (
@@ -90,17 +91,14 @@ class Session(OpenRun):
         if recorded is not None:
             return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
         if not self._on_fleet:
-            between = (lambda: None) if parts.serving is None else parts.serving.between
-            sampler = ClaimedGroups(
-                parts.engine, parts.sampling, self.ranks, between, parts.dialogue
-            )
-            return PrefetchedRollouts(self._live(sampler, self.ranks, self._meter), state, ahead)
-        learned, source = Event(), None
+            source = self._live(self._sampler(), self.ranks, self._meter)
+            return PrefetchedRollouts(source, state, ahead)
+        learned, beside = Event(), None
         if parts.fleet is not None:
             computes = (
                 parts.scorer.models or self.objective.kl_in_reward
             )  # which waits for the learner
-            source = self._live(
+            beside = self._live(
                 FleetGroups(parts.fleet, parts.sampling, self.display.note, parts.dialogue),
                 ALONE,
                 Meter(lambda phase: None, torch.device("cpu")),
@@ -108,7 +106,7 @@ class Session(OpenRun):
             )
         return AsyncRollouts(
             parts.fleet,
-            source,
+            beside,
             learned,
             state,
             self.ranks,
@@ -121,12 +119,22 @@ class Session(OpenRun):
             and (self.objective.recompute_old or self.config.reference.weights == "policy"),
         )
 
+    def _sampler(self) -> ClaimedGroups:
+        """Who samples in this process: whole groups, or those that may go on after an update."""
+        parts, settings = self.parts, self.config.partial
+        between = (lambda: None) if parts.serving is None else parts.serving.between
+        asked = parts.engine, parts.sampling, self.ranks
+        if settings.used:
+            return PartialGroups(*asked, settings, between)
+        return ClaimedGroups(*asked, between, parts.dialogue)
+
     def _live(
         self, sampler: Sampler, ranks: Ranks, meter: Meter, learned: Event | None = None
     ) -> LiveRollouts:
         """Groups that are sampled; scored once `learned` is set, if one is given."""
         parts = self.parts
-        return LiveRollouts(
+        kind = PartialRollouts if isinstance(sampler, PartialGroups) else LiveRollouts
+        return kind(
             parts.task.train,
             sampler,
             parts.scorer,
@@ -166,6 +174,7 @@ class Session(OpenRun):
             share=config.mismatch.share_ahead,
             seed=config.seed,
             ahead=ahead,
+            partial=config.partial.used and not recorded,
             late=self._on_fleet,
             keeps_weights=config.keeps_weights,
         )

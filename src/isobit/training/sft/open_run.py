@@ -73,6 +73,7 @@ class SupervisedRun(OpenRun):
                 share=0.0,
                 seed=self.config.seed,
                 ahead=0,
+                partial=False,
                 late=False,
                 keeps_weights=False,
             ),

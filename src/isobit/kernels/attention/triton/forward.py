@@ -19,7 +19,8 @@ no bit as long as keys and values are finite; so splits and blocks below every r
 out. The bits depend on the row's query, on the keys and values that it sees, and on its position:
 not on the batch, chunks, pages, tiles, or where splits are joined
 (`tests/kernels/triton/test_attention.py`, `test_windows.py`). A head's sink is one more part of its
-rows, without a value, joined last.
+rows, without a value, joined last. The program that finishes a row can write its result as codes
+(`attention_quantized`).
 
 Left out: writing keys and values; the backward; formats other than E4M3, INT8 and those of q.
 """
@@ -33,11 +34,20 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.attention.triton.split import NOTHING, attend_split, by_row, queries, together
-from isobit.kernels.ops import Layout
+from isobit.kernels.layout import Layout
+from isobit.kernels.quantize.triton import (
+    codes,
+    empty,
+    largest,
+    lies_beside,
+    quantize,
+    scale_or_flag,
+    supported,
+)
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
-from isobit.precision import E4M3, INT8, Format
+from isobit.precision import BLOCK, E4M3, INT8, Format, QTensor, QuantSpec
 
 _FEW_ROWS = 32
 """Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where
@@ -49,6 +59,15 @@ _MOST_PARTIALS = (
     1 << 26
 )  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
 _LN2, _LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
+
+
+class Quantized(NamedTuple):
+    """Where a result is written as codes, the flag that NaN sets, and whether it is written as
+    numbers too."""
+
+    made: QTensor
+    flag: Tensor
+    keep: bool
 
 
 class Tiling(NamedTuple):
@@ -104,6 +123,26 @@ def attention(
     return attend(q, store, layout, scale, window, sinks)
 
 
+def attention_quantized(
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
+    sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, flag: Tensor,
+    keep: bool,
+) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
+    """`Ops.attention_quantized`: of BF16 heads of 128 channels, which are blocks of `1x128`, by the
+    kernel that finishes a row, else by another. `flag` [1] int32 becomes 1 where out holds NaN or
+    an infinity."""
+    rows, heads, dim = q.shape
+    fits = q.dtype == torch.bfloat16 and dim == BLOCK and spec.granularity == "1x128"
+    if not (fits and supported(spec) and rows):
+        out, lse = attention(q, store, layout, scale, window, sinks, probabilities)
+        return out if keep else None, quantize(out.flatten(1), spec, flag), lse
+    assert probabilities is None, "`check_precision` refuses it"
+    made = empty(rows, heads * dim, spec, q.device)
+    given = Quantized(made, flag, keep)
+    out, lse = attend(q, store, layout, scale, window, sinks, quantized=given)
+    return (out if keep else None), made, lse
+
+
 def attend(
     q: Tensor,
     store: KVStore,
@@ -112,10 +151,12 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     out_type: torch.dtype | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
     of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one score
-    more for each head. `out_type`: float32 for sums that are not rounded.
+    more for each head. `out_type`: float32 for sums that are not rounded. `quantized`: out is also
+    written as codes, or not as numbers at all.
 
     q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All
     tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
@@ -138,10 +179,13 @@ def attend(
 
     out = torch.empty_like(q, dtype=out_type)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    results = [out, lse, lse]
+    finished, how = _finished(out, lse, quantized)
+    nothing = (None,) * 3
+    results = [*finished, None]
     if parallel:
         sizes = ((splits, rows, heads, dim), (splits, rows, heads), (splits, rows, heads))
         results = [torch.empty(size, dtype=torch.float32, device=q.device) for size in sizes]
+        results = [*results[:2], *nothing, results[2]]
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": group}
     shape |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT, "WINDOW": window}
     assert _KEYS_PER_SPLIT % block.keys == 0
@@ -154,14 +198,26 @@ def attend(
         PAGE_SIZE=layout.page_size, SCALED=store.kv is not None,
         SCALE_TOKEN=0 if store.calibrated else kv_heads,
         SCALE_HEAD=0 if store.calibrated else 1, ROWS=tile_rows, PARALLEL=parallel,
-        num_warps=block.warps, num_stages=block.stages, **shape,
+        num_warps=block.warps, num_stages=block.stages, **shape, **how,
         **_operands(store, dim, q.dtype, block),
     )  # fmt: skip
     if parallel:
         shape |= {"BLOCK_DIM": max(16, triton.next_power_of_2(dim)), "STAGES": 6}
-        given = *results, layout.positions, sinks, out, lse, rows
-        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, **shape)
+        part, peaks, *_, totals = results
+        given = part, peaks, totals, layout.positions, sinks, *finished, rows
+        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, **shape, **how)
     return out, lse
+
+
+def _finished(
+    out: Tensor, lse: Tensor, quantized: Quantized | None
+) -> tuple[tuple[Tensor | None, ...], dict[str, bool]]:
+    """(where `store_finished` writes out, lse, codes, scales and a flag, how it does)."""
+    if quantized is None:
+        return (out, lse, None, None, None), {"UE8M0": False, "BESIDE": False}
+    made, flag, keep = quantized
+    given = out if keep else None, lse, made.data.view(torch.uint8), made.scale, flag
+    return given, {"UE8M0": made.spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
 
 
 def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> dict[str, object]:
@@ -201,13 +257,25 @@ def sink_of(sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G
 
 
 @triton.jit
-def store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask):
+def store_finished(
+    acc, total, peak, out_ptr, lse_ptr, codes_ptr, scale_ptr, flag_ptr, place, at, valid, mask,
+    num_rows, HEADS: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
     """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows' joined parts, where `places`
-    has them."""
+    has them; softmax·v as numbers, as codes of what is rounded to BF16, or as both. A head's
+    channels are one block; BESIDE as of the quantizer's `lies_beside`."""
     # a zero's sign can depend on keys that a row does not see: adding +0 makes it +
     out = acc * tl.div_rn(1.0, total)[:, None] + 0.0
-    tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + place, (peak + tl.log2(total)) * _LN2, mask=valid)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
+    if codes_ptr is not None:
+        out = tl.where(mask, numbers.cast(out, tl.bfloat16).to(tl.float32), 0.0)
+        scale = scale_or_flag(largest(out, 1), flag_ptr, UE8M0)
+        if BESIDE:
+            place = place % HEADS * num_rows.to(tl.int64) + place // HEADS
+        tl.store(scale_ptr + place, scale, mask=valid)
+        tl.store(codes_ptr + at, codes(out, scale[:, None], UE8M0), mask=mask)
 
 
 @triton.jit
@@ -277,7 +345,7 @@ def places(
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _attend(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, row_start_ptr, context_ptr, out_ptr,
-    lse_ptr, total_ptr,
+    lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, total_ptr,
     sink_ptr, factor, num_rows, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     GROUP: tl.constexpr,
@@ -285,7 +353,7 @@ def _attend(
     SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PARALLEL: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, PAIRED: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS ·
     GROUP rows. With PARALLEL the program computes one split and leaves it in out [splits, T, H, D],
@@ -345,15 +413,20 @@ def _attend(
         tl.store(lse_ptr + before + place, peak, mask=valid)
         tl.store(total_ptr + before + place, total, mask=valid)
     else:
-        store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask)
+        store_finished(
+            acc, total, peak, out_ptr, lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, place, at,
+            valid, mask, num_rows, HEADS, UE8M0, BESIDE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _join_splits(
-    part_ptr, part_peak_ptr, part_total_ptr, position_ptr, sink_ptr, out_ptr, lse_ptr, num_rows,
+    part_ptr, part_peak_ptr, part_total_ptr, position_ptr, sink_ptr, out_ptr, lse_ptr, codes_ptr,
+    scale_ptr, flag_ptr, num_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, UE8M0: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """One row and the query heads of one key head: its splits, which PARALLEL left, joined in
     ascending order."""
@@ -385,4 +458,7 @@ def _join_splits(
         old, new, peak = factors(peak, sink_of(sink_ptr, head, member, HEADS, KV_HEADS, GROUP))
         acc = acc * old[:, None]
         total = total * old + new
-    store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask)
+    store_finished(
+        acc, total, peak, out_ptr, lse_ptr, codes_ptr, scale_ptr, flag_ptr, place, at, valid, mask,
+        num_rows, HEADS, UE8M0, BESIDE,
+    )  # fmt: skip

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from isobit.kernels.delta.definition import Parts, through_parts
 from isobit.kernels.delta.triton.convolution import added
-from isobit.kernels.ops import DeltaHeads, Layout
+from isobit.kernels.layout import Layout
+from isobit.kernels.ops import DeltaHeads
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import steps
 

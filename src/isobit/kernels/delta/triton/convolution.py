@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.kernels.ops import Layout
+from isobit.kernels.layout import Layout
 from isobit.kernels.stores import StateStore
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast, steps

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.delta.definition import EPS
-from isobit.kernels.ops import DeltaHeads, Layout
+from isobit.kernels.layout import Layout
+from isobit.kernels.ops import DeltaHeads
 from isobit.kernels.stores import StateStore
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast, steps

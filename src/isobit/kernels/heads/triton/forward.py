@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.ops import Heads, Layout
+from isobit.kernels.layout import Layout
+from isobit.kernels.ops import Heads
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch

@@ -17,11 +17,15 @@ from torch import Tensor
 from isobit.kernels.norms.definition import CLAMPED, FAR, GELU
 from isobit.kernels.ops import Activation
 from isobit.kernels.quantize.triton import (
+    BOTH_WARPS,
     codes,
     empty,
+    empty_both_ways,
     largest,
     lies_beside,
     quantize,
+    quantize_both_ways,
+    save_both_ways,
     scale_or_flag,
     supported,
 )
@@ -98,25 +102,9 @@ def _gate_mul(
     tl.store(out, h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _backward(
-    dh_ptr, gate_up_ptr, gradient_ptr, rows,
-    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """A tile [HIGH, WIDE] of both halves of the gradient."""
-    STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
-    tile = tl.program_id(0)
-    first = (tile // STEPS * HIGH).to(tl.int64)
-    i = tl.arange(0, HIGH)
-    column = tile % STEPS * WIDE + tl.arange(0, WIDE)
-    row = tile // STEPS * HIGH + i
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
-    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
-    dh = tl.load(
-        dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0
-    ).to(tl.float32)
+@triton.jit
+def _halves(dh, gate, up, ACTIVATION: tl.constexpr):
+    """The gradients of a gate and of an up, in float32, of that of their product."""
     bounded, multiplied = _bounded(gate, up, ACTIVATION)
     k, slope = _inner(bounded, ACTIVATION)
     sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
@@ -129,8 +117,65 @@ def _backward(
     if ACTIVATION == "swiglu_clamped":
         dgate = tl.where(gate > _LIMIT, 0.0, dgate)
         dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
-    tl.store(gradient_ptr + at, cast(dgate, gradient_ptr.dtype.element_ty), mask=inside)
-    tl.store(gradient_ptr + COLUMNS + at, cast(dup, gradient_ptr.dtype.element_ty), mask=inside)
+    return dgate, dup
+
+
+@triton.jit
+def _gradients(
+    dh_ptr, gate_up_ptr, first, column, rows,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """`_halves` of a tile, HIGH rows from `first` on and these columns; then where they stand, and
+    which there are."""
+    i = tl.arange(0, HIGH)
+    inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
+    start, at = first.to(tl.int64) * COLUMNS, i[:, None] * COLUMNS + column[None, :]
+    dh = tl.load(dh_ptr + start + at, mask=inside, other=0).to(tl.float32)
+    at = 2 * start + i[:, None] * (2 * COLUMNS) + column[None, :]
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
+    dgate, dup = _halves(dh, gate, up, ACTIVATION)
+    like: tl.constexpr = gate_up_ptr.dtype.element_ty
+    return cast(dgate, like), cast(dup, like), at, inside
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    dh_ptr, gate_up_ptr, gradient_ptr, rows,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A tile [HIGH, WIDE] of both halves of the gradient."""
+    STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    tile = tl.program_id(0)
+    column = tile % STEPS * WIDE + tl.arange(0, WIDE)
+    dgate, dup, at, inside = _gradients(
+        dh_ptr, gate_up_ptr, tile // STEPS * HIGH, column, rows, COLUMNS, HIGH, ACTIVATION
+    )
+    tl.store(gradient_ptr + at, dgate, mask=inside)
+    tl.store(gradient_ptr + COLUMNS + at, dup, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_quantized(
+    dh_ptr, gate_up_ptr, data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr, rows, pitch,
+    COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK, BLOCK] of both halves of the gradient, whose blocks do not cross from one to
+    the other: as codes with a scale for each row, and, transposed, for each column."""
+    STEPS: tl.constexpr = COLUMNS // BLOCK
+    down, across = tl.program_id(0) // STEPS, tl.program_id(0) % STEPS
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    like: tl.constexpr = gate_up_ptr.dtype.element_ty
+    dgate, dup, _, _ = _gradients(
+        dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK, ACTIVATION
+    )
+    for half in tl.static_range(2):
+        save_both_ways(
+            (dgate if half == 0 else dup).to(tl.float32), data_ptr, scale_ptr, turned_ptr,
+            turned_scale_ptr, flag_ptr, down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like,
+            BESIDE, TURNED_BESIDE, UE8M0, BLOCK,
+        )  # fmt: skip
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
@@ -182,6 +227,26 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
     gradient = torch.empty_like(gate_up)
     _launch(_backward, activation, dh.shape, dh, gate_up, gradient)
     return gradient
+
+
+def gate_mul_backward_quantized(
+    activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, flag: Tensor
+) -> tuple[QTensor, QTensor]:
+    """`gate_mul_backward` quantized along its columns and along the tokens, the bits of the two in
+    turn; for `1x128`, where no block has columns of gate and up, the gradient itself is never
+    written. `flag` as of `gate_mul_quantized`."""
+    rows, inner = dh.shape
+    if spec.granularity != "1x128" or inner % BLOCK or not rows:
+        return quantize_both_ways(gate_mul_backward(activation, dh, gate_up), spec, flag)
+    made, turned = empty_both_ways(rows, 2 * inner, spec, dh.device)
+    launch(
+        _backward_quantized, (-(-rows // BLOCK) * (inner // BLOCK),), dh.contiguous(),
+        gate_up.contiguous(), made.data.view(torch.uint8), made.scale,
+        turned.data.view(torch.uint8), turned.scale, flag, rows, turned.data.stride(0),
+        COLUMNS=inner, BESIDE=lies_beside(made), TURNED_BESIDE=lies_beside(turned),
+        UE8M0=spec.scale == "ue8m0", BLOCK=BLOCK, ACTIVATION=activation, num_warps=BOTH_WARPS,
+    )  # fmt: skip
+    return made, turned
 
 
 def _launch(

@@ -6,6 +6,10 @@
 They are read by a grammar of their own and never run: names, and keyword arguments that are text,
 numbers, True, False, None, lists, tuples and dicts of these (JSON's words for them too). A list is
 the whole answer, or stands between the marks, with text before them.
+
+Some templates of LFM2.5 write texts as they are, with quotes, line breaks and backslashes in them.
+So an argument whose first quote does not end it goes on, as it is written, to the first one behind
+which another argument, another call or the end of the list stands.
 """
 
 import ast
@@ -36,6 +40,9 @@ _TOKEN = re.compile(
     r"""|(?P<name>[^\W\d][\w.]*)|(?P<sign>[\[\](){},:=])|(?P<end>\Z))""",
     re.DOTALL,
 )
+_NEXT = r"(?:,\s*[^\W\d][\w.]*\s*=|,?\s*\)\s*(?:,\s*[^\W\d][\w.]*\s*\(|,?\s*\]))"
+_QUOTE, _ENDS = re.compile(r"\s*([\"'])"), {q: re.compile(rf"{q}(?=\s*{_NEXT})") for q in "\"'"}
+"""Where a text begins, and where one that is an argument ends, by its quotes."""
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
@@ -74,7 +81,7 @@ class _Reader:
         self._take("(")
         while self._token != ")":
             key = self._name("NAME=VALUE")
-            self._take("=")
+            self._take("=", argument=True)
             given[key] = self._value()
             if self._token != ")":
                 self._take(",")
@@ -93,6 +100,8 @@ class _Reader:
         if kind == "sign" and token in "[({":
             return self._nested({"[": "]", "(": ")", "{": "}"}[token])
         self._next()
+        if kind == "as it is":
+            return token
         if kind == "text":
             return _text(token)
         if kind == "number":
@@ -119,13 +128,22 @@ class _Reader:
         self._depth -= 1
         return dict(zip(keys, values)) if close == "}" else values
 
-    def _take(self, sign: str) -> None:
+    def _take(self, sign: str, argument: bool = False) -> None:
         if self._kind != "sign" or self._token != sign:
             raise NoCall(f"expected {sign!r}, got {self._shown()}")
-        self._next()
+        self._next(argument)
 
-    def _next(self) -> None:
+    def _next(self, argument: bool = False) -> None:
         found = _TOKEN.match(self._text, self._place)
+        quote = _QUOTE.match(self._text, self._place) if argument else None
+        if quote is not None:
+            ends = _ENDS[quote[1]]
+            if found is None or ends.match(self._text, found.end() - 1) is None:
+                end = ends.search(self._text, quote.end())
+                if end is not None:
+                    self._kind, self._token = "as it is", self._text[quote.end() : end.start()]
+                    self._place = end.end()
+                    return
         if found is None:
             raise NoCall(f"not Python: {brief(self._text[self._place :].strip(), 40)!r}")
         self._place, self._kind = found.end(), str(found.lastgroup)

@@ -11,7 +11,8 @@ GLM's keys and values (4.5; 4.7 writes no line breaks).
     </tool_call>
 
 What stands in XML is text: it is kept where the tool's schema says that the argument is text, and
-read as JSON elsewhere, where it is some.
+read as JSON elsewhere, where it is some; Qwen's templates write Python's words for what JSON calls
+true, false and null. Every character is looked at once or twice, whatever is not closed.
 """
 
 import re
@@ -38,7 +39,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _NAME = re.compile(r"[^\s<>{}\"]+")
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER, _END_OF_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?"), "</parameter>"
+_WORDS = {"True": True, "False": False, "None": None}
 
 
 def _tagged(pieces: Pieces, one: Callable[[str], Call]) -> Reply | None:
@@ -66,10 +68,18 @@ def _qwen3_coder(pieces: Pieces, tools: Tools) -> Reply | None:
 def _function(tools: Tools, body: str) -> Call:
     if (found := _FUNCTION.fullmatch(body)) is None:
         raise NoCall("expected <function=NAME>...</function>")
-    if (extra := _PARAMETER.sub("", found[2]).strip()) != "":
-        raise NoCall(f"expected <parameter=NAME>...</parameter>, got {brief(extra, 40)!r}")
-    types = _types(tools, found[1])
-    given = {name: _value(text, types.get(name)) for name, text in _PARAMETER.findall(found[2])}
+    types, given, place = _types(tools, found[1]), dict[str, Any](), 0
+    written = found[2].rstrip()
+    while place < len(written):
+        head = _PARAMETER.match(written, place)
+        end = -1 if head is None else written.find(_END_OF_PARAMETER, head.end())
+        if head is None or end < 0:
+            extra = written[place : place + 100].strip()
+            raise NoCall(f"expected <parameter=NAME>...</parameter>, got {brief(extra, 40)!r}")
+        text, kind = written[head.end() : end].removesuffix("\n"), types.get(head[1])
+        is_word = kind != "string" and text in _WORDS
+        given[head[1]] = _WORDS[text] if is_word else _value(text, kind)
+        place = end + len(_END_OF_PARAMETER)
     return Call(found[1], dumped(given))
 
 

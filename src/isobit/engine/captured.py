@@ -1,0 +1,101 @@
+"""What a captured step is: a CUDA graph on a GPU, and on a CPU the calls of its operators.
+
+Both run one function again and again on what its inputs hold by then, at fixed addresses. A CUDA
+graph is costly to capture, and computed behind the host's back; calls on a CPU are taken down from
+a step that is computed anyway, and are made at once. Left out: the inputs, and when a step is
+captured (`graphs.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from isobit.kernels.native.arena import Arena
+from isobit.kernels.native.base import NativeBase
+from isobit.kernels.native.build import library
+from isobit.kernels.native.recording import Recording
+from isobit.model import Model
+
+
+class Graph(Protocol):
+    """Something that runs one function again and again, from where that reads to where it
+    writes."""
+
+    asynchronous: bool
+    """Whether `replay` returns before the function is computed. Such a graph is captured on padded
+    rows, for few numbers of rows, and steps may be launched ahead of their tokens; others are
+    captured on the rows of a step, which is then computed."""
+    most_rows: int
+    """Larger steps are computed without one."""
+
+    def __init__(self, peer: Any) -> None:
+        """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
+
+    def capture(self, function: Callable[[], None]) -> None:
+        """Take the function down. An asynchronous graph may run it meanwhile, so its inputs must be
+        harmless; others run it once."""
+
+    def replay(self) -> None:
+        """Run the function on what its inputs hold now."""
+
+
+class CudaGraph:
+    """A captured CUDA graph."""
+
+    asynchronous, most_rows = True, 1 << 30
+
+    def __init__(self, peer: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = None if peer is None else peer._graph.pool()
+        # one for all: PyTorch keeps the memory that was used on a stream for that stream
+        self._stream = torch.cuda.Stream() if peer is None else peer._stream
+
+    def capture(self, function: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # kernels are compiled, and workspaces allocated
+            function()
+        current.wait_stream(self._stream)
+        # other threads may allocate meanwhile
+        with torch.cuda.graph(
+            self._graph, self._pool, self._stream, capture_error_mode="thread_local"
+        ):
+            function()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class RecordedCalls:
+    """The calls of C++ operators, made again from one call; what cannot be recorded
+    (`native/recording.py`), such as experts, whose rows Python counts, is computed as it is."""
+
+    asynchronous, most_rows = False, 64
+
+    def __init__(self, peer: Any) -> None:
+        self._arena: Arena = Arena() if peer is None else peer._arena
+        self._recording: Recording | None = None
+
+    @property
+    def refused(self) -> str | None:
+        """Why the function runs as it is; None where its calls are recorded."""
+        return None if self._recording is None else self._recording.refused
+
+    def capture(self, function: Callable[[], None]) -> None:
+        self._recording = Recording(function, library(), self._arena)
+
+    def replay(self) -> None:
+        assert self._recording is not None
+        self._recording.run()
+
+
+def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
+    """How decode steps are captured; None: not at all. By operators that never wait for a GPU, or
+    those in C++; not where rows are of several adapters, which are other rows in each step."""
+    ops = model.transformer.ops["rollout"]
+    if not wanted or model.transformer.served is not None:
+        return None
+    if ops.device.type == "cuda":
+        return CudaGraph if ops.backend == "triton" else None
+    return RecordedCalls if isinstance(ops, NativeBase) else None

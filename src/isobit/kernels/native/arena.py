@@ -1,0 +1,106 @@
+"""Memory for the tensors of functions that are recorded (`recording.py`).
+
+A tensor's place is free as soon as nothing holds the tensor, and the next one may have it, as with
+any allocator. But the memory itself stays, at the addresses that recorded calls have. Recordings
+that never run at the same time share one arena. Left out: giving memory back, which the arena does
+as a whole when nothing refers to it any more.
+"""
+
+import weakref
+from bisect import insort
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNMENT = 64
+_SMALLEST = 1 << 20
+
+
+class Arena:
+    """Chunks of memory, each a power of two of bytes, from which places are taken first fit."""
+
+    def __init__(self) -> None:
+        self._chunks: list[NDArray[np.uint8]] = []
+        self._free: list[tuple[int, int, int]] = []  # (chunk, start, stop), sorted, never adjacent
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    @property
+    def num_free(self) -> int:
+        """Bytes that no tensor holds."""
+        return sum(stop - start for _, start, stop in self._free)
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor of x's type, shape and strides in the arena, its values undefined; x itself,
+        where it has none."""
+        if not x.numel():
+            return x
+        place = self._take(_extent(x))
+        return torch.from_numpy(place).view(x.dtype).as_strided(x.shape, x.stride())
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether x lies in the arena."""
+        return self._chunk_of(x) is not None
+
+    def alias(self, x: Tensor) -> Tensor:
+        """The same memory for what holds no place: it must be read and written only where x would
+        be there. What lies elsewhere is x itself."""
+        chunk = self._chunk_of(x)
+        if chunk is None:
+            return x
+        start = x.data_ptr() - chunk.ctypes.data
+        part = torch.from_numpy(chunk)[start : start + _extent(x)]
+        return part.view(x.dtype).as_strided(x.shape, x.stride())
+
+    def _chunk_of(self, x: Tensor) -> NDArray[np.uint8] | None:
+        if x.is_mkldnn or not x.numel():
+            return None
+        address = x.data_ptr()
+        for chunk in self._chunks:
+            if chunk.ctypes.data <= address < chunk.ctypes.data + chunk.nbytes:
+                return chunk
+        return None
+
+    def _take(self, size: int) -> NDArray[np.uint8]:
+        """An array of its own over `size` free bytes."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        for index, (chunk, start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                break
+        else:
+            index, chunk, start, stop = self._grow(size)
+        self._free[index : index + 1] = [(chunk, start + size, stop)] if start + size < stop else []
+        place = self._chunks[chunk][start : start + size]
+        weakref.finalize(place, self._release, chunk, start, start + size).atexit = False
+        return place
+
+    def _grow(self, size: int) -> tuple[int, int, int, int]:
+        """A new chunk of at least `size` bytes: its index in the free list, and what stands
+        there."""
+        wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
+        memory = np.empty(wanted + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        self._chunks.append(memory[first : first + wanted])
+        found = (len(self._chunks) - 1, 0, wanted)
+        self._free.append(found)  # chunks are in ascending order
+        return len(self._free) - 1, *found
+
+    def _release(self, chunk: int, start: int, stop: int) -> None:
+        """Nothing holds these bytes any more."""
+        insort(self._free, (chunk, start, stop))
+        joined = list[tuple[int, int, int]]()
+        for place in self._free:
+            if joined and joined[-1][0] == place[0] and joined[-1][2] == place[1]:
+                place = (place[0], joined.pop()[1], place[2])
+            joined.append(place)
+        self._free[:] = joined
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return (last + 1) * x.element_size()

@@ -1,0 +1,221 @@
+"""Records what a function does with tensors of the CPU, and does it again without the function.
+
+Calls of C++ operators are taken down as they are made, with their arguments, and made again from
+one call (`replay.cpp`). What PyTorch computes between them is computed again by PyTorch, into the
+same memory; views and allocations are not repeated, since memory keeps its addresses
+(`arena.py`). So a function that goes the same way each time, and whose inputs change in place,
+gives the bits that it would give anew (`tests/kernels/test_recording.py`).
+
+What would make it go another way is the value of a tensor that Python reads. A function that reads
+one, or calls an operator that cannot be repeated, is `refused`, and runs as it is. What the
+recorder cannot see is the caller's to know: numbers of Python that change between calls.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from isobit.errors import NonFiniteError
+from isobit.kernels.native.arena import Arena
+from isobit.kernels.native.interface import OPERATORS
+
+_RECORDING = threading.Lock()  # hooks are the library's, one recorder's at a time
+_ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided"}
+_DESCRIBE = {
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point",
+    "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage",
+}  # fmt: skip
+"""What says something of a tensor that does not depend on its values."""
+_NOT_IN_PLACE = {"__int__", "__index__", "__invert__"}
+
+
+class Recording:
+    """A function that was called once, and what it did. `refused`: what of it cannot be repeated,
+    or None."""
+
+    def __init__(self, function: Callable[[], None], library: ctypes.CDLL, arena: Arena) -> None:
+        """Calls `function`, which must write its results into tensors of its caller."""
+        self._function = function
+        recorder = _Recorder(library, arena)
+        with _RECORDING, recorder.hooked(), recorder:
+            function()
+        recorder.close()
+        self.refused = recorder.refused
+        self._parts = [] if self.refused else recorder.parts
+        self._kept = recorder.kept
+
+    def run(self) -> None:
+        """Do it again. Raises what the function raises: where an operator fails, the function is
+        called to say how."""
+        if self.refused:
+            self._function()
+        elif any(part() for part in self._parts):
+            self._function()
+            raise NonFiniteError("a captured step met NaN or infinity, and did not meet it again")
+
+
+class _Recorder(TorchFunctionMode):
+    """While it is active, sees all that its thread does with tensors, and with a library."""
+
+    def __init__(self, library: ctypes.CDLL, arena: Arena) -> None:
+        super().__init__()
+        self.refused: str | None = None
+        self.parts: list[Callable[[], Any]] = []  # each returns something true where it fails
+        self.kept: list[object] = []
+        """What recorded calls have the addresses of."""
+        self._library, self._arena, self._thread = library, arena, threading.get_ident()
+        self._calls: list[tuple[int, list[int]]] = []  # not yet among the parts
+        self._constants: set[int] = set()  # storages that Python's numbers were written to
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, calls of the library's operators are seen."""
+        functions = [getattr(self._library, name) for name in OPERATORS]
+        for function in functions:
+            function.errcheck = self._called
+        try:
+            yield
+        finally:
+            for function in functions:
+                del function.errcheck
+
+    def close(self) -> None:
+        """The function has returned."""
+        if not self._calls:
+            return
+        words = [(ctypes.c_int64 * len(given))(*given) for _, given in self._calls]
+        calls = (ctypes.c_int64 * (2 * len(words)))()
+        calls[::2] = [function for function, _ in self._calls]
+        calls[1::2] = [ctypes.addressof(each) for each in words]
+        self.kept += [words, calls]
+        self.parts.append(partial(self._library.isobit_replay, ctypes.addressof(calls), len(words)))
+        self._calls = []
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", str(function))
+        found = function(*args, **kwargs)
+        if self.refused:
+            return found
+        if name == "data_ptr" and not self._arena.holds(args[0]):
+            self.kept.append(args[0])
+        if name in _ALLOCATE:
+            return self._arena.like(found)
+        if _in_place(name, kwargs):
+            self._constants -= {_storage(x) for x in tensors_of((args, kwargs))}
+            self._repeat(function, args, kwargs, [])
+        elif not (results := tensors_of(found)):
+            read = {_storage(x) for x in tensors_of((args, kwargs))}
+            if name not in _DESCRIBE and not read <= self._constants:
+                self._refuse(f"{name} of a tensor")
+        elif name == "tensor" and not tensors_of(args):
+            self._constants.add(_storage(found))
+            self.kept.append(found)
+        else:
+            sources = {_storage(x) for x in tensors_of((args, kwargs))}
+            new = [_storage(x) not in sources for x in results]
+            if all(new):
+                return self._computed(function, args, kwargs, found)
+            if any(new):
+                self._refuse(name)
+        return found
+
+    def _computed(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Any
+    ) -> Any:
+        """What PyTorch has computed, in the arena, where it is computed again."""
+        kept = mapped(found, lambda x: self._arena.like(x).copy_(x))
+        self._repeat(function, args, kwargs, tensors_of(kept))
+        return kept
+
+    def _repeat(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        results: list[Tensor],
+    ) -> None:
+        args, kwargs, targets = mapped((args, kwargs, results), self._arena.alias)
+
+        def again() -> None:
+            found = function(*args, **kwargs)
+            for target, x in zip(targets, tensors_of(found) if targets else ()):
+                assert target.shape == x.shape, f"{function}: a result of another shape"
+                target.copy_(x)
+
+        self.close()
+        self.parts.append(again)
+
+    def _called(self, result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """A hook of ctypes: the operator was called, and its result is passed on."""
+        if threading.get_ident() != self._thread or self.refused:
+            return result
+        again = getattr(self._library, f"{function.__name__}_replayed", None)
+        if again is None:
+            self._refuse(function.__name__)
+        else:
+            words = [self._word(*pair) for pair in zip(function.argtypes, arguments)]
+            self._calls.append((ctypes.cast(again, ctypes.c_void_p).value or 0, words))
+        return result
+
+    def _word(self, kind: type, given: Any) -> int:
+        """An argument as its eight bytes."""
+        if kind is ctypes.c_double:
+            (word,) = struct.unpack("q", struct.pack("d", given))
+            return int(word)
+        if given is None or isinstance(given, int):
+            return int(given or 0)
+        self.kept.append(given._obj)  # of ctypes.byref
+        return ctypes.addressof(given._obj)
+
+    def _refuse(self, what: str) -> None:
+        self.refused = what
+        self._calls, self.parts, self.kept = [], [], []
+
+
+def _in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of PyTorch writes to a tensor that it is given."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+def _storage(x: Tensor) -> int:
+    """What tells the memory of one tensor from that of another; oneDNN hides its own."""
+    return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr()
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and mappings."""
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, Mapping):
+        found = list(found.values())
+    if isinstance(found, (list, tuple)):
+        return [x for each in found for x in tensors_of(each)]
+    return []
+
+
+def mapped(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with every tensor changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, Mapping):
+        return {key: mapped(each, change) for key, each in found.items()}
+    if isinstance(found, (list, tuple)) and not isinstance(found, torch.Size):
+        return type(found)([mapped(each, change) for each in found])
+    return found

@@ -1,0 +1,235 @@
+"""Experts' factors as PEFT's `target_parameters` hold them (0.17 and later): all of a layer's
+together, read and written.
+
+transformers 5 has one tensor for a layer's gates and ups and one for its downs. For such a tensor
+of E experts PEFT has A [E · R, K], an expert's rows after the other's, and B [N, R · E], whose
+columns are the experts' in turn. Where it adapts both tensors of a module it wraps it twice: what
+is inside, `base_layer`, is of gates and ups. In gpt-oss gates and ups are rows of B in turn
+(`columns`, as of `hub/packed_experts.py`).
+
+Here gates and ups have factors of their own, of rank r each. They are written as PEFT joins them
+itself: R = 2 r, the A of both, and the B of both on a diagonal of blocks, which `rank_pattern` and
+`alpha_pattern` say. Where there is no such pattern, one A of rank r is that of an expert's gate and
+of its up, and both get a copy of it, which computes the same.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.distributed import Shards
+from isobit.distributed.files import Part
+from isobit.errors import IsobitError, brief
+from isobit.model.adapters.low_rank import Adapter, Projection
+from isobit.model.families.family import Packing
+from isobit.model.hub.checkpoint import Shapes, Weights
+from isobit.model.hub.names import whole_masters
+
+_ROLES = ("gate_up_proj", "down_proj")
+_PATTERN = r".*\.gate_up_proj"
+Read = Callable[[str], Tensor]
+
+
+class Form(NamedTuple):
+    """Which `roles`' factors are together, gates and ups first; whether those of gates and ups are
+    `wide`, R = 2 r."""
+
+    roles: Sequence[str]
+    wide: bool = False
+
+
+def form_of(values: Mapping[str, Any], path: Path) -> Form:
+    """That of an adapter_config.json. Raises IsobitError for parameters that are no experts', and
+    for ranks and alphas that differ otherwise."""
+    given = values.get("target_parameters") or []
+    found = {str(name).rpartition(".")[2] for name in given} if isinstance(given, list) else {""}
+    if others := found - {*_ROLES}:
+        raise IsobitError(
+            f"{path}: target_parameters: {brief(repr(min(others)))} cannot be read; experts' "
+            f"{' and '.join(_ROLES)} can"
+        )
+    roles = [role for role in _ROLES if role in found]
+    alpha = sqrt(2) if values.get("use_rslora") else 2
+    both = bool(values.get("rank_pattern")) == bool(values.get("alpha_pattern"))
+    for key, what, number, factor in (
+        ("rank_pattern", "ranks", "r", 2),
+        ("alpha_pattern", "alphas", "lora_alpha", alpha),
+    ):
+        given = values.get(key)
+        wide = both and _ROLES[0] in roles and _all_are(given, values.get(number), factor)
+        if given and not wide:
+            raise IsobitError(
+                f"{path}: {key}: {what} that differ cannot be read, but for experts' gates and ups "
+                "twice the others', where PEFT has joined them"
+            )
+    return Form(roles, bool(values.get("rank_pattern")))
+
+
+def _all_are(pattern: Any, number: Any, factor: float) -> bool:
+    """Whether a pattern names gates and ups alone, with so many times a number."""
+    if not isinstance(pattern, dict) or not isinstance(number, (int, float)):
+        return False
+    return all(
+        name.endswith("gate_up_proj")
+        and isinstance(value, (int, float))
+        and abs(value - factor * number) < 1e-6
+        for name, value in pattern.items()
+    )
+
+
+def config_of(adapter: Adapter) -> dict[str, Any]:
+    """The keys of adapter_config.json that say so."""
+    roles = _roles_of(adapter)
+    if not roles:
+        return {}
+    found: dict[str, Any] = {"target_parameters": [f"mlp.experts.{role}" for role in roles]}
+    if _ROLES[0] in roles:
+        alpha = adapter.alpha * (sqrt(2) if adapter.rslora else 2)
+        found |= {
+            "rank_pattern": {_PATTERN: 2 * adapter.rank},
+            "alpha_pattern": {_PATTERN: int(alpha) if alpha == int(alpha) else alpha},
+        }
+    return found
+
+
+def _roles_of(adapter: Adapter) -> list[str]:
+    found = {_role(one) for one in adapter.projections if one.expert is not None}
+    return [role for role in _ROLES if role in found]
+
+
+def _role(one: Projection) -> str:
+    return f"{one.weight.rpartition('.')[2]}_proj"
+
+
+class _Group(NamedTuple):
+    """The factors of one tensor: its experts' matrices, in the order of the experts, so many for
+    each; the names of A [E · R, K] and B [N, R · E]."""
+
+    members: list[Projection]
+    parts: int
+    a: str
+    b: str
+
+    @property
+    def count(self) -> int:
+        return len(self.members) // self.parts
+
+    @property
+    def rows(self) -> int:
+        return max(one.hi for one in self.members[: self.parts])
+
+    def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
+        """Those of B."""
+        if self.parts > 1 and packing == "columns":
+            return slice(part, None, self.parts)
+        return slice(one.lo, one.hi)
+
+
+def _groups(experts: Iterable[Projection], roles: Sequence[str], prefix: str) -> list[_Group]:
+    found: dict[tuple[str, str], list[Projection]] = {}
+    for one in experts:
+        if _role(one) in roles:
+            found.setdefault((one.name.split(".")[1], _role(one)), []).append(one)
+    groups = []
+    for (layer, role), members in found.items():
+        inside = "" if role == roles[-1] else ".base_layer"
+        module = f"{prefix}model.layers.{layer}.mlp.experts{inside}"
+        parts = sum(one.weight == members[0].weight for one in members)
+        groups.append(_Group(members, parts, f"{module}.lora_A.weight", f"{module}.lora_B.weight"))
+    return groups
+
+
+def apart(
+    weights: Weights,
+    experts: Mapping[Projection, tuple[str, str]],
+    rank: int,
+    form: Form,
+    packing: Packing | None,
+    prefix: str,
+) -> tuple[Shapes, Read]:
+    """(the shapes of all factors, how they are read by their names) of `weights`, whose experts'
+    factors are together, as if each of the `experts` had its own, by the names of A and B here.
+    Raises IsobitError for factors that are missing or do not fit."""
+    shapes, places = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
+    read = lru_cache(2)(weights.rows)
+    for group in _groups(experts, form.roles, prefix):
+        wide = form.wide and group.parts > 1
+        ranks = rank * group.parts if wide else rank
+        inputs, count = group.members[0].inputs, group.count
+        for key, shape in (
+            (group.a, (count * ranks, inputs)),
+            (group.b, (group.rows, ranks * count)),
+        ):
+            if weights.shapes.get(key) != shape:
+                found = f"is {weights.shapes[key]}" if key in weights.shapes else "is missing"
+                raise IsobitError(f"target_parameters: {key} {found}: expected {shape}")
+            del shapes[key]
+        for place, one in enumerate(group.members):
+            expert, part = divmod(place, group.parts)
+            mine = slice(part * rank, (part + 1) * rank) if wide else slice(None)
+            own, (a, b) = group.rows_of(one, part, packing), experts[one]
+            places[a] = partial(_of_a, read, group.a, expert, ranks, mine)
+            places[b] = partial(_of_b, read, group.b, expert, ranks, mine, own)
+            shapes |= {a: (rank, one.inputs), b: (one.hi - one.lo, rank)}
+    return shapes, lambda name: places[name]() if name in places else weights.rows(name)
+
+
+def _of_a(read: Read, name: str, expert: int, ranks: int, mine: slice) -> Tensor:
+    """An expert's A [r, K]."""
+    return read(name)[expert * ranks : (expert + 1) * ranks][mine].clone()
+
+
+def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: slice) -> Tensor:
+    """Some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not 0."""
+    own = read(name)[rows].reshape(-1, ranks, read(name).shape[1] // ranks)[:, :, expert]
+    found = own[:, mine].clone()
+    if int(torch.count_nonzero(own)) != int(torch.count_nonzero(found)):
+        raise IsobitError(
+            f"target_parameters: {name}: gates and ups share factors of twice the rank, and here "
+            "each has its own"
+        )
+    return found
+
+
+def joined(
+    adapter: Adapter, masters: Mapping[str, Tensor], shards: Shards, prefix: str
+) -> dict[str, Part]:
+    """The tensors of a file that hold experts' factors together. Alone, each is made when it is
+    written; of several ranks the first makes and writes them, of the rows that all have sent."""
+    experts = [one for one in adapter.projections if one.expert is not None]
+    found: dict[str, Part] = {}
+    for group in _groups(experts, _roles_of(adapter), prefix):
+        ranks, count = adapter.rank * group.parts, group.count
+        names = [[one.masters[place] for one in group.members] for place in (0, 1)]
+        shapes = (count * ranks, group.members[0].inputs), (group.rows, ranks * count)
+        for key, shape, wanted, make in zip(
+            (group.a, group.b), shapes, names, (_joined_a, _joined_b)
+        ):
+            whole = whole_masters(masters, wanted, torch.float32, shards)
+            made = partial(make, [whole[name] for name in wanted], group, adapter, shape)
+            mine = made if shards.ranks.size == 1 else made() if shards.ranks.first else None
+            found[key] = Part(torch.float32, shape, mine)
+    return found
+
+
+def _joined_a(
+    own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
+) -> Tensor:
+    return torch.cat([each.detach().float().cpu() for each in own]).view(shape)
+
+
+def _joined_b(
+    own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
+) -> Tensor:
+    rank = adapter.rank
+    out = torch.zeros(shape[0], rank * group.parts, group.count)
+    for place, (one, values) in enumerate(zip(group.members, own)):
+        expert, part = divmod(place, group.parts)
+        rows = group.rows_of(one, part, adapter.together)
+        out[rows, part * rank : (part + 1) * rank, expert] = values.detach().float().cpu()
+    return out.view(shape)

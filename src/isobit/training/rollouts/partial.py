@@ -1,0 +1,189 @@
+"""Rollouts that continue across a weight update: a step ends when enough groups are whole, and what
+is unfinished then goes on after the update, under the new weights.
+
+    round       each unfinished completion gets at most `partial.tokens_per_round` tokens more
+    step        rounds, over the groups of as many prompts as it waits for and `extra_prompts` more,
+                until as many groups are whole
+    update      keys and values are of the old weights: the next round computes them again of all
+                tokens so far
+
+So each segment of a completion is what its weights draw after everything before it, with the bits
+of a prefill and decode steps under them. What is interrupted depends on the tokens alone: it is the
+same at any number of ranks, under any scheduling and after a resume, and a run whose budget no
+completion reaches is the run without one (tests/training/test_partial.py). Groups are learned from
+in the order in which their prompts were taken, as far as they are whole. Left out: what is too old
+to learn from (`rl/algorithm/partial.py`), environments, and fleets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from isobit.data.dataset import Example
+from isobit.distributed import Ranks
+from isobit.engine.engine import Engine
+from isobit.engine.episodes import Episodes
+from isobit.engine.sequences import Stats, clamped_fraction, summed
+from isobit.engine.types import Completion, Request, Sampling
+from isobit.rl import Group, Sample
+from isobit.rl.algorithm.partial import PartialSettings, learnable, unfinished
+from isobit.rl.algorithm.samples import Segment
+from isobit.training.loop import Rollout, Sampled
+from isobit.training.rollouts.rank_sampling import ClaimedGroups, gather_groups, gather_stats
+from isobit.training.rollouts.sources import LiveRollouts, counted, sample_of
+from isobit.training.scoring import RolloutScoring
+
+
+class PartialGroups(ClaimedGroups):
+    """A `sources.Sampler` of one round: groups, whole or not, of new prompts and of those that are
+    `begun`, by the prompt's place in the data."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        ranks: Ranks,
+        settings: PartialSettings,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        most, budget = sampling.max_new_tokens, settings.tokens_per_round
+        first = replace(sampling, max_new_tokens=min(budget, most))
+        super().__init__(engine, first, ranks, between)
+        self.settings, self.max_new_tokens = settings, most
+        self.begun: Mapping[int, Group] = {}
+
+    def whole(self, group: Group) -> bool:
+        """Whether each completion has ended, or reached its length limit."""
+        return bool(group) and not any(unfinished(each, self.max_new_tokens) for each in group)
+
+    def _ask(
+        self, episodes: Episodes, example: Example, prompt_id: int
+    ) -> tuple[Sequence[Request], Sequence[Completion]]:
+        if prompt_id not in self.begun:
+            return super()._ask(episodes, example, prompt_id)
+        requests, known = list[Request](), list[Completion]()
+        for sample in self.begun[prompt_id]:
+            completion = completion_of(sample)
+            if unfinished(sample, self.max_new_tokens):
+                left = self.max_new_tokens - len(sample.completion_ids)
+                budget = min(self.settings.tokens_per_round, left)
+                more = replace(self._sampling, max_new_tokens=budget)
+                requests.append(self._engine.resume(completion, more))
+            else:
+                known.append(completion)
+        return requests, known
+
+
+class PartialRollouts(LiveRollouts):
+    """`LiveRollouts` whose completions may go on in a later step. What is unfinished is in the
+    run's state."""
+
+    _sampler: PartialGroups
+
+    def next(self) -> Rollout:
+        settings, state = self._sampler.settings, self._state
+        state.pending = [
+            learnable(group, state.step, settings.max_staleness) for group in state.pending
+        ]
+        rollout, most = super().next(), self._sampler.max_new_tokens
+        open_ = [unfinished(sample, most) for group in state.unfinished for sample in group]
+        return replace(
+            rollout, metrics={**rollout.metrics, "partial/unfinished": float(sum(open_))}
+        )
+
+    def sample(self, count: int) -> Sampled:
+        """At least `count` whole groups, in the order of their prompts; the others of the prompts
+        under way stay in the state."""
+        state, sampler, took = self._state, self._sampler, dict[str, float]()
+        extra = sampler.settings.extra(self._prompts_per_step)
+        new = max(0, count + extra - len(state.unfinished))
+        taken, after = self._curriculum.take(state.cursor, new)
+        groups: list[Group] = [*state.unfinished, *([] for _ in taken)]
+        ids = [*(group[0].prompt_index for group in state.unfinished), *taken]
+        examples = [self._train.at(cursor) for cursor in ids]
+        progress = state.progress(self._steps, len(self._train))
+        scoring = self._scorer.begin(examples, sampler.n, progress)
+        before = _tokens(groups)
+        mine, stats, rounds = dict[int, Group](), Stats(), 0
+        with (
+            self._meter.timed(took, "rollout", peak=True),
+            self._saver.broken_weights_end_the_run(),
+        ):
+            while sum(map(sampler.whole, groups)) < count:
+                own, did = self._round(groups, ids, examples, scoring)
+                mine, stats, rounds = {**mine, **own}, summed(stats, did), rounds + 1
+        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= {"partial/rounds": float(rounds), "rollout/tokens": _tokens(groups) - before}
+        if self._curriculum.chooses:
+            took["prompts/skipped"] = float(after - state.cursor - new)
+        state.cursor = after
+        state.unfinished = [group for group in groups if not sampler.whole(group)]
+        oldest = sampler.settings.max_staleness
+        learned = {i: learnable(group, state.step, oldest) for i, group in sorted(mine.items())}
+        return Sampled(learned, scoring, took)
+
+    def _round(
+        self,
+        groups: list[Group],
+        ids: Sequence[int],
+        examples: Sequence[Example],
+        scoring: RolloutScoring,
+    ) -> tuple[dict[int, Group], Stats]:
+        """Each group that is not whole goes on, in place, on whichever rank claims it: those that
+        became whole on this one, by their place, and what all engines did."""
+        sampler, ranks, step = self._sampler, self._ranks, self._state.step
+        open_ = [place for place, group in enumerate(groups) if not sampler.whole(group)]
+        sampler.begun = {ids[place]: groups[place] for place in open_ if groups[place]}
+        grown: dict[int, Group] = {}
+
+        def on_group(number: int, completions: list[Completion]) -> None:
+            place = open_[number]
+            grown[place] = _grown(groups[place], completions, step)
+            if sampler.whole(grown[place]):
+                scoring.add(place, completions)
+
+        asked = [examples[place] for place in open_], [ids[place] for place in open_]
+        _, stats = ranks.run_on_all(lambda: sampler(*asked, on_group))
+        for place, group in zip(open_, gather_groups(ranks, grown), strict=True):
+            groups[place] = group
+        whole = {place: group for place, group in grown.items() if sampler.whole(group)}
+        return whole, gather_stats(ranks, stats)
+
+
+def _grown(before: Group, completions: Sequence[Completion], step: int) -> Group:
+    """A group after a round in a step; `before`: what there was of it."""
+    known = {sample.sample_index: sample for sample in before}
+    return [_longer(known.get(each.sample_index), each, step) for each in completions]
+
+
+def _longer(before: Sample | None, completion: Completion, step: int) -> Sample:
+    sample = sample_of(completion, step)
+    if before is None:
+        return sample
+    if len(before.completion_ids) == len(sample.completion_ids):  # it had ended
+        return before
+    *older, last = before.drawn
+    version, stop = completion.weights_version, len(completion.token_ids)
+    if last.weights_version == version:
+        drawn = [*older, last._replace(stop=stop)]
+    else:
+        drawn = [*older, last, Segment(last.stop, stop, version, step)]
+    return replace(sample, segments=tuple(drawn) if len(drawn) > 1 else ())
+
+
+def completion_of(sample: Sample) -> Completion:
+    """A sample of one turn as its engine had it."""
+    return Completion(
+        prompt_id=sample.prompt_index,
+        sample_index=sample.sample_index,
+        prompt_token_ids=list(sample.prompt_ids),
+        token_ids=list(sample.completion_ids),
+        text=sample.completion,
+        logprobs=list(sample.rollout_logprobs),
+        finish_reason="length" if sample.truncated else "stop",
+        weights_version=sample.weights_version,
+        routes=sample.routes,
+    )
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(len(sample.completion_ids) for group in groups for sample in group)

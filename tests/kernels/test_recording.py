@@ -1,0 +1,185 @@
+"""A function whose calls were recorded gives, on other inputs, the bits that it gives anew; and what
+cannot be repeated is refused."""
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.errors import NonFiniteError
+from isobit.kernels import get_ops
+from isobit.kernels.native import available
+from isobit.kernels.native.arena import Arena
+from isobit.kernels.native.recording import Recording
+from isobit.precision import QuantSpec
+from isobit.precision.formats import E4M3
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
+
+SPEC = QuantSpec(E4M3, "1x128", "ue8m0")
+ROWS, COLUMNS = 3, 192
+
+
+@pytest.fixture
+def ops():  # type: ignore[no-untyped-def]
+    return get_ops("native", "bitwise")
+
+
+@torch.no_grad()
+def recorded(function: Callable[[], None], ops, arena: Arena | None = None) -> Recording:  # type: ignore[no-untyped-def]
+    return Recording(function, ops.lib, arena or Arena())
+
+
+def test_a_recording_gives_the_bits_of_the_function_on_other_inputs(ops) -> None:  # type: ignore[no-untyped-def]
+    """Operators in C++, of PyTorch between them, views, and a result in place."""
+    weight = torch.randn(COLUMNS).bfloat16()
+    matrix = ops.prepare(torch.randn(2 * COLUMNS, COLUMNS).bfloat16())
+    x, y = torch.randn(ROWS, COLUMNS).bfloat16(), torch.zeros(ROWS, COLUMNS)
+
+    def function() -> None:
+        normed, _, rstd = ops.rms_norm(x, weight, 1e-6)
+        wide = ops.product(normed, matrix)
+        gate, up = wide.split(COLUMNS, dim=1)
+        gated = ops.gate_mul("silu", torch.cat((up, gate), dim=1)).float()
+        gated[:, 0] += rstd
+        y.copy_(gated * 2)
+
+    recording = recorded(function, ops)
+    assert recording.refused is None
+    for seed in range(3):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        recording.run()
+        found = y.clone()
+        function()
+        assert torch.equal(found, y)
+        assert found.abs().sum() > 0
+        y.zero_()
+
+
+def test_memory_is_taken_again_within_a_recording_and_by_the_next(ops) -> None:  # type: ignore[no-untyped-def]
+    weight, arena = torch.randn(1024).bfloat16(), Arena()
+    x, y = torch.randn(512, 1024).bfloat16(), torch.zeros(512, 1024).bfloat16()
+
+    def function() -> None:
+        rows = x
+        for _ in range(12):
+            rows = ops.rms_norm(rows, weight, 1e-6)[0]
+        y.copy_(rows)
+
+    first = recorded(function, ops, arena)
+    size = arena.nbytes
+    assert 2 * x.nbytes <= size <= 4 * x.nbytes, "of twelve results two are there at a time"
+    second = recorded(function, ops, arena)
+    assert arena.nbytes == size
+    gc.collect()
+    assert arena.num_free == size
+    for recording in (first, second):
+        x.normal_()
+        recording.run()
+        found = y.clone()
+        function()
+        assert torch.equal(found, y)
+
+
+def _reads_a_value(x: Tensor, y: Tensor) -> None:
+    y.fill_(float(x.sum()))
+
+
+def _goes_another_way(x: Tensor, y: Tensor) -> None:
+    y.fill_(1 if (x > 0).any() else 0)
+
+
+def _has_as_many_rows_as_values(x: Tensor, y: Tensor) -> None:
+    y.fill_(len((x > 0).nonzero().tolist()))
+
+
+def _counts_in_numpy(x: Tensor, y: Tensor) -> None:
+    y.fill_(x.numpy().sum())
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (_reads_a_value, "__float__"),
+        (_goes_another_way, "__bool__"),
+        (_has_as_many_rows_as_values, "tolist"),
+        (_counts_in_numpy, "numpy"),
+    ],
+)
+def test_a_function_that_reads_values_is_refused_and_runs_as_it_is(
+    given: Callable[[Tensor, Tensor], None],
+    what: str,
+    ops,  # type: ignore[no-untyped-def]
+) -> None:
+    x, y = torch.ones(4), torch.zeros(4)
+    recording = recorded(lambda: given(x, y), ops)
+    assert recording.refused == f"{what} of a tensor"
+    x.neg_()
+    recording.run()
+    found = y.clone()
+    given(x, y)
+    assert torch.equal(found, y)
+
+
+def test_an_operator_that_cannot_be_repeated_is_refused(ops) -> None:  # type: ignore[no-untyped-def]
+    x, sums = torch.randn(2, 8), torch.zeros(2, dtype=torch.float64)
+
+    def function() -> None:
+        sums.copy_(ops.square_sums(x))
+
+    recording = recorded(function, ops)
+    assert recording.refused == "isobit_square_sums"
+
+
+def test_a_number_of_python_may_be_read(ops) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.ones(4), torch.zeros(4)
+
+    def function() -> None:
+        y.copy_(x * float(torch.tensor(0.1, dtype=torch.bfloat16)))
+
+    recording = recorded(function, ops)
+    assert recording.refused is None
+    x.fill_(3)
+    recording.run()
+    assert torch.equal(y, x * float(torch.tensor(0.1, dtype=torch.bfloat16)))
+
+
+def test_what_fails_is_said_as_the_function_says_it(ops) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.ones(2, 128).bfloat16(), torch.zeros(2, 128)
+
+    def function() -> None:
+        y.copy_(ops.quantize(x, SPEC, "somebody's rows").dequantize())
+
+    recording = recorded(function, ops)
+    assert recording.refused is None
+    x[1, 5] = float("nan")
+    with pytest.raises(NonFiniteError, match="somebody's rows"):
+        recording.run()
+
+
+def test_calls_of_other_threads_are_not_recorded(ops) -> None:  # type: ignore[no-untyped-def]
+    """The control: those of the own thread are."""
+    x, y, counted = torch.randn(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16(), []
+    weight = torch.ones(64).bfloat16()
+
+    def other() -> None:
+        ops.rms_norm(x, weight, 1e-6)
+
+    def function(work: Callable[[], None]) -> None:
+        work()
+        y.copy_(ops.rms_norm(x, weight, 1e-6)[0])
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    for work in (elsewhere, other):
+        recording = recorded(lambda work=work: function(work), ops)  # type: ignore[misc]
+        words, _ = recording._kept[-2:]
+        counted.append(len(words))  # type: ignore[arg-type]
+    assert counted == [1, 2]
+    assert not hasattr(ops.lib.isobit_rms_norm.errcheck, "__self__"), "no hook is left"
