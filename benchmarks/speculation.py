@@ -1,18 +1,20 @@
 """Tokens per second of rollouts with drafts (`engine.num_speculative_tokens: auto`) beside the same
 rollouts without, which sample the same tokens.
 
-A policy that has learned 48 answers of GSM8K by supervised training, not quite by heart, samples
+A policy that has learned 12 answers of GSM8K by supervised training, not quite by heart, samples
 groups of answers to its questions, for the second time and later: what it sampled before is known.
 `GSM8K` names the data's `train.jsonl`, and `TOKENIZER` the directory of a model whose tokenizer is
 taken. What is learned is a model of hidden 64; what samples is this model with as many zeros around
 it as a model of hidden 512 has, which computes the same distributions at that model's cost. The
-mean log-probability of the sampled tokens says how predictable they are. Left out: tools and what
+mean log-probability of the sampled tokens says how predictable they are. Seconds are those of the
+processor, of one thread: they are hardly longer beside other processes. Left out: tools and what
 they say, and texts that nobody has said before.
 """
 
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -29,7 +31,7 @@ from isobit.engine.types import Completion
 from isobit.model import ModelConfig, Tokenizer
 from isobit.training.sft.supervised import supervised_run
 
-ANSWERS, STEPS, NEW = 48, 120, 160
+ANSWERS, STEPS, NEW = 12, 160, 160
 LAYERS, HIDDEN, HEAD = 2, 64, 32
 WIDE, WIDE_LAYERS = 512, 8
 WARMUP = 2  # rounds that are not counted, after which answers have been said before
@@ -42,6 +44,7 @@ def run(rounds: int) -> Result:
     data, tokenizer = os.environ.get("GSM8K"), os.environ.get("TOKENIZER")
     if data is None or tokenizer is None:
         raise SystemExit("speculation: GSM8K must name a train.jsonl, and TOKENIZER a model")
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
@@ -59,7 +62,7 @@ def _compete(
     """The contestants sample the same tokens, each round with another seed."""
     case = f"batch {len(prompts) * samples}"
     engines = {
-        name: Engine(model, kv_pages=4096, num_speculative_tokens=most)
+        name: Engine(model, kv_pages=1024, num_speculative_tokens=most)
         for name, most in (("one token a step", 0), ("with drafts", "auto"))
     }
     said: dict[str, list[list[Completion]]] = {name: [] for name in engines}
@@ -74,7 +77,13 @@ def _compete(
 
         return call
 
-    timed = race(case, {name: sampling(name) for name in engines}, rounds, warmup=WARMUP)
+    timed = race(
+        case,
+        {name: sampling(name) for name in engines},
+        rounds,
+        warmup=WARMUP,
+        clock=time.process_time,
+    )
     plain, drafted = (said[name] for name in engines)
     assert plain == drafted, "drafts have changed a bit"
     tokens = [sum(len(c.token_ids) for c in each) for each in plain]
@@ -109,7 +118,7 @@ def _taught(
         "task": {"path": str(folder / "rows.jsonl"), "held_out_size": 1},
         "optimizer": {"learning_rate": 4e-3, "warmup_steps": 10},
         "steps": STEPS,
-        "batch_size": 16,
+        "batch_size": ANSWERS,
         "run": {"dir": str(folder / "run"), "report": False},
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(values))

@@ -149,8 +149,10 @@ class Speculation:
 
     def finish(self, sequence: Sequence, record: Record) -> None:
         """A sequence is over; later ones may repeat what it has said."""
-        followed, texts = self._followed.pop(sequence, None), self._of(sequence)
-        own = _known(sequence)
+        followed = self._followed.pop(sequence, None)
+        if not record.generated[sequence.slot]:
+            return
+        texts, own = self._of(sequence), _known(sequence)
         text = np.array(_tokens(sequence, record, max(own - LONGEST, 0)))
         if texts.index is not None:
             same = followed is not None and followed.index is texts.index
