@@ -130,8 +130,10 @@ RUNS = (
     ("optimizer={name: muon}", "serve.port=0"),
     ("curriculum.mode=skip", "task.options={digits: 1, train_size: 4}"),
     (
-        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
-        "reference.shown={success: 0.3, template: '{prompt}{shown}'}",
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true, "
+        "loss: divergence, divergence_beta: 0.5, divergence_top_k: 3}",
+        "reference={shown: {success: 0.3, template: '{prompt}{shown}'}, sync_every: 1, "
+        "sync_alpha: 0.5}",
     ),
     (
         "algorithm={preset: reinforce_pp, loss: sapo, kl_coefficient: 0.1, "
@@ -188,6 +190,19 @@ def make_runs(folder: Path, base_model: Path) -> None:
         quiet=True,
     )
     resume(folder / "sft", ["steps=2"])
+    (folder / "labels.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}+1=", "completion": "{i}", "label": false}}\n' for i in range(4))
+    )
+    labels = {
+        "model": str(base_model),
+        "loss": "kto",
+        "task": {"path": str(folder / "labels.jsonl"), "held_out_size": 0},
+        "reference": {"sync_every": 1, "sync_alpha": 0.5},
+        "out": str(folder / "kto"),
+        "batch_size": 2,
+        "steps": 1,
+    }
+    supervised_run(load_sft_config(labels), quiet=True)
     config = write_config(folder, base_model, steps=1, rewards={"models": [{"path": judge}]})
     changes = ["model={sft: " + str(folder / "sft.yaml") + "}"]
     compare(load_compare_config(config, ["bf16"], 1, str(folder / "compare"), changes))

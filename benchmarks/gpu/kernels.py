@@ -143,6 +143,16 @@ def _between(bench: Bench) -> None:
             lambda: (normal(rows, inner).bfloat16(), normal(rows, 2 * inner).bfloat16()),
             rows * inner * 10,
         ),
+        "gate_mul_backward_quantized": (
+            lambda s: ops.gate_mul_backward_quantized("silu", s[0], s[1], _ROW, "dh"),
+            lambda: (normal(rows, inner).bfloat16(), normal(rows, 2 * inner).bfloat16()),
+            rows * inner * (6 + 4 * one),
+        ),
+        "gate_mul_backward, then quantize_both_ways": (
+            lambda s: ops.quantize_both_ways(ops.gate_mul_backward("silu", *s), _ROW, "dh"),
+            lambda: (normal(rows, inner).bfloat16(), normal(rows, 2 * inner).bfloat16()),
+            rows * inner * (14 + 4 * one),
+        ),
     }
     for name, (call, make, moved) in kernels.items():
         what = f"{name}, {rows} rows"

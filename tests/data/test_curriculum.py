@@ -12,7 +12,11 @@ from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.run import checkpoints
 from isobit.training.train import resume, train
+from tests import warm
+from tests.distributed.sessions import bits, resumed
+from tests.distributed.threads import run
 from tests.runs import fingerprint, write_config
+from tests.training.test_sft_run import wait_for_lines
 
 SIZE = 50
 
@@ -103,6 +107,26 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, base_model: Path) -> None:
     name = "model.safetensors"
     assert fingerprint(control.run_dir)[name] != fingerprint(whole.run_dir)[name]
     assert "prompts/skipped" not in control.metrics[-1]
+
+
+def test_a_killed_run_goes_on_at_another_number_of_ranks(tmp_path: Path, base_model: Path) -> None:
+    """SIGKILL after four rows of metrics; then two ranks (others: `tests/distributed/test_runs.py`)."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    task = {**CHOSEN["task"], "held_out_size": 0}
+    paths = {
+        name: write_config(tmp_path / name, base_model, **{**CHOSEN, "task": task})
+        for name in ("whole", "killed")
+    }
+    whole = train(load_config(paths["whole"]), quiet=True)
+    assert sum(row["prompts/skipped"] for row in whole.metrics[-2:]) > 0
+    directory = tmp_path / "killed" / "run"
+    process = warm.start(["isobit", "train", str(paths["killed"]), "--quiet"], tmp_path)
+    wait_for_lines(directory / "metrics.jsonl", 4)
+    process.kill()
+    process.wait()
+    run(2, lambda ranks: resumed(directory, [], ranks))
+    assert bits(directory) == bits(Path(whole.run_dir))
 
 
 @pytest.mark.parametrize(

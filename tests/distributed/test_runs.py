@@ -39,6 +39,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "BF16 masters": ("qwen3", ["optimizer.masters=bf16", "optimizer.state=8bit"]),
     "Muon": ("qwen3", ["optimizer.name=muon"]),
     "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
+    "adapter of experts": ("gpt_oss", ["adapter.rank=4", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
     "dynamic sampling": (
         "qwen3",
@@ -56,6 +57,42 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
             "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
             "reference={weights: policy, shown: {success: 0.3, template: '{shown}{prompt}'}}",
             "steps=2",
+        ],
+    ),
+    "reference that follows": (
+        "qwen3",
+        [
+            "algorithm.kl_coefficient=0.1",
+            "precision=fp8-rollout-kv",
+            "reference={sync_every: 1, sync_alpha: 0.5}",
+            "steps=2",
+        ],
+    ),
+    "adapter's reference that follows": (
+        "qwen3",
+        [
+            "adapter={rank: 8, alpha: 32}",
+            "algorithm.kl_coefficient=0.1",
+            "optimizer.learning_rate=0.02",
+            "reference={sync_every: 1, sync_alpha: 0.5}",
+            "steps=2",
+        ],
+    ),
+    "self-distillation by the vocabulary": (
+        "qwen3",
+        [
+            "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+            "algorithm.loss=divergence",
+            "reference={weights: policy, shown: {success: 0.3, template: '{shown}{prompt}'}}",
+            "steps=2",
+        ],
+    ),
+    "curriculum": (
+        "qwen3",
+        [
+            "curriculum={mode: skip, floor: 0.3, solved_at: 0.3}",
+            "task.options.train_size=8",
+            "steps=5",
         ],
     ),
     "reference, evaluation": (

@@ -26,6 +26,15 @@ _GROWN = Rope(
     "yarn",
     (("factor", 2.0), ("llama_4_scaling_beta", 0.5), ("original_max_position_embeddings", 8)),
 )
+_LONG = Rope(
+    300.0,
+    "longrope",
+    (
+        ("long_factor", tuple(1.0 + step for step in range(18))),
+        ("original_max_position_embeddings", 20),
+        ("short_factor", (1.1,) * 18),
+    ),
+)
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
     "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
@@ -39,7 +48,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"query_scalar": 6},
     ),
     "glm4": ({"qkv_bias": True, "rope": _HALF}, {"rms_eps": 1e-2}),
-    "phi3": ({"windows": (5, 5, 5)}, {"windows": (6, 6, 6)}),
+    "phi3": ({"windows": (5, 5, 5), "rope": _LONG}, {"windows": (6, 6, 6)}),
     "granite": (
         {"multipliers": Multipliers(2.0, 0.3, 0.6, 1.5)},
         {"multipliers": Multipliers(2.0, 0.3, 0.5, 1.5)},

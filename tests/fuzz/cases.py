@@ -107,8 +107,10 @@ def _model(rng: Random) -> ModelConfig:
     heads = kv_heads * rng.choice((1, 2, 3, 4, 8))
     head_dim = rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128))
     rope = _rope(rng)
-    if family.partial_rotary != 1.0:
+    if family.partial_rotary is not None:
         rope = Rope.of(500.0, 1.0 if head_dim % 4 else 0.5)
+        if "longrope" in family.rope_kinds and rng.random() < 0.5:
+            rope = _longrope(rng, rope.rotated(head_dim) // 2)
     elif rope.kind not in family.rope_kinds:
         rope = family.fresh_rope(rope.theta, 64)
     latent = None if family.latent is None else _latent(rng)
@@ -206,6 +208,14 @@ def _rope(rng: Random) -> Rope:
     }
     kind = rng.choice(("default", "default", *scaled))
     return Rope(theta, kind, tuple(sorted(scaled[kind].items())))
+
+
+def _longrope(rng: Random, count: int) -> Rope:
+    """Short or long by the models' context, which is 64."""
+    short, long = (tuple(1 + 3 * rng.random() for _ in range(count)) for _ in range(2))
+    given = {"short_factor": short, "long_factor": long}
+    given |= {"original_max_position_embeddings": rng.choice((32, 64))}
+    return Rope(500.0, "longrope", tuple(sorted(given.items())))
 
 
 def _flow(rng: Random) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isobit.errors import IsobitError
@@ -15,7 +16,8 @@ from isobit.model.forward import experts
 from isobit.model.forward.experts import through_experts
 from isobit.model.weights.layout import Mixture
 from isobit.model.weights.stored import Weight
-from tests.models import require, slow_where, tensor, tiny_model
+from tests.models import level, require, slow_where, tensor, tiny_model
+from tests.rl.stepwise_helpers import digest, learner, train
 
 COUNT, RANK, WIDTH, INNER = 6, 4, 32, 24
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
@@ -33,8 +35,8 @@ def adapted(
 ) -> Model:
     """With B other than zero, as after an update."""
     require(backend)
-    level = "bitwise" if backend == "native" else "exact"
-    model = Model.load(base, precision, backend, level, adapter=NewAdapter(RANK, 8, targets))
+    given = NewAdapter(RANK, 8, targets)
+    model = Model.load(base, precision, backend, level(backend), adapter=given)
     for number, (name, parameter) in enumerate(model.named_parameters().items()):
         if name.endswith("lora_B"):
             random = torch.Generator().manual_seed(number)
@@ -193,8 +195,6 @@ def test_factors_are_views_of_one_storage(base: Path, precision: str) -> None:
 
 
 def test_some_experts_of_a_layer_are_refused(base: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     adapted(base).save(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     Model.load(base, "bf16", adapter=tmp_path / "adapter")  # the control
@@ -204,3 +204,30 @@ def test_some_experts_of_a_layer_are_refused(base: Path, tmp_path: Path) -> None
     save_file(left, path)
     with pytest.raises(IsobitError, match=r"5 of 6 experts have factors of layers\.1\.experts\.up"):
         Model.load(base, "bf16", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_was_trained_is_saved_and_served(tmp_path: Path, family: str) -> None:
+    """A learner that goes on from the folder has the bits of one that never stopped, what is served
+    those of the learner, and the base keeps its own. The controls: without the optimizer's state,
+    and the base."""
+    tiny_model("bf16", family, scale=4).save(tmp_path / "base")
+    frozen = Model.load(tmp_path / "base", "fp8", "native", adapter=NewAdapter(1, 1.0, ()))
+    storage = digest(frozen.transformer.learner_storage())
+    given = NewAdapter(2, 32.0)
+    ours = learner(frozen, given)
+    train(ours, range(1))
+    ours.save(tmp_path / "saved", optimizer=True)
+    unbroken = train(ours, range(1, 2))
+    for optimizer in (True, False):
+        again = learner(frozen, NewAdapter(2, 32.0, seed=9))
+        again.load(tmp_path / "saved", optimizer=optimizer)
+        assert (train(again, range(1, 2)) == unbroken) == optimizer
+    serving = frozen.serving({"first": tmp_path / "saved"})
+    serving.add_adapter("now", ours.adapter())
+    ids = [[1, 2, 3, 4, 5, 6]]
+    wanted = ours.model.logprobs(ids)[0]
+    assert torch.equal(serving.logprobs(ids, adapter="now")[0], wanted)
+    assert not torch.equal(serving.logprobs(ids, adapter="first")[0], wanted)
+    assert not torch.equal(frozen.logprobs(ids)[0], wanted)
+    assert digest(frozen.transformer.learner_storage()) == storage

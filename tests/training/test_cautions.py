@@ -13,8 +13,10 @@ import yaml
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.model.families.rope import Rope
 from isobit.training.train import train
 from tests import warm
+from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 
 REWARDS = (
@@ -48,6 +50,25 @@ def said(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> l
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ] == found
     return found
+
+
+def test_long_factors_for_short_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it says, the short ones are taken then."""
+    numbers = {"short_factor": (1.0,) * 4, "long_factor": (1.0, 2.0, 3.0, 4.0)}
+    given = {"original_max_position_embeddings": 32, **numbers}
+    rope = Rope(10000.0, "longrope", tuple(sorted(given.items())))
+    tiny_model("fp8", "phi3", rope=rope).save(tmp_path / "model")
+    config = write_config(tmp_path, tmp_path / "model")
+    (line,) = said(config, capsys)
+    assert "with a context of 64 tokens the model takes the long factors" in line
+    assert "max_position_embeddings 32, and in rope_scaling factor 2" in line
+    path = tmp_path / "model" / "config.json"
+    values = json.loads(path.read_text())
+    values["max_position_embeddings"], values["rope_scaling"]["factor"] = 32, 2.0
+    path.write_text(json.dumps(values))
+    assert said(config, capsys) == []
 
 
 def test_fewer_prompts_than_a_step_asks(
@@ -92,6 +113,8 @@ def test_held_out_prompts_that_are_trained_on(
         ("precision=fp8[bf16_first_layers=1,bf16_last_layers=1]", "every layer is in BF16"),
         ("precision=fp8[bf16_first_layers=1]", None),
         ("optimizer.warmup_steps=1", "warmup_steps 1 of 1 steps"),
+        ("partial.tokens_per_round=3", "partial.tokens_per_round 3 is not below sampling.max_new"),
+        ("partial.tokens_per_round=2", None),
         ("rewards.functions.0.weight=0", "the weight of every reward is 0"),
         (
             "evaluation={every: 1, samples: 100}",

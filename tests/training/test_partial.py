@@ -24,6 +24,7 @@ from tests.distributed.sessions import resumed, session
 from tests.distributed.threads import run as run_ranks
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
+from tests.test_resume import start, wait_for_lines
 
 MOST = 40
 PARTIAL: dict[str, Any] = {
@@ -95,6 +96,7 @@ def test_what_is_interrupted_goes_on_and_is_counted(finished: TrainResult) -> No
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
     assert all(row["mismatch/compared_tokens"] > 0 for row in rows)
     assert all(row["prompts/consumed"] == 4 * row["step"] + 4 for row in rows)
+    assert any(row["partial/rounds"] * 4 < MOST for row in rows), "a step that waits for all"
     later = rows[2:]
     assert all(0 < row["partial/completions_fraction"] < 1 for row in later)
     assert all(row["partial/unfinished"] > 0 and row["partial/rounds"] >= 1 for row in rows)
@@ -215,6 +217,17 @@ def test_recorded_segments_are_learned_from_again(finished: TrainResult, tmp_pat
     assert again["model.safetensors"] == fingerprint(finished.run_dir)["model.safetensors"]
     other = replay(finished.run_dir, tmp_path / "other", ["algorithm.correction=none"])
     assert fingerprint(other.run_dir)["model.safetensors"] != again["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_step(
+    finished: TrainResult, tmp_path: Path, base_model: Path
+) -> None:
+    process = start(write_config(tmp_path, base_model, **PARTIAL))
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    process.kill()
+    process.wait()
+    assert fingerprint(resume(tmp_path / "run").run_dir) == fingerprint(finished.run_dir)
 
 
 def test_an_error_loses_no_unfinished_completion(tmp_path: Path, base_model: Path) -> None:

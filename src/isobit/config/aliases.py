@@ -120,6 +120,9 @@ _NAMES = {
     "optimizer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
     "train_micro_batch_size train_mb_tokens micro_batch_size ppo_micro_batch_size use_dynamic_bsz",
     "optimizer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "reference.sync_every": "sync_ref_model ref_model_sync_steps teacher_sync_steps "
+    "sync_reference_every",
+    "reference.sync_alpha": "ref_model_mixup_alpha teacher_update_rate",
     "replay.max_staleness": "max_off_policy_threshold",
     "evaluation.every": "eval_steps test_freq val_period eval_every eval_strategy eval_on_start "
     "val_before_train",
@@ -147,15 +150,15 @@ _NAMES = {
 """A key of isobit, and what it is called elsewhere."""
 
 _NONE = (
-    "generation_kwargs sync_ref_model "
+    "generation_kwargs "
     "use_vllm vllm_mode tensor_model_parallel_size reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
     "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "
-    "entropy_coef_min ref_model_mixup_alpha "
-    "ref_model_sync_steps disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
+    "entropy_coef_min "
+    "disable_dropout label_smoothing_factor neftune_noise_alpha optim_args "
     "optim_target_modules gradient_checkpointing_kwargs activation_checkpointing_kwargs "
     "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
     "use_cache tf32 torch_empty_cache_steps skip_memory_metrics auto_find_batch_size "

@@ -25,6 +25,19 @@ def check_loss(algorithm: Objective) -> None:
             f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such "
             "clip: leave one of them out"
         )
+    if algorithm.loss == "divergence" and not algorithm.distills:
+        raise IsobitError(
+            "algorithm.loss: divergence is from a teacher: set algorithm.advantage: distillation, "
+            "or take another loss"
+        )
+    if algorithm.loss == "divergence" and algorithm.ratio != "token":
+        raise IsobitError("algorithm.loss: divergence knows no ratio: leave algorithm.ratio out")
+    of_divergence = (algorithm.divergence_beta, algorithm.divergence_top_k) != (1, 0)
+    if of_divergence and algorithm.loss != "divergence":
+        raise IsobitError(
+            "algorithm.divergence_beta and divergence_top_k are of loss: divergence: set it, or "
+            "leave them out"
+        )
     if algorithm.advantage == "maxrl" and (algorithm.kl_in_reward or algorithm.overlong_buffer):
         raise IsobitError(
             "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
@@ -37,9 +50,10 @@ def check_loss(algorithm: Objective) -> None:
         )
 
 
-def check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
-    """Raise IsobitError for a teacher that is shown something and taught by nobody, or a policy that
-    would be compared with itself."""
+def check_reference(reference: ReferenceConfig, algorithm: Objective, adapted: bool) -> None:
+    """Raise IsobitError for a teacher that is shown something and taught by nobody, a policy that
+    would be compared with itself, or a reference that cannot follow a policy, of which an adapter
+    is all that is trained where it is `adapted`."""
     if reference.shown is not None and not algorithm.distills:
         raise IsobitError(
             "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
@@ -52,6 +66,23 @@ def check_reference(reference: ReferenceConfig, algorithm: Objective) -> None:
     if reference.weights == "policy" and (reference.path or reference.precision):
         raise IsobitError(
             "reference.weights: policy is the policy itself: leave reference.path and precision out"
+        )
+    if not reference.follows:
+        return
+    if reference.weights == "policy" or reference.path is not None:
+        key = "path: a model of its own" if reference.path else "weights: policy"
+        raise IsobitError(
+            f"reference.{key} does not follow the policy: leave it or reference.sync_every out"
+        )
+    if not algorithm.kl_coefficient:
+        raise IsobitError(
+            "reference.sync_every: nothing is compared with a reference: set "
+            "algorithm.kl_coefficient, or leave it out"
+        )
+    if adapted and reference.precision is not None:
+        raise IsobitError(
+            "reference.precision: a reference that follows an adapter has the policy's own: leave "
+            "it or reference.sync_every out"
         )
 
 

@@ -24,6 +24,7 @@ from isobit.config.sections import (
     ModelSource,
     PrecisionValue,
     ReferenceConfig,
+    ReferenceSync,
     RewardsConfig,
     RunConfig,
     SamplingConfig,
@@ -115,7 +116,7 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
         switched off; or the policy is its own teacher."""
-        own = self.reference.path is None
+        own = self.reference.path is None and not self.reference.follows
         return self.reference.weights == "policy" or (
             own and self.adapter is not None and self.reference.precision in (None, self.precision)
         )
@@ -179,7 +180,7 @@ class Config:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
-        check_reference(self.reference, algorithm)
+        check_reference(self.reference, algorithm, adapted=self.adapter is not None)
         check_kl(algorithm)
         check_loss(algorithm)
         if algorithm.correction == CorrectionRule():
@@ -385,13 +386,21 @@ class SftConfig:
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     loss: Annotated[
         str,
-        OneOf(("cross_entropy", "dpo", "ipo")),
-        "of right answers; or of pairs, columns prompt, chosen and rejected, against the model that "
-        "the run began with",
+        OneOf(("cross_entropy", "dpo", "ipo", "kto")),
+        "of right answers; or against the model that the run began with: dpo and ipo of pairs, "
+        "columns prompt, chosen and rejected; kto of answers that are desirable or not, columns "
+        "prompt, completion and label, true or false",
     ] = "cross_entropy"
     beta: Annotated[
-        float, above(0), "of dpo and ipo: how near the model stays to the one it began with"
+        float, above(0), "of dpo, ipo and kto: how near the model stays to the one it began with"
     ] = 0.1
+    desirable_weight: Annotated[
+        float, at_least(0), "of kto: weight of the loss of desirable answers"
+    ] = 1.0
+    undesirable_weight: Annotated[
+        float, at_least(0), "of kto: weight of the loss of the others"
+    ] = 1.0
+    reference: ReferenceSync = ReferenceSync()
     turns: Annotated[
         Literal["last", "all"],
         "which of the assistant's turns in a conversation are learned, each up to the end that the "
@@ -411,16 +420,35 @@ class SftConfig:
     @property
     def of_pairs(self) -> bool:
         """Whether the loss is of two answers, of which one is preferred."""
+        return self.loss in ("dpo", "ipo")
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with a reference."""
         return self.loss != "cross_entropy"
 
     def __post_init__(self) -> None:
-        if self.of_pairs and self.model.path is None:
+        if self.reference.follows and not self.compares:
+            raise IsobitError(
+                f"reference.sync_every: loss: {self.loss} is compared with no reference: leave one "
+                "of them out"
+            )
+        if self.compares and self.model.path is None:
             raise IsobitError(
                 f"loss: {self.loss} compares with the model that the run began with, and random "
                 "weights (model.init) prefer nothing; give model.path"
             )
-        if self.of_pairs and self.turns == "all":
+        if self.compares and self.turns == "all":
             raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
+        weights = (self.desirable_weight, self.undesirable_weight)
+        if self.loss != "kto" and weights != (1, 1):
+            raise IsobitError(
+                f"desirable_weight and undesirable_weight are of loss: kto, and loss is {self.loss}: "
+                "leave them out"
+            )
+        if self.loss == "kto" and (self.batch_size < 2 or not any(weights)):
+            what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
+            raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"

@@ -198,7 +198,33 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceSync:
+    """Whether the reference follows the policy: every so many steps it moves towards it (TR-DPO:
+    Gorbatovski et al. 2024, arXiv 2404.09656), or in every step a little, as the mean of policies
+    that is called an EMA teacher."""
+
+    sync_every: Annotated[
+        int, at_least(0), "steps after which the reference moves to the policy; 0: never"
+    ] = 0
+    sync_alpha: Annotated[
+        float,
+        above(0),
+        at_most(1),
+        "what it then takes of the policy, and 1 minus this of itself; 1: it becomes the policy",
+    ] = 1.0
+
+    @property
+    def follows(self) -> bool:
+        """Whether it moves at all."""
+        return self.sync_every > 0
+
+    def __post_init__(self) -> None:
+        if self.sync_alpha != 1 and not self.follows:
+            raise IsobitError("sync_alpha needs sync_every: the steps after which it counts")
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(ReferenceSync):
     """The frozen model of the KL penalty, or the teacher of a distillation: a model of its own, or
     the initial weights, with their own precision; with an adapter the model without it."""
 

@@ -128,6 +128,8 @@ class Runner:
             tokens, logprobs = self._with_drafts(plan)
         elif launch is None:
             tokens, logprobs = self._compute(plan)
+        elif launch.is_done:
+            tokens, logprobs = launch.read(places)
         else:
             ahead = self._launch_ahead(plan, places)
             prompts = self._compute(plan.prompts)
@@ -247,12 +249,8 @@ class Runner:
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
         way, unless it takes a decision."""
-        if (
-            self.graphs is None
-            or not self.graphs.asynchronous
-            or self.scheduler.speculation is not None  # which waits for the tokens
-            or not self.scheduler.may_be_captured
-        ):
+        waits = self.scheduler.speculation is not None  # for the tokens
+        if self.graphs is None or waits or not self.scheduler.may_be_captured:
             return None
         record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])

@@ -3,11 +3,10 @@ Triton for NVIDIA GPUs. `backends` has a table for each of the three, from an op
 function."""
 
 from isobit.kernels.backends.composed import Composed
-from isobit.kernels.copies import Copies
 from isobit.kernels.experts.definition import grouped_input_gradient
 from isobit.kernels.experts.scoring import Scoring, by_score, by_score_backward
 from isobit.kernels.gpu import computed_by, versions
-from isobit.kernels.layout import Keys, Layout
+from isobit.kernels.layout import Copies, Keys, Layout
 from isobit.kernels.low_rank.definition import Factors
 from isobit.kernels.matrices import (
     Operand,

@@ -36,6 +36,7 @@ from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs
+from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.layers import Pass, Watch, forward
 from isobit.model.forward.moe import RouteTape
@@ -50,13 +51,6 @@ from isobit.model.weights.sync import Receiver
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = (
-    1 << 22
-)  # logits that head_logprobs holds at a time on a CPU, few enough for its caches,
-_HEAD_ROWS = (
-    256  # but of so many rows: each chunk of the backward adds to a gradient as large as the head
-)
-_HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
 class Transformer:
@@ -332,6 +326,11 @@ class Transformer:
             hidden, head, targets, temperature, rows, self.ops[use], filtering, context
         )
 
+    def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
+        """[T] float32, of the learner's logits from another model's, in chunks of rows."""
+        head = self._working["learner"].outside.head
+        return head_divergence(hidden, head, other, divergence, self.head_rows, self.ops["learner"])
+
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
@@ -475,5 +474,6 @@ class Transformer:
 
 
 def head_rows(vocab_size: int, host: bool) -> int:
-    """Rows of logits at a time, on a CPU (`host`) or on a GPU."""
-    return max(_HEAD_ROWS, (_HEAD_ELEMENTS if host else _HEAD_ELEMENTS_DEVICE) // vocab_size)
+    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
+    but 256, since each chunk of the backward adds to a gradient as large as the head."""
+    return max(256, (1 << (22 if host else 28)) // vocab_size)

@@ -94,7 +94,7 @@ class Job:
     def shares_reference(self) -> bool:
         """Whether the reference is the policy's own storage, without its adapter."""
         if self.sampled is None:
-            return self.config.adapter is not None
+            return self.config.adapter is not None and not self.config.reference.follows
         return self.sampled.shares_reference
 
     @property
@@ -234,7 +234,7 @@ def supervised_job(
     """The job of a supervised run, whose longest example has a `prompt` of so many tokens before
     its answer."""
     precision = precision_from(config.precision)
-    reference = (model, precision) if config.of_pairs else None
+    reference = (model, precision) if config.compares else None
     count = ranks or config.ranks
     return Job(config, model, precision, prompt, machine, count, reference, given=given)
 

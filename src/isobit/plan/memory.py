@@ -22,7 +22,9 @@ from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
 from isobit.model.adapters.targets import targeted
+from isobit.model.forward.head_divergence import WORKING_BYTES as DIVERGENCE_BYTES
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.transformer import head_rows
 from isobit.model.weights.masters import MASTERS
 from isobit.plan.cards import MIB, gib
 from isobit.plan.job import Job
@@ -189,11 +191,14 @@ def _described(
 
 def _frozen(job: Job) -> Iterator[Item]:
     """Models that nothing trains, whole on every rank."""
-    models = (
-        [("reference", job.reference)]
-        if job.reference is not None and not job.shares_reference
-        else []
-    )
+    following, trains = job.config.reference.follows, job.config.adapter
+    if following:  # which has masters of its own
+        yield "reference, FP32 masters", 4 * largest_share(job.model, job.ranks, trains)
+    if following and trains is not None:
+        width = job.precision.learner.compute.itemsize
+        yield "reference, working factors", width * num_parameters(job.model, trains)
+    whole = not job.shares_reference and not (following and trains is not None)
+    models = [("reference", job.reference)] if job.reference is not None and whole else []
     named = () if job.sampled is None else job.sampled.rewards.models
     models += [(given.name, each) for given, each in zip(named, job.rewards, strict=True)]
     for name, each in models:
@@ -251,6 +256,10 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
     taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged)
+    if job.algorithm.loss == "divergence" and job.reference is not None:
+        taken = max(
+            taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
+        )
     if job.sampled is not None and job.sampled.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them
@@ -259,6 +268,16 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {rows:,} tokens"
     return label, gradients + taken if several else max(gradients, taken)
+
+
+def _divergence(job: Job, rows: int) -> int:
+    """What a teacher's distribution takes beside the policy's: logits of both, a few rows at a
+    time, and its hidden rows."""
+    assert job.reference is not None
+    vocabulary, (model, precision) = job.model.vocab_size, job.reference
+    logits = min(rows, head_rows(vocabulary, job.machine.host)) * vocabulary
+    width = precision.learner.compute.itemsize * model.hidden_size
+    return DIVERGENCE_BYTES * logits + width * rows
 
 
 def _rolling_out(job: Job, model: Described) -> Item:

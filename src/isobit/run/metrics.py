@@ -38,13 +38,19 @@ METRICS: dict[str, str] = {
     "tokens, in nats; of pairs their mean loss",
     "loss/dpo": "mean loss of the step's pairs, under loss: dpo",
     "loss/ipo": "mean loss of the step's pairs, under loss: ipo",
+    "loss/kto": "mean loss of the step's answers, under loss: kto",
     "preference/chosen_reward": "mean over pairs of beta · (log policy - log reference) of the "
-    "preferred answer (TRL's rewards/chosen)",
-    "preference/rejected_reward": "the same of the other answer (rewards/rejected)",
-    "preference/margin": "mean of their difference (rewards/margins); exactly 0 in the first step",
+    "preferred answer (TRL's rewards/chosen); under loss: kto over desirable answers",
+    "preference/rejected_reward": "the same of the other answer (rewards/rejected); under loss: kto "
+    "over undesirable answers",
+    "preference/margin": "mean of their difference (rewards/margins), or under loss: kto the "
+    "difference of both; exactly 0 in the first step",
+    "preference/kl": "under loss: kto the estimate of KL(policy ‖ reference), of prompts with the "
+    "answers to others (kl); exactly 0 in the first step",
     "preference/accuracy": "pairs whose preferred answer has the larger reward "
     "(rewards/accuracies)",
-    "preference/held_out_accuracy": "the same of the held-out pairs",
+    "preference/held_out_accuracy": "the same of the held-out pairs; under loss: kto answers that "
+    "have moved to the side of their label, from the KL",
     "loss/*": "a metric of your own loss function: its mean over the trained tokens",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's "
     "optimizer steps",

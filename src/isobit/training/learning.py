@@ -22,6 +22,7 @@ from isobit.training.measuring.quantization import LearnerTotals
 from isobit.training.measuring.statistics import recorded
 from isobit.training.objects import Measure, measured
 from isobit.training.sampled_ahead import AheadCompared, SampledAhead
+from isobit.training.saving.reference import FollowingReference
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
@@ -41,7 +42,8 @@ class Lesson:
 
 class Learning:
     """`engines`: those that are put to sleep first, where `sleep` (always, auto or never) says so.
-    `settle` waits for what is sampled meanwhile, and returns what that took.
+    `reference`: if it follows the policy, it may move once the policy has learned. `settle` waits
+    for what is sampled meanwhile, and returns what that took.
     `failure_of(disagreement, step, unlearned)` is how a run ends that may not learn from tokens
     that differ."""
 
@@ -56,6 +58,7 @@ class Learning:
         saver: Saver,
         measures: Sequence[Measure],
         *,
+        reference: FollowingReference | None = None,
         quantization_every: int,
         sleep: str,
         settle: Callable[[], Mapping[str, float]],
@@ -68,7 +71,7 @@ class Learning:
         self._ahead = ahead
         self._state, self._meter, self._saver = state, meter, saver
         self._quantization_every, self._sleep = quantization_every, sleep
-        self._measures, self._settle = measures, settle
+        self._measures, self._settle, self._reference = measures, settle, reference
         self._failure_of, self._note = failure_of, note
         self._warned = False
 
@@ -90,6 +93,7 @@ class Learning:
                 self._saver.learning(unchanged=Disagreement),
             ):
                 learned = self._learner.learn(samples, advantages, self._state.step)
+                self._reference_follows(step)
         self._calibrator.learned_from([tokens for s in samples for tokens in s.contexts])
         took |= _counted(samples, took["time/learn"])
         if self._learner.objective.advantage != GIVEN:
@@ -100,6 +104,11 @@ class Learning:
         metrics = _with_those_ahead(learned, compared)
         self._warn(metrics, step)
         return Lesson(metrics, {**took, **beside}, learned.compared, activations)
+
+    def _reference_follows(self, step: int) -> None:
+        if self._reference is not None:
+            with self._saver.broken_weights_end_the_run():
+                self._reference.after(step)
 
     def _put_to_sleep(self, engine: Engine) -> None:
         """Free the memory of its cache, where `engine.sleep` says so."""

@@ -83,7 +83,9 @@ class Parts:
             "memory/weights_mib": sum(self.model.memory().values()),
             "memory/optimizer_mib": self.optimizer.nbytes,
         }
-        if self.reference is not None and not self.config.shares_reference:
+        if (following := self.trained.reference) is not None:
+            found["memory/reference_mib"] = following.nbytes
+        elif self.reference is not None and not self.config.shares_reference:
             found["memory/reference_mib"] = sum(self.reference.memory().values())
         if self.scorer.models:
             found["memory/reward_models_mib"] = sum(m.model.nbytes() for m in self.scorer.models)

@@ -98,7 +98,11 @@ def test_scales_are_the_quantizers(kind: str) -> None:
     for form, name in ((E4M3, kind), (INT8, f"{kind} of int8")):
         powers = form.max * 2.0 ** torch.arange(-135, 110.0)
         amax = torch.cat(
-            [_numbers().abs(), powers, torch.nextafter(powers, torch.tensor(1e38))]
+            [
+                _numbers().abs(),
+                powers,
+                *(torch.nextafter(powers, torch.tensor(end)) for end in (0.0, 1e38)),
+            ]
         ).float()
         assert same(_run(amax, name, torch.float32), scales(amax, form, kind))
         assert not same(

@@ -69,7 +69,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
     lessons = lessons_of(task, model, config, quiet=False)
     config = in_steps(config, len(lessons.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
-    loss = f"{config.loss} with beta {config.beta}" if config.of_pairs else config.loss
+    loss = f"{config.loss} with beta {config.beta}" if config.compares else config.loss
     held_out = 0 if lessons.asked is None else len(lessons.asked.examples)
     say(
         f"{_model_text(config, model)}; task {task.name}: {len(lessons.train)} training and "

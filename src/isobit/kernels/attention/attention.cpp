@@ -229,9 +229,10 @@ EXPORT void isobit_attention(const Attention* arguments) {
             for (int64_t head = 0; head < g.kv_heads; head += heads)
                 tasks.push_back({s, first, count, head, g.kv_heads - head < heads ? g.kv_heads - head : heads});
             const int64_t position = g.context[s] + first;
-            work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 16;
+            work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 8;
         }
     }
+    work += int64_t(tasks.size()) * 1500;  // slots, queries and scales, however few keys there are
     for_each_in_turn(useful_threads(g.threads, work), tasks.size(), [&](int64_t i) {
         if (reads_stored(g, tasks[i].tokens)) {
             if (g.single) attend_stored<float>(g, tasks[i]);

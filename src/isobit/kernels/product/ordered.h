@@ -54,6 +54,27 @@ class Flushing {
     Flushing(const Flushing&) = delete;
 };
 
+// The opposite: they are kept, as everywhere else.
+class Keeping {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+
+  public:
+    Keeping() { _mm_setcsr(before & ~0x8040u); }
+    ~Keeping() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+    uint64_t before;
+
+  public:
+    Keeping() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        asm volatile("msr fpcr, %0" : : "r"(before & ~(1ull << 24)));
+    }
+    ~Keeping() { asm volatile("msr fpcr, %0" : : "r"(before)); }
+#endif
+    Keeping(const Keeping&) = delete;
+};
+
 constexpr int64_t DEPTH = 32;  // K is padded to a multiple
 
 // B is packed for the instructions on pairs, K padded to 32 with zeros. BF16: [panel][K / 2][16 columns][2]. Codes:
@@ -61,6 +82,16 @@ constexpr int64_t DEPTH = 32;  // K is padded to a multiple
 // BF16's order.
 INLINE int64_t packed_offset(const Product& g, int64_t panel, int64_t k) {
     return panel * padded(g.k, DEPTH) * PANEL + k * PANEL;
+}
+
+// Asks for what a tile of NP panels, each of `stride` bytes, will read AHEAD bytes after it has read BYTES at b + at: of
+// the same panel, and at its end of the next tile's. The processor's own prefetching ends with every page of memory.
+constexpr int64_t AHEAD = 2048;
+template <int NP, int64_t BYTES>
+INLINE void ask_for(const uint8_t* b, int64_t at, int64_t stride) {
+    const uint8_t* next = b + at + AHEAD + (at + AHEAD < stride ? 0 : (NP - 1) * stride);
+#pragma GCC unroll 2
+    for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(next + line);
 }
 
 // One code of a kind, or one BF16 number.

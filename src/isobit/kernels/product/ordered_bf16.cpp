@@ -33,6 +33,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const 
             for (int p = 0; p < NP; p++) {
                 __m512i first, second;
                 source.load(b + p * stride + i * PANEL * Source::bytes, first, second);
+                if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(b + p * stride, i * PANEL * Source::bytes, stride);
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[r * lda + i / 2], first);
 #pragma GCC unroll 8
@@ -55,7 +56,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const 
             }
     }
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
-    for (int r = 0; r < MR; r++) finish(g, row + r, column, columns, total[r]);
+    finish(g, row, MR, column, columns, total[0], NP * 16);
 }
 
 // Some rows times NP panels: as few tiles as there can be.

@@ -42,6 +42,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
                 for (int p = 0; p < NP; p++) {
                     Pairs both[2];
                     source.load(b + p * stride + i * PANEL * Source::bytes, both[0], both[1]);
+                    if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(b + p * stride, i * PANEL * Source::bytes, stride);
 #pragma GCC unroll 2
                     for (int j = 0; j < 2; j++) {
                         const Vec left = source.value(even_of(both[j])), right = source.value(odd_of(both[j]));
@@ -81,7 +82,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
     for (int r = 0; r < MR; r++) {
         for (int p = 0; p < NP; p++) vstore(out + p * 16, total[r][p]);
-        finish(g, row + r, column, columns, out);
+        finish(g, row + r, 1, column, columns, out, 0);
     }
 }
 

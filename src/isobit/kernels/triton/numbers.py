@@ -194,6 +194,27 @@ def pairs(codes, like: tl.constexpr):
         )
 
 
+SIGMOID = tl.constexpr("""{
+.reg .f32 e;
+mul.rn.f32 e, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 e, e;
+add.rn.f32 e, e, 0f3F800000;
+rcp.approx.ftz.f32 $0, e;
+}""")
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), for gradients alone, which need not agree with a rollout: on a GPU by two
+    approximate instructions, each within 2^-22 of its result, in 4 for 24 of an exact quotient."""
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
 @triton.jit
 def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
     """The scale of a block with this largest magnitude, float32: as
@@ -203,13 +224,17 @@ def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
     power of two. NaN where amax is NaN or infinite, so that whatever the block is multiplied with
     becomes NaN too.
     """
-    if form == tl.int8:
-        scale = tl.maximum(tl.div_rn(amax, 127.0), SMALLEST_SCALE)
+    if UE8M0 and form != tl.int8:
+        # 448 is 1.75 · 2^8, so the quotient's power of two is known without it: a division is 20
+        # instructions, and a call where numbers are tiny
+        exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+        scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(tl.div_rn(amax, 448.0), SMALLEST_SCALE)
-    if UE8M0:
-        word = scale.to(tl.uint32, bitcast=True)
-        scale = ((word + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        most: tl.constexpr = 127.0 if form == tl.int8 else 448.0
+        scale = tl.maximum(tl.div_rn(amax, most), SMALLEST_SCALE)
+        if UE8M0:
+            word = scale.to(tl.uint32, bitcast=True)
+            scale = ((word + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(amax == 0, 1.0, scale)
     return tl.where(amax < float("inf"), scale, float("nan"))
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, plain
+from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.kernels.low_rank.definition import Part, add_part
 from isobit.model.families.family import Packing
 from isobit.model.weights.stored import LowRank, Weight
@@ -164,11 +164,30 @@ def backward(
 
 def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
     """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is
-    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]."""
-    squares = []
+    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]. Of a layer's experts, which are
+    all among them, it is found for all at once."""
+    squares, seen = [], set[int]()
     for one in adapters:
-        a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
-        grams = [ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)]
+        if one.together is None:
+            a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
+            grams = [
+                ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)
+            ]
+        elif id(one.together) in seen:
+            continue
+        else:
+            seen.add(id(one.together))
+            first, second = one.together
+            grams = [_grams(each, ops) for each in (first.data, second.data.transpose(1, 2))]
         squares.append((grams[0] * grams[1]).sum() * one.scale**2)
     total = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
     return math.sqrt(max(total, 0.0))
+
+
+def _grams(factors: Tensor, ops: Ops) -> Tensor:
+    """The products of the rows of each matrix [E, r, K] with each other: [E r, r], float64."""
+    count, rank, inputs = factors.shape
+    own = factors.contiguous()
+    offsets = torch.arange(count + 1, device=own.device) * rank
+    rows = own.view(count * rank, inputs)
+    return ops.grouped_product(rows, Stacked(own), offsets, torch.float32).double()

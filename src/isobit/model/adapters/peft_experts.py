@@ -116,7 +116,7 @@ class _Group(NamedTuple):
     b: str
 
     @property
-    def count(self) -> int:
+    def experts(self) -> int:
         return len(self.members) // self.parts
 
     @property
@@ -160,7 +160,7 @@ def apart(
     for group in _groups(experts, form.roles, prefix):
         wide = form.wide and group.parts > 1
         ranks = rank * group.parts if wide else rank
-        inputs, count = group.members[0].inputs, group.count
+        inputs, count = group.members[0].inputs, group.experts
         for key, shape in (
             (group.a, (count * ranks, inputs)),
             (group.b, (group.rows, ranks * count)),
@@ -204,7 +204,7 @@ def joined(
     experts = [one for one in adapter.projections if one.expert is not None]
     found: dict[str, Part] = {}
     for group in _groups(experts, _roles_of(adapter), prefix):
-        ranks, count = adapter.rank * group.parts, group.count
+        ranks, count = adapter.rank * group.parts, group.experts
         names = [[one.masters[place] for one in group.members] for place in (0, 1)]
         shapes = (count * ranks, group.members[0].inputs), (group.rows, ranks * count)
         for key, shape, wanted, make in zip(
@@ -227,7 +227,7 @@ def _joined_b(
     own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
 ) -> Tensor:
     rank = adapter.rank
-    out = torch.zeros(shape[0], rank * group.parts, group.count)
+    out = torch.zeros(shape[0], rank * group.parts, group.experts)
     for place, (one, values) in enumerate(zip(group.members, own)):
         expert, part = divmod(place, group.parts)
         rows = group.rows_of(one, part, adapter.together)

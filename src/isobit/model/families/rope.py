@@ -176,7 +176,17 @@ class Rope:
 
     def is_long(self, context: int) -> bool:
         """Whether a model with a context of so many tokens takes the long factors of longrope."""
-        return self.kind == "longrope" and context > dict(self.parameters)[_ORIGINAL]
+        return self.kind == "longrope" and context > self.original_positions
+
+    @property
+    def original_positions(self) -> int:
+        """The length that a scaling was made for; 0 where it has none."""
+        return int(dict(self.parameters).get(_ORIGINAL, 0))
+
+    def factor(self, context: int) -> float:
+        """Of a scaling that has one: of longrope that of the context, unless it is given."""
+        given = dict(self.parameters).get("factor")
+        return context / self.original_positions if given is None else float(given)
 
     def _frequencies(self, head_dim: int, context: int) -> tuple[Tensor, float]:
         inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -189,7 +199,7 @@ class Rope:
             return _yarn(inverse, parameters, self.theta, head_dim)
         if self.kind == "longrope":
             divisors = parameters[_LISTS[self.is_long(context)]]
-            attention = _longrope_attention(parameters, context)
+            attention = _longrope_attention(parameters, self.factor(context))
             return inverse / torch.tensor(divisors, dtype=torch.float64), attention
         return inverse, 1.0
 
@@ -339,13 +349,11 @@ def _factors(own: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
     return factors
 
 
-def _longrope_attention(parameters: Mapping[str, Any], context: int) -> float:
-    """What cosines and sines are multiplied by: sqrt(1 + ln(factor) / ln(original length)), where
-    the factor is that of the context unless it is given."""
+def _longrope_attention(parameters: Mapping[str, Any], factor: float) -> float:
+    """What cosines and sines are multiplied by: sqrt(1 + ln(factor) / ln(original length))."""
     if "attention_factor" in parameters:
         return float(parameters["attention_factor"])
     original = parameters[_ORIGINAL]
-    factor = parameters.get("factor", context / original)
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 

@@ -2,9 +2,14 @@
 takes a loss of `loss.py`; a run that samples cannot name them.
 
 Of pairs each loss is of both answers, which are sequences 2k and 2k + 1 of a micro-batch, the
-preferred one first; the learner never cuts between them. Left out: where the answers come from
+preferred one first; the learner never cuts between them. Of single answers that are desirable or
+not (`kto`) it is of one, whose advantage is 1 or -1. Left out: where the answers come from
 (`training/sft/`).
 """
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,13 +18,14 @@ from torch.nn.functional import logsigmoid
 from isobit.rl.algorithm.advantages import AdvantageFunction, AdvantageInputs, Advantages
 from isobit.rl.algorithm.loss import LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import ResolvedObjective
+from isobit.rl.algorithm.samples import Sample
 
 GIVEN = "given"
 """The advantage of a given answer, by name."""
 
 
 def given(inputs: AdvantageInputs) -> Advantages:
-    """The reward itself, which is 1: nothing is compared with it."""
+    """The reward itself, 1, or -1 of an undesirable answer: nothing is compared with it."""
     return list(inputs.rewards)
 
 
@@ -79,19 +85,78 @@ def _preference(kind: str, inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss, metrics={name: shared_out(v) for name, v in found.items()})
 
 
+def of_labels(
+    log_ratios: Tensor, labels: Tensor, baseline: float, beta: float, weights: tuple[float, float]
+) -> Tensor:
+    """KTO's loss of each answer [A]. `log_ratios` [A] as in `of_pairs`; `labels` [A]: 1 of a
+    desirable answer, else -1; `baseline`: the estimate of KL(policy ‖ reference); `weights` of
+    desirable and of undesirable answers.
+
+    w·(1 - sigmoid(label·β·(r - baseline))) (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7, as
+    TRL's KTOTrainer has it).
+    """
+    desirable, undesirable = (log_ratios.new_tensor(weight) for weight in weights)
+    each = torch.where(labels > 0, desirable, undesirable)
+    return each * (1 - torch.sigmoid(labels * beta * (log_ratios - baseline)))
+
+
+def kto(inputs: LossInputs) -> LossOutputs:
+    """Kahneman-Tversky optimization, by `settings.beta` and `answer_weights` (`of_labels`), against
+    the step's `kl_baseline`. As in `_preference` the tokens of an answer share its loss."""
+    assert inputs.reference_logprobs is not None
+    sequence, settings = inputs.sequence, inputs.settings
+    lengths, labels = torch.bincount(sequence), inputs.advantages.sign()
+    zeros = torch.zeros(len(lengths), dtype=inputs.policy_logprobs.dtype)
+    log_ratios = inputs.policy_logprobs - inputs.reference_logprobs
+    ratios = zeros.index_add(0, sequence, log_ratios)[sequence]
+    baseline, beta = settings.kl_baseline, settings.beta
+    rewards, desirable = beta * ratios.detach(), (labels > 0).to(ratios.dtype)
+    found = {
+        "chosen_reward": rewards * desirable,
+        "rejected_reward": rewards * (1 - desirable),
+        "desirable": desirable,
+        "kl_baseline": torch.full_like(ratios, baseline).detach(),
+    }
+    loss = of_labels(ratios, labels, baseline, beta, settings.answer_weights)
+    shares = lengths[sequence]
+    return LossOutputs(loss / shares, metrics={name: v / shares for name, v in found.items()})
+
+
+def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
+    """Each prompt with the answer before its own, the first with the last, as TRL pairs them: of
+    these KTO estimates the KL. Left out where both have more than `most_tokens` tokens."""
+    before = (*samples[-1:], *samples[:-1])
+    pairs = [replace(b, prompt_ids=a.prompt_ids) for a, b in zip(samples, before, strict=True)]
+    return [p for p in pairs if len(p.prompt_ids) + len(p.completion_ids) <= most_tokens]
+
+
+def kl_of_mismatched(policy: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """The mean over mismatched pairs of log policy - log reference of all their tokens, at least 0
+    (Ethayarajh et al. 2024, section 4.2). Summed without rounding between, so that it has no
+    order."""
+    rows = [(a.double() - b.double()).tolist() for a, b in zip(policy, reference, strict=True)]
+    return max(math.fsum(value for row in rows for value in row) / max(len(rows), 1), 0.0)
+
+
 PAIR_LOSSES: dict[str, LossFunction] = {"dpo": dpo, "ipo": ipo}
-"""Those of a preferred answer and another, which compare with a frozen reference."""
-GIVEN_LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, **PAIR_LOSSES}
+"""Those of a preferred answer and another."""
+COMPARED_LOSSES: dict[str, LossFunction] = {**PAIR_LOSSES, "kto": kto}
+"""Those that compare with a reference, and are means over answers."""
+GIVEN_LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, **COMPARED_LOSSES}
 GIVEN_ADVANTAGES: dict[str, AdvantageFunction] = {GIVEN: given}
 
 
-def supervised_objective(loss: str = "cross_entropy", beta: float = 0.1) -> ResolvedObjective:
-    """The mean cross-entropy of all trained tokens of a step, or the mean loss of its pairs. The
-    answers are of no weights of the run, so nothing is compared with a rollout."""
+def supervised_objective(
+    loss: str = "cross_entropy", beta: float = 0.1, weights: tuple[float, float] = (1.0, 1.0)
+) -> ResolvedObjective:
+    """The mean cross-entropy of all trained tokens of a step, or the mean loss of its pairs or of
+    its answers, of which desirable and undesirable ones have `weights`. The answers are of no
+    weights of the run, so nothing is compared with a rollout."""
     return ResolvedObjective(
         advantage=GIVEN,
         loss=loss,
-        loss_aggregation="sequence_sum" if loss in PAIR_LOSSES else "token_mean",
+        loss_aggregation="sequence_sum" if loss in COMPARED_LOSSES else "token_mean",
         stale_samples=True,
         beta=beta,
+        answer_weights=weights,
     )

@@ -42,6 +42,8 @@ class LossInputs:
     distribution at the token, in nats; where it only chooses or weighs tokens, `detach` it.
     sequence, int64: the number of the token's sequence in the micro-batch, from 0 on. clip_low,
     clip_high: bounds of the ratio, [1 - clip_low, 1 + clip_high]. settings: the objective.
+    divergence: of the whole distribution from a teacher's, with a gradient, under loss: divergence,
+    else None.
     """
 
     policy_logprobs: Tensor
@@ -56,6 +58,7 @@ class LossInputs:
     clip_high: float
     settings: ResolvedObjective
     reference_logprobs: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +184,13 @@ def vespo(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-weight * inputs.advantages * inputs.policy_logprobs)
 
 
+def divergence(inputs: LossInputs) -> LossOutputs:
+    """How far the policy's distribution at each token is from its teacher's (`divergence.py`); no
+    advantage and no ratio."""
+    assert inputs.divergence is not None, "there is no teacher"
+    return LossOutputs(inputs.divergence)
+
+
 LOSSES: dict[str, LossFunction] = {
     "clip": clip,
     "cispo": cispo,
@@ -190,6 +200,7 @@ LOSSES: dict[str, LossFunction] = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "vespo": vespo,
+    "divergence": divergence,
 }
 
 

@@ -17,7 +17,10 @@ ADVANTAGE_KINDS = (
     *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
     *("reinforce_pp", "reinforce_pp_baseline", "distillation"),
 )
-LOSS_KINDS = ("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo")
+LOSS_KINDS = (
+    *("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"),
+    "divergence",
+)
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
 """Losses that define their ratio: no `ratio` but of tokens beside them."""
 RATIOS = ("token", "sequence", "sequence_sum")
@@ -108,8 +111,22 @@ class Objective:
         "by name, or your own: path/to/file.py:function. reinforce: advantage times "
         "log-probability, without a ratio; sapo: a soft gate in place of the clip; gmpo: the "
         "geometric mean of a sequence's clipped ratios; dppo_tv, dppo_kl: no gradient of tokens "
-        "that leave a region around the old policy; vespo: a soft weight of a whole sequence",
+        "that leave a region around the old policy; vespo: a soft weight of a whole sequence; "
+        "divergence: from a teacher's distribution over the vocabulary, in a distillation",
     ] = "clip"
+    divergence_beta: Annotated[
+        float,
+        at_least(0),
+        at_most(1),
+        "of loss: divergence: 1 is the reverse KL, 0 the forward KL, and between them the "
+        "generalized Jensen-Shannon divergence (GKD)",
+    ] = 1.0
+    divergence_top_k: Annotated[
+        int,
+        at_least(0),
+        "of loss: divergence: over so many of the policy's likeliest tokens, all others being one "
+        "more; 0: over all",
+    ] = 0
     ratio: Annotated[
         str,
         OneOf(RATIOS),
@@ -268,7 +285,8 @@ class ResolvedObjective(Objective):
     `stale_samples`: some samples are of older weights, by replay or because rollouts run ahead.
     `reward_weights`: (name, weight) of each reward function. `max_new_tokens`, `temperature` and
     `filtering` are the sampling's, the last one its top-k, top-p, min-p and repetition penalty, if
-    any. `beta`: of a loss of pairs (`given.py`).
+    any. `beta`, `answer_weights` and `kl_baseline`: of a loss of given answers (`given.py`), the
+    last one of a step.
     """
 
     rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
@@ -279,6 +297,8 @@ class ResolvedObjective(Objective):
     temperature: NotAnOption[float] = 1.0
     filtering: NotAnOption[tuple[int, float, float, float] | None] = None
     beta: NotAnOption[float] = 0.1
+    answer_weights: NotAnOption[tuple[float, float]] = (1.0, 1.0)
+    kl_baseline: NotAnOption[float] = 0.0
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":

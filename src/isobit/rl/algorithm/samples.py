@@ -42,6 +42,8 @@ class Sample:
     a context of its own begins, with given tokens: what is behind one sees nothing in front of it.
     `segments`: where several versions of the weights drew it, which of them drew what; version and
     step of the sample are then the newest ones. Empty: one drew all.
+    `teacher_ids`: the tokens that a teacher reads before the completion, where it is compared with
+    the teacher's distribution and they are not the prompt's.
     """
 
     prompt_index: int
@@ -61,6 +63,7 @@ class Sample:
     episode: EpisodeRecord | None = None
     forks: tuple[int, ...] = ()
     segments: tuple[Segment, ...] = ()
+    teacher_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
@@ -169,6 +172,8 @@ class Sample:
         episode, forks, segments = (values.pop(name) for name in ("episode", "forks", "segments"))
         values |= {"forks": list(forks)} if forks else {}
         values |= {"segments": [list(segment) for segment in segments]} if segments else {}
+        read = values.pop("teacher_ids")
+        values |= {} if read is None else {"teacher_ids": list(read)}
         return values if episode is None else {**values, "episode": episode.to_json()}
 
     @staticmethod
@@ -182,6 +187,8 @@ class Sample:
             given["completion_mask"] = tuple(given["completion_mask"])
         given["forks"] = tuple(given.get("forks", ()))
         given["segments"] = tuple(Segment(*each) for each in given.get("segments", ()))
+        if (read := given.get("teacher_ids")) is not None:
+            given["teacher_ids"] = tuple(read)
         if given.get("episode") is not None:
             given["episode"] = EpisodeRecord.from_json(given["episode"])
         if (distance := given.get("reference_kl")) is not None:

@@ -12,14 +12,37 @@ from isobit.kernels import Copies
 from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
+from isobit.model.forward.head_divergence import Other
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
+from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.packing import PackedBatch, pack
 from isobit.rl.learner.routing import RoutingTotals, tape_of
 from isobit.rl.learner.schedule import MicroBatches
 from isobit.rl.learner.totals import Totals
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher whose whole distribution a policy is compared with, by a `divergence`."""
+
+    model: Model
+    divergence: Divergence
+
+    @torch.no_grad()
+    def reads(self, samples: Sequence[Sample], share_prompts: bool) -> Other:
+        """Its forward over the tokens that are trained, each after what the teacher reads before
+        it."""
+        read = [
+            s if s.teacher_ids is None else replace(s, prompt_ids=s.teacher_ids) for s in samples
+        ]
+        packed, transformer = pack(read, share_prompts), self.model.transformer
+        hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
+        rows = Copies.of(packed.rows, len(hidden)).to(self.model.ops.device)
+        hidden = copied(hidden, rows, self.model.ops)
+        return Other(hidden, transformer.head_weight("learner"), self.model.ops)
 
 
 def forward(
@@ -31,9 +54,24 @@ def forward(
     recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the
-    learner's flow.
+    learner's flow, as of `forward_compared`."""
+    found = forward_compared(model, packed, temperature, filtering, tape, recompute, None)
+    return found[:2]
 
-    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens
+
+def forward_compared(
+    model: Model,
+    packed: PackedBatch,
+    temperature: float,
+    filtering: Filtering | None,
+    tape: RouteTape | None,
+    recompute: Recompute,
+    compared: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-probability, entropy, what `compared` makes of hidden rows, if it is given) of every
+    trained token of a packed batch, [C] float32, by the learner's flow.
+
+    All are on the CPU, wherever the model is: what an algorithm does with single tokens happens
     there. Here a learner waits for a GPU, once per micro-batch. `tape` and `recompute` are those of
     `isobit.model.forward.layers.Pass`. Raises NonFiniteError for what an operator met there.
     """
@@ -46,19 +84,22 @@ def forward(
     logprobs, entropy = transformer.head_logprobs(
         rows, targets, temperature, filtering=filtering, context=context
     )
-    found = logprobs.cpu(), entropy.cpu()
+    distance = None if compared is None else compared(rows).cpu()
+    found = logprobs.cpu(), entropy.cpu(), distance
     model.ops.raise_faults()
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32;
-    the routers' tape of a mixture of experts."""
+    """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32,
+    and the divergence from a teacher, if there is one; the routers' tape of a mixture of
+    experts."""
 
     packed: PackedBatch
     logprobs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
     tape: RouteTape | None = None
 
 
@@ -68,7 +109,8 @@ class PolicyForward:
     repeat the rollout's choices under the objective's `router_replay`. `sampled`: the weights are
     those that sampled, so that the routers' own choices are compared with the rollout's.
     `recompute`: keep only each layer's inputs for a backward. `plain`: of a reference, or
-    supervised: no top-k or top-p, and what routers do is not looked at."""
+    supervised: no top-k or top-p, and what routers do is not looked at. `teacher`: whose
+    distribution the policy's is compared with."""
 
     model: Model
     objective: ResolvedObjective
@@ -77,9 +119,10 @@ class PolicyForward:
     recompute: Recompute = False
     share_prompts: bool = False
     plain: bool = False
+    teacher: Teacher | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
-        model, objective = self.model, self.objective
+        model, objective, compared = self.model, self.objective, self._compared(samples)
         experts, packed = model.config.routed, pack(samples, self.share_prompts)
         if self.plain:
             found = forward(model, packed, objective.temperature, recompute=self.recompute)
@@ -87,14 +130,25 @@ class PolicyForward:
         distribution = objective.temperature, objective.filtering
         if experts is None:
             return Computed(
-                packed, *forward(model, packed, *distribution, recompute=self.recompute)
+                packed,
+                *forward_compared(model, packed, *distribution, None, self.recompute, compared),
             )
         tape, recorded = tape_of(model, samples, objective.router_replay)
         recorded = None if recorded is None else recorded[packed.whole]
-        compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
-        found = forward(model, packed, *distribution, tape, self.recompute)
-        self.totals.see(tape, experts.count, recorded if compared else None)
-        return Computed(packed, *found, tape)
+        fresh = self.sampled and all(s.weights_version == model.weights_version for s in samples)
+        of_tokens = forward_compared(model, packed, *distribution, tape, self.recompute, compared)
+        self.totals.see(tape, experts.count, recorded if fresh else None)
+        return Computed(packed, *of_tokens, tape)
+
+    def _compared(self, samples: Sequence[Sample]) -> Callable[[Tensor], Tensor] | None:
+        """What compares hidden rows with the teacher's, whose forward comes first."""
+        if self.teacher is None:
+            return None
+        temperature, divergence = self.objective.temperature, self.teacher.divergence
+        other = self.teacher.reads(samples, self.share_prompts)
+        return lambda rows: self.model.transformer.head_divergence(
+            rows, other, lambda mine, theirs: divergence.of(mine, theirs, temperature)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,10 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.forward.recompute import Recompute
 from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
-from isobit.rl.algorithm.given import PAIR_LOSSES
+from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, kl_of_mismatched, mismatched
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
@@ -54,7 +55,7 @@ from isobit.rl.learner.batch import (
     sample_key,
     training_batch,
 )
-from isobit.rl.learner.forward import PolicyForward, entropies_of, logprobs_of
+from isobit.rl.learner.forward import PolicyForward, Teacher, entropies_of, logprobs_of
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.routing import RoutingTotals
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
@@ -102,8 +103,8 @@ class Learner:
         check_gradients_every: int = 0,
         measured_zero_advantage: int = 0,
     ) -> None:
-        of_pairs = objective.loss in PAIR_LOSSES
-        assert (reference is not None) == (objective.kl_coefficient > 0 or of_pairs)
+        compares = objective.kl_coefficient > 0 or objective.loss in COMPARED_LOSSES
+        assert (reference is not None) == compares
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
@@ -130,7 +131,7 @@ class Learner:
             objective.updates_per_batch,
             objective.epochs,
             seed,
-            together=2 if of_pairs else 1,
+            together=2 if objective.loss in PAIR_LOSSES else 1,
         )
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
@@ -187,6 +188,11 @@ class Learner:
         """Of the frozen reference, likewise."""
         return self._reference(samples, self._cutting.whole(samples))
 
+    def kl_baseline(self, samples: Sequence[Sample]) -> float:
+        """KTO's estimate of KL(policy ‖ reference), of the mismatched pairs of these answers."""
+        pairs = mismatched(samples, self.model.config.max_positions)
+        return kl_of_mismatched(self.logprobs(pairs), self.reference_logprobs(pairs))
+
     def reference_kl(
         self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None
     ) -> list[tuple[float, ...] | None]:
@@ -239,6 +245,8 @@ class Learner:
         """`strict`: raise Disagreement for tokens that differ."""
         rate = learning_rate(step, self.optimizer.settings)
         every, totals, policy = self._check_gradients_every, Totals(), self._forward(objective)
+        if objective.loss == "kto":
+            objective = replace(objective, kl_baseline=self.kl_baseline(samples))
         batch = training_batch(objective, samples, advantages, self.model.weights_version)
         unknown = self._unknown(samples) if objective.recompute_old else ()
         everything = objective.rule.of_batch or self.model.config.routed is not None
@@ -272,7 +280,9 @@ class Learner:
                 self.model.sync(rollout=False)
             compares = not moved and not objective.recompute_old
             checked = not moved and every > 0 and step % every == 0
-            now = replace(policy, sampled=not moved, recompute=self.recompute)
+            now = replace(
+                policy, sampled=not moved, recompute=self.recompute, teacher=self._teacher
+            )
             gradient = self.differentiation.gradient(one, now, checked=checked, measures=compares)
             found = batch.compared(gradient.logprobs) if compares else {}
             compared |= found
@@ -301,6 +311,16 @@ class Learner:
     def _penalized(self) -> bool:
         """Whether the loss compares with the reference: a KL penalty, or a loss of pairs."""
         return self.reference is not None and not self.objective.kl_in_reward
+
+    @property
+    def _teacher(self) -> Teacher | None:
+        """Whose whole distribution is learned from, if any."""
+        objective = self.objective
+        if objective.loss != "divergence":
+            return None
+        assert self.reference is not None
+        given = Divergence(objective.divergence_beta, objective.divergence_top_k)
+        return Teacher(self.reference, given)
 
     def _with_logprobs(
         self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward

@@ -21,12 +21,13 @@ def zero_advantage_samples(
 ) -> list[bool]:
     """Which samples teach nothing, given the advantages [trained tokens] of each, and which the
     loss leaves out. None where another term of the loss needs them: a KL penalty, an entropy bonus,
-    or what a user's own loss may add, which leave out what is masked; a load-balancing loss, which
-    does not."""
+    a divergence, or what a user's own loss may add, which leave out what is masked; a
+    load-balancing loss, which does not."""
     if objective.router_aux_coefficient > 0:
         return [False] * len(advantages)
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
-    if penalized or objective.pays_entropy or objective.loss not in LOSSES:
+    other = objective.loss == "divergence" or objective.loss not in LOSSES
+    if penalized or objective.pays_entropy or other:
         return list(masked)
     return [out or not bool(advantage.any()) for advantage, out in zip(advantages, masked)]
 

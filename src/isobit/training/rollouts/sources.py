@@ -9,7 +9,7 @@ completions are sampled (`engine/`) and scored (`scoring.py`).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from isobit.data.curriculum import Curriculum, CurriculumConfig
 from isobit.data.dataset import Dataset, Example
@@ -28,8 +28,11 @@ from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
-ReferenceKL = Callable[[Sequence[Group]], Sequence[tuple[float, ...] | None]]
-"""Of each completion, group by group; None where a teacher is shown nothing."""
+Judged = tuple[tuple[float, ...] | None, tuple[int, ...] | None]
+"""Of a completion the KL to the reference of each trained token, None where a teacher is shown
+nothing; and what a teacher reads before it, if that counts later and is not its prompt."""
+ReferenceKL = Callable[[Sequence[Group]], Sequence[Judged]]
+"""Of each completion, group by group."""
 
 
 class Sampler(Protocol):
@@ -145,10 +148,14 @@ class LiveRollouts:
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
             found = self._reference_kl(scored)
         if self._objective.distills:
-            took["groups/unshown"] = float(sum(distance is None for distance in found))
-        distances = iter(found)
-        charged = [[replace(s, reference_kl=next(distances)) for s in group] for group in scored]
+            took["groups/unshown"] = float(sum(distance is None for distance, _ in found))
+        judged = iter(found)
+        charged = [[_charged(sample, *next(judged)) for sample in group] for group in scored]
         return Scored(charged, took)
+
+
+def _charged(sample: Sample, distance: tuple[float, ...] | None, read: Any) -> Sample:
+    return replace(sample, reference_kl=distance, teacher_ids=read)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
 """What a checkpoint holds beside the counters of a run (`snapshot.py`): written, read, and checked.
 
 A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer,
-the state, a calibrated cache's scales and the hash of the certificate's newest row. Left out: when
-one is written (`saver.py`), and that it is whole (`run/checkpoints.py`).
+the state, a calibrated cache's scales, the masters of a reference that follows the policy, and the
+hash of the certificate's newest row. Left out: when one is written (`saver.py`), and that it is
+whole (`run/checkpoints.py`).
 """
 
 import json
@@ -34,18 +35,20 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN
+from isobit.training.saving.reference import FollowingReference
 
 _COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
 _MOST_HEAD_BYTES = 4096
 _HASH = re.compile("[0-9a-f]{64}")
 _TRAINER = "trainer"
 _OPTIMIZER, _KV, _HEAD = "optimizer.safetensors", "kv_scales.safetensors", "certificate.json"
+_REFERENCE = "reference.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
     """What training changes and a checkpoint holds. `frozen`: the models that it is learned with,
-    a reference and reward models."""
+    a reference and reward models; `reference`: that one, where it follows the policy."""
 
     model: Model
     optimizer: ShardedOptimizer
@@ -53,6 +56,7 @@ class Trained:
     calibrator: Calibrator
     replay: ReplayBuffer
     frozen: Sequence[Transformer] = ()
+    reference: FollowingReference | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -113,6 +117,8 @@ class Trained:
             trainer = folder / _TRAINER
             self.ranks.on_first(lambda: write_rest(trainer))
             write_file(trainer / _OPTIMIZER, self.optimizer.parts(), self.ranks)
+            if self.reference is not None:
+                self.reference.save(trainer / _REFERENCE)
             self.save_model(folder)
 
         return checkpoints.save(directory, state["step"], write, keep_last, self.ranks)
@@ -121,7 +127,10 @@ class Trained:
         """Bring back the optimizer, the version of the weights, which the model has read already,
         and what the others keep; returns the counters. Each rank reads what it keeps. Raises
         IsobitError for a state that is none."""
-        return self.ranks.run_on_all(lambda: self._restore(checkpoint))
+        counted = self.ranks.run_on_all(lambda: self._restore(checkpoint))
+        if self.reference is not None:
+            self.reference.load(checkpoint / _TRAINER / _REFERENCE)
+        return counted
 
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
         trainer, state = checkpoint / _TRAINER, _state(checkpoint)

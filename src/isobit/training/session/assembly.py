@@ -49,6 +49,7 @@ from isobit.training.rollouts.processes import Processes, no_processes, open_pro
 from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
 from isobit.training.saving.checkpoint import Trained
+from isobit.training.saving.reference import calibrate_reference, followed
 from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
 from isobit.training.sft.base import cached_model
@@ -166,9 +167,10 @@ def _put_together(
     objective = resolved.objective
     _check_router(objective, model)
     check_functions(objective)
-    reference = (
-        _reference(config, models.base, model, task) if objective.kl_coefficient > 0 else None
-    )
+    following = followed(model, config.reference.precision or config.precision, config, task)
+    reference = following.model if following is not None else None
+    if objective.kl_coefficient > 0 and following is None:
+        reference = _reference(config, models.base, model, task)
     teaching = None
     if config.reference.shown is not None and reference is not None and recorded is None:
         teaching = Teaching.of(
@@ -193,7 +195,7 @@ def _put_together(
         frozen += [] if reference is None or reference is model else [reference.transformer]
         calibrator = Calibrator(model, resolved.micro_batch_tokens)
         replay = ReplayBuffer(config.replay, config.seed)
-        trained = Trained(model, optimizer, learner, calibrator, replay, frozen)
+        trained = Trained(model, optimizer, learner, calibrator, replay, frozen, following)
         return Parts(
             config,
             resolved,
@@ -302,7 +304,7 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         if teacher is not None:
             _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
-    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    calibrate_reference(reference, task)
     reference.transformer.freeze()
     return reference
 

@@ -13,6 +13,7 @@ from isobit.data.dataset import Example
 from isobit.engine.speculation import cannot_speculate
 from isobit.model import Model
 from isobit.model.described import Described
+from isobit.model.hub.config import ModelConfig
 from isobit.options.consistency import level
 from isobit.precision import precision_from
 from isobit.tasks import Task
@@ -26,6 +27,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_steps(config),
         *_of_precision(config, model.config.num_layers),
         *_of_speculation(config, model),
+        *_of_longrope(config, model.config),
     ]
     ranks = ranks_caution(config.ranks)
     return [*(f"warning: {line}" for line in found), *([] if ranks is None else [ranks])]
@@ -54,6 +56,18 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
         yield f"evaluation.samples {samples}: there are {len(asked):,} held-out prompts, and all are asked"
 
 
+def _of_longrope(config: Config, model: ModelConfig) -> Iterator[str]:
+    rope, context, longest = model.rope, model.max_positions, config.sampling.max_new_tokens
+    original = rope.original_positions
+    if rope.is_long(context) and longest <= original:
+        yield (
+            f"rope scaling longrope: with a context of {context:,} tokens the model takes the long "
+            f"factors, also for completions of at most {longest:,}; to take the short ones, give its "
+            f"config.json max_position_embeddings {original:,}, and in rope_scaling factor "
+            f"{rope.factor(context):g}"
+        )
+
+
 def _said(example: Example) -> str:
     return json.dumps(example.prompt, sort_keys=True, default=str)
 
@@ -63,6 +77,12 @@ def _of_steps(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the "
             "learning rate is below its peak until the last step"
+        )
+    round_, most = config.partial.tokens_per_round, config.sampling.max_new_tokens
+    if round_ >= most:
+        yield (
+            f"partial.tokens_per_round {round_} is not below sampling.max_new_tokens {most}: every "
+            "completion is whole after one round, and none goes on after an update"
         )
     reward_weights = [each.weight for each in config.rewards.functions] + [
         m.weight for m in config.rewards.models

@@ -30,6 +30,7 @@ from isobit.training.rollouts.partial import PartialGroups, PartialRollouts
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.rollouts.serving import ServedRollouts
 from isobit.training.rollouts.sources import (
+    Judged,
     LiveRollouts,
     PrefetchedRollouts,
     RecordedRollouts,
@@ -114,9 +115,13 @@ class Session(OpenRun):
             self.saver,
             steps=ahead,
             prompts_per_step=self.config.prompts_per_step,
-            # several updates of a batch change the policy
+            # several updates of a batch change the policy, and a reference may move after them
             needs_weights=self.objective.kl_in_reward
-            and (self.objective.recompute_old or self.config.reference.weights == "policy"),
+            and (
+                self.objective.recompute_old
+                or self.config.reference.weights == "policy"
+                or self.config.reference.follows
+            ),
         )
 
     def _sampler(self) -> ClaimedGroups:
@@ -152,10 +157,12 @@ class Session(OpenRun):
             meanwhile=None if parts.serving is None else parts.serving.meanwhile,
         )
 
-    def _reference_kl(self, groups: Sequence[Group]) -> Sequence[tuple[float, ...] | None]:
+    def _reference_kl(self, groups: Sequence[Group]) -> Sequence[Judged]:
         teaching, samples = self.parts.teaching, [s for group in groups for s in group]
         prompts = None if teaching is None else teaching.prompts(groups)
-        return self.parts.learner.reference_kl(samples, prompts)
+        found = self.parts.learner.reference_kl(samples, prompts)
+        read_again = prompts is not None and self.objective.loss == "divergence"
+        return [*zip(found, prompts if read_again and prompts else [None] * len(found))]
 
     def _learning(
         self,
@@ -187,6 +194,7 @@ class Session(OpenRun):
             meter,
             saver,
             objects.measures if self.ranks.first else (),
+            reference=parts.trained.reference,
             quantization_every=config.run.quantization_every,
             sleep=config.engine.sleep,
             settle=batches.settle,

@@ -34,7 +34,7 @@ class SupervisedBatches:
     batch_size: int
 
     def next(self) -> Rollout:
-        """The answers of the next examples, each with a reward of 1."""
+        """The answers of the next examples, each with its reward."""
         first = self.state.cursor
         groups = [self._group(cursor) for cursor in range(first, first + self.batch_size)]
         self.state.cursor += self.batch_size
@@ -57,11 +57,28 @@ def given(taught: Sequence[SupervisedSample], cursor: int) -> list[Sample]:
             completion="",
             truncated=False,
             weights_version=-1,
-            reward=1.0,
+            reward=each.reward,
             completion_mask=each.completion_mask,
         )
         for number, each in enumerate(taught)
     ]
+
+
+_OF_LABELS = ("chosen_reward", "rejected_reward", "desirable", "kl_baseline")
+
+
+def _of_labels(
+    chosen_reward: float, rejected_reward: float, desirable: float, kl_baseline: float
+) -> dict[str, float]:
+    """Of means over all answers those over the desirable and over the others, NaN without any."""
+    chosen = chosen_reward / desirable if desirable else nan
+    rejected = rejected_reward / (1 - desirable) if desirable < 1 else nan
+    return {
+        "preference/chosen_reward": chosen,
+        "preference/rejected_reward": rejected,
+        "preference/margin": chosen - rejected,
+        "preference/kl": kl_baseline,
+    }
 
 
 _OF_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy")
@@ -84,6 +101,10 @@ class LearnedAnswers:
         if self.loss in PAIR_LOSSES:  # shared out over the tokens of both answers
             scale = sum(lengths) / len(lengths)
             said |= {f"preference/{n}": found.pop(f"loss/{n}", nan) * scale for n in _OF_PAIRS}
+        if self.loss == "kto":
+            scale = sum(lengths) / len(lengths)
+            means = {n: found.pop(f"loss/{n}", nan) * scale for n in _OF_LABELS}
+            said |= _of_labels(**means)
         return said | {name: value for name, value in found.items() if name not in _UNSAID}
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from isobit.monitor.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rl import Sample
-from isobit.rl.algorithm.given import PAIR_LOSSES, of_pairs
+from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, of_labels, of_pairs
 from isobit.rl.learner.learner import Learner
 
 
@@ -54,8 +54,8 @@ class HeldOutAnswers:
     ) -> tuple[dict[str, float], str, tuple[Question, ...]]:
         """(metrics, a line for the reader, what was answered) of the present weights."""
         answered: tuple[Question, ...] = ()
-        paired = self._learner.objective.loss in PAIR_LOSSES
-        metrics = self._preferences() if paired else {"loss/held_out": self.loss()}
+        compares = self._learner.objective.loss in COMPARED_LOSSES
+        metrics = self._preferences() if compares else {"loss/held_out": self.loss()}
         line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
         if self._asked.rewards:
             answered = self.answers()
@@ -72,17 +72,26 @@ class HeldOutAnswers:
         return -math.fsum(values) / len(values)
 
     def _preferences(self) -> dict[str, float]:
-        """The mean loss of the held-out pairs, and in how many the preferred answer gains more."""
+        """The mean loss of the held-out pairs, and in how many the preferred answer gains more; or
+        of single answers, and how many move to the side of their label."""
         learner, samples = self._learner, self._asked.samples
         rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
         ratios = torch.stack([(mine.double() - other.double()).sum() for mine, other in rows])
-        lengths = torch.tensor([sample.num_trained for sample in samples])
-        pairs, objective = ratios.view(-1, 2), learner.objective
-        losses = of_pairs(objective.loss, pairs, lengths.view(-1, 2), objective.beta).tolist()
-        preferred = sum((pairs[:, 0] > pairs[:, 1]).tolist())
+        objective = learner.objective
+        if objective.loss in PAIR_LOSSES:
+            lengths = torch.tensor([sample.num_trained for sample in samples])
+            pairs = ratios.view(-1, 2)
+            losses = of_pairs(objective.loss, pairs, lengths.view(-1, 2), objective.beta).tolist()
+            preferred = (pairs[:, 0] > pairs[:, 1]).tolist()
+        else:
+            labels = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+            baseline = learner.kl_baseline(samples)
+            given = labels, baseline, objective.beta, objective.answer_weights
+            losses = of_labels(ratios, *given).tolist()
+            preferred = (labels * (ratios - baseline) > 0).tolist()
         return {
             "loss/held_out": math.fsum(losses) / len(losses),
-            "preference/held_out_accuracy": preferred / len(losses),
+            "preference/held_out_accuracy": sum(preferred) / len(losses),
         }
 
     def answers(self) -> tuple[Question, ...]:

@@ -81,6 +81,7 @@ class SupervisedRun(OpenRun):
             meter,
             saver,
             (),
+            reference=self.trained.reference,
             quantization_every=self.config.run.quantization_every,
             sleep="never",
             settle=dict,

@@ -32,6 +32,7 @@ from isobit.training.adapting import model_named
 from isobit.training.resolved import in_steps
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.saving.checkpoint import Trained
+from isobit.training.saving.reference import calibrate_reference, followed
 from isobit.training.sft.batches import given
 from isobit.training.sft.held_out import Asked, HeldOutAnswers
 from isobit.training.sft.initial import initial_model
@@ -43,7 +44,7 @@ Taught = Mapping[int, Sequence[SupervisedSample]]
 
 @dataclass(frozen=True, eq=False)
 class SupervisedParts:
-    """`held_out`: None where nothing is; `reference`: of a loss of pairs."""
+    """`held_out`: None where nothing is; `reference`: of a loss that compares with one."""
 
     config: SftConfig
     trained: Trained
@@ -75,7 +76,9 @@ class SupervisedParts:
             "memory/weights_mib": sum(self.trained.model.memory().values()),
             "memory/optimizer_mib": self.trained.optimizer.nbytes,
         }
-        if self.reference is not None and self.config.adapter is None:
+        if (following := self.trained.reference) is not None:
+            found["memory/reference_mib"] = following.nbytes
+        elif self.reference is not None and self.config.adapter is None:
             found["memory/reference_mib"] = sum(self.reference.memory().values())
         return {name: size / 2**20 for name, size in found.items()}
 
@@ -146,14 +149,19 @@ def open_parts(
     config = in_steps(config, len(lessons.train))
     tokens = _micro_batch_tokens(config, lessons, model, ranks)
     config = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
-    reference = _reference(config, model, task) if config.of_pairs else None
+    following = followed(model, config.precision, config, task)
+    reference = following.model if following is not None else None
+    if config.compares and following is None:
+        reference = _reference(config, model, task)
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
     if not config.of_pairs:  # answers share no prompts, unless two examples happen to
         settings = replace(settings, share_prompts=False)
     learner = Learner(
         model,
         ShardedOptimizer.of(model, settings),
-        supervised_objective(config.loss, config.beta),
+        supervised_objective(
+            config.loss, config.beta, (config.desirable_weight, config.undesirable_weight)
+        ),
         reference=reference,
         micro_batch_tokens=tokens,
         recompute=config.optimizer.activation_checkpointing,
@@ -163,7 +171,8 @@ def open_parts(
     )
     replay = ReplayBuffer(ReplaySettings(), config.seed)
     frozen = [] if reference is None else [reference.transformer]
-    trained = Trained(model, learner.optimizer, learner, Calibrator(model, tokens), replay, frozen)
+    calibrator = Calibrator(model, tokens)
+    trained = Trained(model, learner.optimizer, learner, calibrator, replay, frozen, following)
     asked = lessons.asked
     held_out = None if asked is None else HeldOutAnswers(model, learner, asked)
     return SupervisedParts(config, trained, reference, lessons.train, lessons.taught, held_out)
@@ -190,7 +199,7 @@ def _reference(config: SftConfig, model: Model, task: Task) -> Model:
         flow = config.precision, config.backend, config.consistency, model.ranks
         masters = config.optimizer.masters
         reference = Model.load(model_named(config.model.path), *flow, masters=masters)
-    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    calibrate_reference(reference, task)
     reference.transformer.freeze()
     return reference
 
@@ -211,7 +220,7 @@ def check_evaluation(config: SftConfig, task: Task) -> None:
     evaluation = config.evaluation
     name, accuracy = evaluation.stop_by, "accuracy/held_out"
     known = ["loss/held_out", *([accuracy] if task.rewards else [])]
-    known += ["preference/held_out_accuracy"] if config.of_pairs else []
+    known += ["preference/held_out_accuracy"] if config.compares else []
     if evaluation.stops and name == accuracy and not task.rewards:
         key = "patience" if evaluation.stop_at is None else "stop_at"
         raise IsobitError(
@@ -248,7 +257,7 @@ def _fitted(
     taught: list[tuple[Example, list[SupervisedSample]]] = []
 
     def problem(example: Example) -> str | None:
-        samples = teacher.pair(example) if config.of_pairs else teacher.samples(example)
+        samples = teacher.lesson(example, config.loss)
         taught.append((example, samples))
         longest = max(samples, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
         prompt, completion = len(longest.prompt_ids), len(longest.completion_ids)

@@ -30,6 +30,7 @@ from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
+from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.tasks import Task
 from isobit.training.rollouts.lengths import encode_prompt
 
@@ -40,13 +41,15 @@ _SHOWN = 40
 @dataclass(frozen=True)
 class SupervisedSample:
     """A prompt and the tokens to learn after it, the end of the sequence included. `joined`: the
-    prompt's last tokens are others where the answer follows, and are learned with it."""
+    prompt's last tokens are others where the answer follows, and are learned with it. `reward`: 1,
+    or -1 of an answer that is undesirable."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     completion_mask: tuple[bool, ...] | None = None
     joined: bool = False
     forks: tuple[int, ...] = ()
+    reward: float = 1.0
 
 
 class Teacher:
@@ -77,6 +80,20 @@ class Teacher:
             return [last]
         merged = _merged([*turns, last])
         return [*turns, last] if merged is None else [merged]
+
+    def lesson(self, example: Example, loss: str) -> list[SupervisedSample]:
+        """What a `loss` learns of an example. Raises IsobitError with its place."""
+        if loss in PAIR_LOSSES:
+            return self.pair(example)
+        return [self.labelled(example)] if loss == "kto" else self.samples(example)
+
+    def labelled(self, example: Example) -> SupervisedSample:
+        """The answer, and whether it is desirable. Raises IsobitError with its place."""
+        label = example.columns.get("label")
+        if not isinstance(label, bool):
+            found = "there is none" if label is None else f"got {brief(repr(label))}"
+            raise IsobitError(f"{example.place}: column 'label': expected true or false, {found}")
+        return replace(self.sample(example), reward=1.0 if label else -1.0)
 
     def pair(self, example: Example) -> list[SupervisedSample]:
         """The answer that is preferred, and the one that is not. Raises IsobitError with its

@@ -30,7 +30,7 @@ from isobit.kernels.quantize.triton import (
     supported,
 )
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.numbers import cast
+from isobit.kernels.triton.numbers import cast, sigmoid, steps
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
@@ -103,30 +103,30 @@ def _gate_mul(
 
 
 @triton.jit
-def _halves(dh, gate, up, ACTIVATION: tl.constexpr):
-    """The gradients of a gate and of an up, in float32, of that of their product."""
+def _gradient(dh, gate, up, OF_UP: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Of a gate, or of an up, in float32, given that of their product."""
     bounded, multiplied = _bounded(gate, up, ACTIVATION)
     k, slope = _inner(bounded, ACTIVATION)
-    sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
-    if ACTIVATION == "sigmoid":
-        dgate = dh * multiplied * (sigma * (1.0 - sigma))
-        dup = dh * sigma
+    sigma = sigmoid(k)
+    if OF_UP:
+        gradient = dh * sigma if ACTIVATION == "sigmoid" else dh * (bounded * sigma)
+        if ACTIVATION == "swiglu_clamped":
+            gradient = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, gradient)
+    elif ACTIVATION == "sigmoid":
+        gradient = dh * multiplied * (sigma * (1.0 - sigma))
     else:
-        dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
-        dup = dh * (bounded * sigma)
-    if ACTIVATION == "swiglu_clamped":
-        dgate = tl.where(gate > _LIMIT, 0.0, dgate)
-        dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
-    return dgate, dup
+        gradient = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
+        if ACTIVATION == "swiglu_clamped":
+            gradient = tl.where(gate > _LIMIT, 0.0, gradient)
+    return gradient
 
 
 @triton.jit
-def _gradients(
-    dh_ptr, gate_up_ptr, first, column, rows,
-    COLUMNS: tl.constexpr, HIGH: tl.constexpr, ACTIVATION: tl.constexpr,
+def _given(
+    dh_ptr, gate_up_ptr, first, column, rows, COLUMNS: tl.constexpr, HIGH: tl.constexpr
 ):  # fmt: skip
-    """`_halves` of a tile, HIGH rows from `first` on and these columns; then where they stand, and
-    which there are."""
+    """dh, gate and up of a tile, HIGH rows from `first` on and these columns; then where these two
+    stand, and which there are."""
     i = tl.arange(0, HIGH)
     inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
     start, at = first.to(tl.int64) * COLUMNS, i[:, None] * COLUMNS + column[None, :]
@@ -134,9 +134,7 @@ def _gradients(
     at = 2 * start + i[:, None] * (2 * COLUMNS) + column[None, :]
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
-    dgate, dup = _halves(dh, gate, up, ACTIVATION)
-    like: tl.constexpr = gate_up_ptr.dtype.element_ty
-    return cast(dgate, like), cast(dup, like), at, inside
+    return dh, gate, up, at, inside
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -148,11 +146,14 @@ def _backward(
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
     column = tile % STEPS * WIDE + tl.arange(0, WIDE)
-    dgate, dup, at, inside = _gradients(
-        dh_ptr, gate_up_ptr, tile // STEPS * HIGH, column, rows, COLUMNS, HIGH, ACTIVATION
+    dh, gate, up, at, inside = _given(
+        dh_ptr, gate_up_ptr, tile // STEPS * HIGH, column, rows, COLUMNS, HIGH
     )
-    tl.store(gradient_ptr + at, dgate, mask=inside)
-    tl.store(gradient_ptr + COLUMNS + at, dup, mask=inside)
+    like: tl.constexpr = gradient_ptr.dtype.element_ty
+    dgate = _gradient(dh, gate, up, False, ACTIVATION)
+    tl.store(gradient_ptr + at, cast(dgate, like), mask=inside)
+    dup = _gradient(dh, gate, up, True, ACTIVATION)
+    tl.store(gradient_ptr + COLUMNS + at, cast(dup, like), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -162,19 +163,22 @@ def _backward_quantized(
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A tile [BLOCK, BLOCK] of both halves of the gradient, whose blocks do not cross from one to
-    the other: as codes with a scale for each row, and, transposed, for each column."""
+    the other: as codes with a scale for each row, and, transposed, for each column. One half after
+    the other, which reads again: registers do not suffice for both."""
     STEPS: tl.constexpr = COLUMNS // BLOCK
     down, across = tl.program_id(0) // STEPS, tl.program_id(0) % STEPS
     column = across * BLOCK + tl.arange(0, BLOCK)
     like: tl.constexpr = gate_up_ptr.dtype.element_ty
-    dgate, dup, _, _ = _gradients(
-        dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK, ACTIVATION
-    )
-    for half in tl.static_range(2):
+    for half in range(steps(0), steps(2)):
+        dh, gate, up, _, _ = _given(dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK)
+        if half == 0:
+            x = _gradient(dh, gate, up, False, ACTIVATION)
+        else:
+            x = _gradient(dh, gate, up, True, ACTIVATION)
         save_both_ways(
-            (dgate if half == 0 else dup).to(tl.float32), data_ptr, scale_ptr, turned_ptr,
-            turned_scale_ptr, flag_ptr, down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like,
-            BESIDE, TURNED_BESIDE, UE8M0, BLOCK,
+            cast(x, like).to(tl.float32), data_ptr, scale_ptr, turned_ptr, turned_scale_ptr,
+            flag_ptr, down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like, BESIDE,
+            TURNED_BESIDE, UE8M0, BLOCK,
         )  # fmt: skip
 
 

