@@ -59,8 +59,7 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
 
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
-    rows = plan.rows(scheduler.rows)
-    count = plan.decode + plan.num_drafted
+    rows, count = plan.rows(scheduler.rows), plan.decode + plan.num_drafted
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
         layout = _layout(
