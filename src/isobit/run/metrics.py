@@ -177,6 +177,13 @@ METRICS: dict[str, str] = {
     "rollout/cached_tokens": "tokens of the prompts that were found in the prefix cache",
     "rollout/prefix_hit_fraction": "the same as a fraction",
     "rollout/preemptions": "sequences that gave their pages back and were recomputed",
+    "spec_decode/num_drafts": "times that a sequence had drafts in a step "
+    "(engine.num_speculative_tokens; this and the others are vLLM's)",
+    "spec_decode/num_draft_tokens": "tokens that were drafted",
+    "spec_decode/num_accepted_tokens": "drafted tokens that were what was sampled in their place",
+    "spec_decode/draft_acceptance_rate": "the same as a fraction of those that were drafted",
+    "spec_decode/mean_acceptance_length": "tokens that a step gives a sequence that has drafts: 1, "
+    "and those of the drafts that count",
     "serve/requests": "requests of others that were answered during the step (serve.port)",
     "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
@@ -221,6 +228,7 @@ TIMINGS = (
     "serve/*",
     "env/cached_tokens",
     "env/preemptions",
+    "spec_decode/*",  # after a resume less is known of what was sampled before
 )
 """What differs between a run and its exact repetition."""
 

@@ -211,19 +211,28 @@ class ReplayedRollouts:
 def counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
+    drafted = _drafted(stats)
     if not stats.episodes:
-        return {
+        return drafted | {
             "rollout/preemptions": stats.preemptions,
             "rollout/prompt_tokens": stats.prompt_tokens,
             "rollout/cached_tokens": stats.cached_tokens,
         }
-    return {
+    return drafted | {
         "env/preemptions": stats.preemptions,
         "rollout/prompt_tokens": stats.prompt_tokens,
         "env/cached_tokens": stats.cached_tokens,
         "time/tools": sum(stats.tool_s.values()),
         **{f"time/tools/{member(name)}": took for name, took in sorted(stats.tool_s.items())},
     }
+
+
+def _drafted(stats: Stats) -> dict[str, float]:
+    """What became of drafts; empty where there were none."""
+    if not stats.num_drafts:
+        return {}
+    counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return {f"spec_decode/{name}": float(getattr(stats, name)) for name in counts}
 
 
 def sample_of(completion: Completion, step: int = 0) -> Sample:
