@@ -335,11 +335,7 @@ class Engine:
             raise IsobitError(
                 f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}"
             )
-        named = (
-            [None] * len(token_ids)
-            if adapters is None
-            else [self._known(name) for name in adapters]
-        )
+        named = [self._known(name) for name in adapters or [None] * len(token_ids)]
         groups: list[list[Completion]] = [[] for _ in token_ids]
         with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
