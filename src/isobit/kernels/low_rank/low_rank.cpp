@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t STRIP = 64, FEW = 8;  // rows of a thread's task, and those that fill no tile
 constexpr int64_t ROWS = 16, COLUMNS = 64 * PANEL;  // of what B makes at a time
-constexpr int64_t WIDE = 32, FEW_SUMS = 1 << 14;  // panels at a time where there are few rows, so that few sums wait
+constexpr int64_t AT_ONCE = 32, FEW_SUMS = 1 << 14;  // panels at a time where there are few rows, so that few sums wait
 constexpr int64_t KEPT = 1 << 20;  // sums whose memory is kept between calls: new memory costs more than to add to it
 constexpr int64_t NARROW = 32;  // up to this rank B has panels [rank][16], without zeros in them
 
@@ -155,10 +155,10 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
     }
     for_each_in_turn(useful_threads(g.threads, work * g.k / 32), int64_t(strips.size()), [&](int64_t i) { find_u(g, strips[i]); });
     const int threads = useful_threads(g.threads, work * g.columns / 32 + g.columns * product.k * (g.rows_of_x + 4) / 96);
-    in_cells(product, threads, 16, 4, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    in_cells(product, threads, 16, 4, 127, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         static thread_local Scratch room;
         float* delta = (float*)room.get(ROWS * COLUMNS / 2);
-        const int64_t most = row_end - row <= FEW_SUMS / (WIDE * PANEL) ? WIDE : panel_end - panel;
+        const int64_t most = row_end - row <= FEW_SUMS / (AT_ONCE * PANEL) ? AT_ONCE : panel_end - panel;
         for (int64_t next_panel; panel < panel_end; panel = next_panel) {
             next_panel = panel + most < panel_end ? panel + most : panel_end;
             const int64_t begin = panel * PANEL, end = next_panel * PANEL < g.columns ? next_panel * PANEL : g.columns;
