@@ -10,6 +10,7 @@ NAMES = (
     "rollout",
     "beside_others",
     "grpo_step",
+    "learning",
     "saved_bytes",
     "step_memory",
     "fits",

@@ -1,4 +1,5 @@
-"""What adapters of low rank add to a product, all of them in one call: the bits of each alone."""
+"""A product and what adapters of low rank add to it, all of them in one call: the bits of each
+alone."""
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from isobit.kernels.low_rank import definition
 from isobit.kernels.low_rank.native import PackedFactors
 from isobit.options.consistency import TDP32, VDP32
 from isobit.precision import E4M3, QuantSpec, quantize
+from isobit.precision.packed_fp4 import NVFP4, packed
 from tests.kernels.helpers import same, threads
 from tests.models import require
 
@@ -33,18 +35,22 @@ def _factors(ops: Ops, rank: int, seed: int) -> Factors:
     return ops.prepare_factors(parts, 2.0 / rank)
 
 
-def _given(form: str) -> tuple[Operand, Tensor, Tensor, Tensor]:
-    """x, the sums that adapters are added to, each adapter's rows, and where they begin."""
+def _given(form: str) -> tuple[Operand, Operand, Tensor, Tensor, Tensor]:
+    """x, a weight, a bias, each adapter's rows, and where they begin. A fifth of the columns are the
+    bias alone, with zeros of both signs and subnormal numbers."""
     count = sum(COUNTS) + 5  # five rows have no adapter
     x: Operand = _random(count, IN, seed=1)
+    weight: Operand = _random(OUT, IN, seed=5)
+    weight[::5] = 0.0
     if form != "bf16":
         x = quantize(_random(count, IN, seed=1), QuantSpec(E4M3, "1x128", form))
-    total = torch.randn((count, OUT), generator=torch.Generator().manual_seed(2)) * 1e-3
-    total[:, ::5] = -0.0
+        weight = quantize(weight, QuantSpec(E4M3, "128x128", form))
+    bias = torch.randn(OUT, generator=torch.Generator().manual_seed(2)) * 1e-3
+    bias[::5], bias[::15] = -0.0, 1e-39
     rows = torch.randperm(count, generator=torch.Generator().manual_seed(3))[: sum(COUNTS)]
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     rows = torch.cat([part.sort().values for part in rows.split(COUNTS)])
-    return x, total, rows, offsets
+    return x, weight, bias, rows, offsets
 
 
 @pytest.mark.parametrize("form", ["bf16", "ue8m0", "fp32"])
@@ -55,30 +61,47 @@ def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> Non
     in its columns alone."""
     require("native")
     ops = get_ops("native", f"bitwise-{order}")
-    x, total, rows, offsets = _given(form)
+    x, weight, bias, rows, offsets = _given(form)
     adapters = [_factors(ops, rank, 100 * i) for i, rank in enumerate(RANKS)]
     assert all(isinstance(one, PackedFactors) for one in adapters)
-    wanted = total.clone()
-    definition.add_low_rank(ops, wanted, x, adapters, rows, offsets, torch.bfloat16)
-    assert not same(wanted, total)
+    prepared = ops.prepare(weight)
+
+    def found(x: Operand, given: list[Factors], rows: Tensor, offsets: Tensor) -> Tensor:
+        return ops.adapted_product(x, prepared, bias, given, rows, offsets, torch.bfloat16)
+
+    wanted = definition.adapted_product(
+        ops, x, prepared, bias, adapters, rows, offsets, torch.bfloat16
+    )
+    assert not same(wanted, ops.product(x, prepared, bias))
     for count in (1, 3):
-        found = total.clone()
         with threads(count):
-            ops.add_low_rank(found, x, adapters, rows, offsets, torch.bfloat16)
-        assert same(found, wanted)
+            assert same(found(x, adapters, rows, offsets), wanted)
     for i, (one, part) in enumerate(zip(adapters, rows.split(COUNTS))):
-        alone = total[part]
         ends = torch.tensor([0, len(part)])
-        own = torch.arange(len(part))
-        ops.add_low_rank(alone, picked(x, part), [one], own, ends, torch.bfloat16)
+        alone = found(picked(x, part), [one], torch.arange(len(part)), ends)
         assert same(alone, wanted[part]), f"rank {RANKS[i]}"
-    other = [*adapters[1:2], *adapters[1:]]
-    found = total.clone()
-    ops.add_low_rank(found, x, other, rows, offsets, torch.bfloat16)
-    changed = found.view(torch.int32) != wanted.view(torch.int32)
+    other = found(x, [*adapters[1:2], *adapters[1:]], rows, offsets)
+    changed = other.view(torch.int16) != wanted.view(torch.int16)
     assert set(changed.any(1).nonzero().flatten().tolist()) == set(rows[: COUNTS[0]].tolist())
     assert not changed[:, 80:96].any()
     assert not changed[:, 1160:].any()
+
+
+def test_the_weights_product_may_have_another_order() -> None:
+    """Two codes to a byte, under scales that are no powers of two. The control is the product
+    alone."""
+    require("native")
+    ops, inner = get_ops("native", "bitwise"), 192
+    x, values = _random(20, inner, seed=1), _random(OUT, inner, seed=2)
+    weight = packed(quantize(values, NVFP4), values)
+    assert not ops.rounds_last(x, weight)
+    parts = [(_random(8, inner, seed=3), _random(OUT, 8, seed=4), 0, OUT)]
+    given = [ops.prepare_factors(parts, 0.5)], torch.arange(1, 20), torch.tensor([0, 19])
+    wanted = definition.adapted_product(ops, x, weight, None, *given, torch.bfloat16)
+    found = ops.adapted_product(x, weight, None, *given, torch.bfloat16)
+    assert same(found, wanted)
+    changed = (found != ops.product(x, weight)).any(1)
+    assert changed.tolist() == [False] + [True] * 19
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx", "avx512_bf16", "neon"])
@@ -88,7 +111,7 @@ def test_instruction_sets_have_the_same_bits(isa: str, monkeypatch: pytest.Monke
     from isobit.errors import IsobitError
 
     order = VDP32 if isa == "avx512_bf16" else TDP32
-    x, total, rows, offsets = _given("bf16")
+    x, weight, bias, rows, offsets = _given("bf16")
     found = []
     for name in ("portable", isa):
         monkeypatch.setenv("ISOBIT_ISA", name)
@@ -96,10 +119,9 @@ def test_instruction_sets_have_the_same_bits(isa: str, monkeypatch: pytest.Monke
             ops = get_ops("native", f"bitwise-{order}")
         except IsobitError:
             pytest.skip(f"this processor lacks {name}")
-        sums = total.clone()
         adapters = [_factors(ops, rank, 100 * i) for i, rank in enumerate(RANKS)]
-        ops.add_low_rank(sums, x, adapters, rows, offsets, torch.bfloat16)
-        found.append(sums)
+        given = x, ops.prepare(weight), bias, adapters, rows, offsets, torch.bfloat16
+        found.append(ops.adapted_product(*given))
     assert same(*found)
 
 
@@ -112,9 +134,11 @@ def test_what_has_no_order_is_the_definitions(consistency: str, dtype: torch.dty
     a, b = torch.randn(4, IN), torch.randn(OUT, 4)
     factors = ops.prepare_factors([(a.to(dtype), b.to(dtype), 0, OUT)], 0.5)
     assert not isinstance(factors, PackedFactors)
-    x, total = torch.randn(6, IN).to(dtype), torch.zeros(6, OUT)
+    x, zeros = torch.randn(6, IN).to(dtype), torch.zeros(OUT, IN).to(dtype)
     rows, offsets = torch.tensor([4, 1]), torch.tensor([0, 2])
-    ops.add_low_rank(total, x, [factors], rows, offsets, dtype)
+    total = ops.adapted_product(x, ops.prepare(zeros), None, [factors], rows, offsets, dtype)
+    assert total.dtype == dtype
+    total = total.float()
     near = 0.5 * (x.float() @ a.to(dtype).float().t()).to(dtype).float() @ b.to(dtype).float().t()
     assert torch.allclose(total[rows], near[rows], atol=0.2, rtol=0.02)
     assert (total[[0, 2, 3, 5]] == 0).all()

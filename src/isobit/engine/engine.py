@@ -61,9 +61,8 @@ class Engine:
     tokens (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
     A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. With
-    `cuda_graphs` what decodes in it is captured (`captured.py`). With `prefix_cache` requests share the
-    full pages of equal beginnings, also after those who computed them have ended, while the weights
-    stay the same.
+    `cuda_graphs` what decodes in it is captured. With `prefix_cache` requests share full pages of
+    equal beginnings, also of requests that have ended, while the weights stay the same.
     """
 
     def __init__(
@@ -446,8 +445,7 @@ class Engine:
     @property
     def _num_pages(self) -> int:
         """Of the stores: padded rows write to a spare one beside the pool's."""
-        kind = self._graph_kind
-        return self.pages.num_pages + (kind is not None and kind.asynchronous)
+        return self.pages.num_pages + getattr(self._graph_kind, "asynchronous", False)
 
     def _ready_graphs(self) -> DecodeGraphs | None:
         if self._graph_kind is None:

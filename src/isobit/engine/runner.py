@@ -78,6 +78,8 @@ class Runner:
             places = launch.places(plan.sampled[: plan.decode])
         if launch is None:
             tokens, logprobs = self._compute(plan)
+        elif launch.is_done:
+            tokens, logprobs = launch.read(places)
         else:
             ahead = self._launch_ahead(plan, places)
             first_tokens, first_logprobs = self._compute(plan.prompts)
@@ -160,11 +162,7 @@ class Runner:
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
         way, unless it takes a decision."""
-        if (
-            self.graphs is None
-            or not self.graphs.asynchronous
-            or not self.scheduler.may_be_captured
-        ):
+        if self.graphs is None or not self.scheduler.may_be_captured:
             return None
         record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])

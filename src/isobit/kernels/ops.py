@@ -141,19 +141,20 @@ class Ops(Protocol):
         """One adapter's factors of a weight: for rows lo to hi of it a [r, K], b [hi - lo, r], lo
         and hi. They are packed as `prepare` packs a weight."""
 
-    def add_low_rank(
+    def adapted_product(
         self,
-        total: Tensor,
         x: Operand,
+        weight: Prepared,
+        bias: Tensor | None,
         adapters: "Sequence[Factors]",
         rows: Tensor,
         offsets: Tensor,
         dtype: torch.dtype,
-    ) -> None:
-        """Add to `total` [T, N] float32, contiguous, what adapters make of x [T, K] in `dtype`,
-        each of its own rows (`low_rank/definition.py`): those of adapter i are rows[offsets[i]] to
-        rows[offsets[i + 1]]. rows [R] int64 on the operators' device, none twice; offsets int64 on
-        the CPU."""
+    ) -> Tensor:
+        """`product` to float32, plus what adapters make of x [T, K] in `dtype`, each of its own
+        rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
+        rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
+        twice; offsets int64 on the CPU."""
 
     def grouped_weight_gradient(
         self,
@@ -373,9 +374,13 @@ class Ops(Protocol):
         tokens: Tensor,
         temperature: float,
         dentropy: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        into: Tensor | None = None,
+        trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
-        log-probabilities [T] and, where there is one, that of the entropies [T] float32."""
+        log-probabilities [T] and, where there is one, that of the entropies [T] float32. With
+        `into` the weight's is added to it, as in `gradient_product`; one that is not `trained` has
+        none."""
 
     def head_sample(
         self,

@@ -47,7 +47,7 @@ class Composed(Ops):
     by_expert = staticmethod(experts.by_expert)
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
-    add_low_rank = low_rank.add_low_rank
+    adapted_product = low_rank.adapted_product
     grouped_weight_gradient = experts.grouped_weight_gradient
     grouped_bias_gradient = staticmethod(experts.grouped_bias_gradient)
     sum_of_rows = staticmethod(experts.sum_of_rows)

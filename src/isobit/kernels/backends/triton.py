@@ -197,7 +197,7 @@ class TritonOps(Ops):
     route = staticmethod(routing.route)
     grouped_product = staticmethod(grouped.grouped_product)
     prepare_factors = low_rank.prepare_factors
-    add_low_rank = low_rank.add_low_rank
+    adapted_product = low_rank.adapted_product
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:
         """Not known: what is launched may depend on the type of the result."""

@@ -1,10 +1,10 @@
-"""What adapters of low rank add to the product of a weight, each to its own rows.
+"""The product of a weight and what adapters of low rank add to it, each to its own rows.
 
 For factors A [r, K] and B [hi - lo, r] of rows `lo` to `hi` of a weight, of a row x [K]:
 
-    total[lo:hi] += scale · (B · u),  u = round(A · x)
+    total = W · x + bias,  total[lo:hi] += scale · (B · u),  u = round(A · x),  y = round(total)
 
-The products are `Ops.product`'s, to x's type and to float32; times the scale and the sum are
+The products are `Ops.product`'s, to float32 and of A to x's type; times the scale and the sum are
 float32 operations, one after the other. So a row's bits are those that it has where its adapter is
 the only one. Left out: gradients (`model/adapters/low_rank.py`).
 """
@@ -57,20 +57,22 @@ def add_part(ops: Ops, total: Tensor, x: Tensor, part: Part, scale: float) -> Te
     return u
 
 
-def add_low_rank(
+def adapted_product(
     ops: Ops,
-    total: Tensor,
     x: Operand,
+    weight: Prepared,
+    bias: Tensor | None,
     adapters: Sequence[Factors],
     rows: Tensor,
     offsets: Tensor,
     dtype: torch.dtype,
-) -> None:
-    """As `Ops.add_low_rank`."""
-    values = plain(x, dtype)
+) -> Tensor:
+    """As `Ops.adapted_product`."""
+    total, values = ops.product(x, weight, bias, torch.float32), plain(x, dtype)
     for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
         places = rows[start:stop]
         sums, own = total[places], values[places]
         for part in one.parts:
             add_part(ops, sums, own, part, one.scale)
         total[places] = sums
+    return total.to(dtype)

@@ -1,9 +1,9 @@
-// What adapters of low rank add to a product: total[row][lo..hi) += scale * (B · u), u = A · x rounded to BF16, of every
-// row by its own adapter. A and B are packed for the ordered products, whose sums they are; times the scale and the sum
+// A product and what adapters of low rank add to it: total[row][lo..hi) += scale * (B · u), u = A · x rounded to BF16, of
+// every row by its own adapter; then rounded to BF16. A and B are packed for the ordered products, whose sums they are; times the scale and the sum
 // are float32 operations that keep subnormal numbers.
 #pragma once
 
-#include <cstdint>
+#include "product/product.h"
 
 // B of columns lo to hi, whose u are the next `rank` of its adapter's.
 struct LowRankPart {
@@ -20,11 +20,15 @@ struct LowRankFactors {
     double scale;
 };
 
-// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i].
+// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i]. `product`: the
+// one to float32 that they are added to; null: `total` has it already. x in BF16; null: the product's, E4M3 codes by rows.
+// `out` [T, columns] in BF16 is the sums, rounded.
 struct LowRank {
+    const Product* product;
     const void* x;
-    int64_t x_row, k;
+    int64_t x_row, rows_of_x, k;
     float* total;
+    void* out;
     int64_t columns;
     const int64_t* rows;
     const int64_t* offsets;

@@ -1,5 +1,6 @@
-"""What adapters of low rank add to a product, in C++: one call for all of them, where their
-products are in the order of `bitwise`. Elsewhere, and of factors in float32, the definition."""
+"""A product and what adapters of low rank add to it, in C++: one call for all, where the adapters'
+products are in the order of `bitwise`; the weight's too, if it is. Elsewhere, and of factors in
+float32, the definition."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from isobit.kernels.low_rank import definition
 from isobit.kernels.low_rank.definition import Factors, Part
-from isobit.kernels.matrices import Operand
+from isobit.kernels.matrices import Operand, Prepared, weight_of
 from isobit.kernels.native.base import NativeBase
+from isobit.kernels.product.ordered import computes
 from isobit.kernels.quantize.native import dequantize
-from isobit.precision import QTensor
+from isobit.precision import PackedFP4, QTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +38,22 @@ def prepare_factors(
     return PackedFactors(plain, scale, ctypes.addressof(struct), (struct, kept))
 
 
-def add_low_rank(
+def adapted_product(
     ops: NativeBase,
-    total: Tensor,
     x: Operand,
+    weight: Prepared,
+    bias: Tensor | None,
     adapters: Sequence[Factors],
     rows: Tensor,
     offsets: Tensor,
     dtype: torch.dtype,
-) -> None:
-    """As `Ops.add_low_rank`."""
+) -> Tensor:
+    """As `Ops.adapted_product`."""
     packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
-    if ops.ordered is None or len(packed) < len(adapters):
-        definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
-    elif packed:
-        values = dequantize(ops, x) if isinstance(x, QTensor) else x
-        ops.ordered.add_low_rank(total, values, packed, rows, offsets)
+    if ops.ordered is None or len(packed) < len(adapters) or dtype != torch.bfloat16:
+        return definition.adapted_product(ops, x, weight, bias, adapters, rows, offsets, dtype)
+    if isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
+        values = dequantize(ops, x) if isinstance(x, QTensor) else x.contiguous()
+        total = ops.product(x, weight, bias, torch.float32)
+        return ops.ordered.adapted(total, values, packed, rows, offsets)
+    return ops.ordered.adapted_product(x, weight, bias, packed, rows, offsets)

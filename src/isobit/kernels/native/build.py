@@ -11,6 +11,7 @@ flags; `-DISOBIT_PORTABLE` leaves out all intrinsics.
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from isobit.kernels.cache import CacheUnusable, unless_passed
 from isobit.kernels.cache import cache_directory as own_directory
+from isobit.kernels.native.heap import keep_freed_memory
 from isobit.kernels.native.interface import declare
 from isobit.kernels.native.openmp import keep_from_spinning
 from isobit.kernels.native.recipe import (
@@ -82,6 +84,7 @@ def available() -> tuple[bool, str]:
 @cache
 def _opened() -> tuple[ctypes.CDLL, str]:
     keep_from_spinning()
+    keep_freed_memory()
     unusable = ""
     if not os.environ.get("CXX") and not os.environ.get("ISOBIT_CXXFLAGS"):
         found = prebuilt_here(_features())
@@ -119,7 +122,7 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        about = max(10, 10 * round(_CPU_SECONDS / (os.cpu_count() or 1) / 10))
+        about = 10 * math.ceil(_CPU_SECONDS / (os.cpu_count() or 1) / 10)
         _say(f"compiling the operators for this processor (once, about {about} s)")
         try:
             compile_library(program, path, general, [], sources, extra)

@@ -26,6 +26,7 @@ from isobit.kernels.native.interface import (
     LowRankPartArguments,
     ProductArguments,
     grid,
+    pointer,
     product_arguments,
 )
 from isobit.kernels.native.large_pages import LargePages
@@ -38,8 +39,8 @@ ORDERS = (TDP32, VDP32)
 """`enum Order` of ordered.h."""
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
-_DEPTH, _PANEL, _NARROW = 32, 16, 32
-"""The last: that of low_rank.cpp."""
+_DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
+"""The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
 _PAGES = LargePages()
 _FEW_OF_CODES = 4
 """Rows beside which AMX would decode for tiles that are empty for the most part: with one row the
@@ -94,11 +95,20 @@ class OrderedProducts:
         return kept or Packed(weight, panels)
 
     def product(
-        self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
+        self,
+        a: Operand,
+        b: Operand | Packed,
+        bias: Tensor | None,
+        out: torch.dtype,
+        into: Tensor | None = None,
     ) -> Tensor:
-        """As `Ops.product`."""
-        result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        """As `Ops.product`, or with `into` as `Ops.gradient_product`."""
+        result = into
+        if result is None:
+            result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        assert result.is_contiguous()
         arguments, _kept = self._arguments(a, b, bias, result)
+        arguments.adds = into is not None
         self._lib.isobit_ordered_product(ctypes.byref(arguments))
         return result
 
@@ -136,20 +146,59 @@ class OrderedProducts:
         )
         return found, (together, packs, each)
 
-    def add_low_rank(
+    def adapted_product(
+        self,
+        a: Operand,
+        b: Operand | Packed,
+        bias: Tensor | None,
+        factors: Sequence[int],
+        rows: Tensor,
+        offsets: Tensor,
+    ) -> Tensor:
+        """As `Ops.adapted_product`, in BF16, of the structs at these addresses."""
+        out = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=torch.bfloat16)
+        product, _kept = self._arguments(a, b, bias, out)
+        product.out_kind = KINDS[torch.float32]
+        by_rows = isinstance(a, QTensor) and a.data.dtype == torch.float8_e4m3fn and product.scaled
+        if by_rows and product.a_column == 1:
+            x = None
+        else:
+            x = (values(a).bfloat16() if isinstance(a, QTensor) else a).contiguous()
+        self._adapted(out, x, a.shape[1], factors, rows, offsets, product)
+        return out
+
+    def adapted(
         self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
-    ) -> None:
-        """As `Ops.add_low_rank`, of the structs at these addresses."""
-        assert x.dtype == torch.bfloat16
+    ) -> Tensor:
+        """The same of sums `total` [T, N] float32 and x [T, K] BF16, both contiguous."""
         assert total.is_contiguous()
-        x, rows = x.contiguous(), rows.contiguous()
+        out = torch.empty(total.shape, dtype=torch.bfloat16)
+        self._adapted(out, x, x.shape[1], factors, rows, offsets, total)
+        return out
+
+    def _adapted(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        inner: int,
+        factors: Sequence[int],
+        rows: Tensor,
+        offsets: Tensor,
+        sums: Tensor | ProductArguments,
+    ) -> None:
+        rows = rows.contiguous()
+        assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous())
         addresses = (ctypes.c_void_p * len(factors))(*factors)
+        product, total = (
+            (None, sums) if isinstance(sums, Tensor) else (ctypes.addressof(sums), None)
+        )
         arguments = LowRankArguments(
-            x.data_ptr(), x.stride(0), x.shape[1], total.data_ptr(), total.shape[1],
-            rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses), len(factors),
-            torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+            product, pointer(x), inner, out.shape[0], inner, pointer(total), out.data_ptr(),
+            out.shape[1], rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses),
+            len(factors), torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
+        return out
 
     def _arguments(
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
@@ -160,13 +209,14 @@ class OrderedProducts:
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
-        panels = self._pack(right) if panels is None else panels
+        few = left.shape[0] <= (_FEW_OF_CODES if isinstance(b, QTensor) else 1)
+        if panels is None and (few or not self._reads(left, right)):
+            panels = self._pack(right)
         bias = (
             bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         )
         arguments = product_arguments(left, right, panels, bias, result)
-        few = _FEW_OF_CODES if isinstance(b, QTensor) else 1
-        arguments.isa = self._isa_of_few if left.shape[0] <= few else self._isa
+        arguments.isa = self._isa_of_few if few else self._isa
         arguments.order = self._order
         if isinstance(a, QTensor):
             arguments.scale_a[:] = grid(a)
@@ -175,6 +225,12 @@ class OrderedProducts:
             arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
         return arguments, (a, b, panels, bias)
+
+    def _reads(self, a: Tensor, b: Tensor) -> bool:
+        """Whether a product of so few rows of a takes a transposed b as it is: AMX's, which pairs
+        its rows of K in registers where a pack would be read once."""
+        few = ISAS[self._isa] == "amx" and a.shape[0] <= _ONCE
+        return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
     def _pack_narrow(self, b: Tensor) -> Tensor:
         """Panels [N / 16][K][16], without zeros along K."""

@@ -151,7 +151,7 @@ EXPORT void isobit_product(const Product* arguments) {
     const Product& g = *arguments;
     if (g.m == 0 || g.n == 0) return;
     const int threads = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 48);
-    in_cells(g, threads, 8, 1, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    in_cells(g, threads, 8, 1, 127, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         product_part(g, row, row_end, panel, panel_end);
     });
 }

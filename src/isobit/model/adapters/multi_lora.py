@@ -160,9 +160,9 @@ class AdapterRows:
             return product(x, weight, ops, dtype)[0]
         own, others = (adapted, None) if all(known) else adapted.choose(known)
         factors = [self.factors[number] for number in own.numbers]
-        y = ops.product(x, weight.prepared, weight.bias, torch.float32)
-        ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
-        y = y.to(dtype)
+        y = ops.adapted_product(
+            x, weight.prepared, weight.bias, factors, own.rows, own.offsets, dtype
+        )
         if not (others is None or dtype == torch.float32 or ops.rounds_last(x, weight.prepared)):
             y[others] = product(picked(x, others), weight, ops, dtype)[0]
         return y
