@@ -109,7 +109,7 @@ class LiveRollouts:
         ):
             found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
-        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
             took["prompts/skipped"] = float(after - state.cursor - count)
         state.cursor = after
@@ -208,7 +208,7 @@ class ReplayedRollouts:
         return replace(rollout, batch=batch)
 
 
-def counted(stats: Stats) -> dict[str, float]:
+def _counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
     drafted = _drafted(stats)
