@@ -10,6 +10,7 @@ NAMES = (
     "rollout",
     "beside_others",
     "grpo_step",
+    "learning",
     "saved_bytes",
     "step_memory",
     "fits",
@@ -23,8 +24,8 @@ NAMES = (
     "turns",
     "turns_memory",
 )
-LARGE = ("long_completions",)
-"""Only by name: it takes many minutes and GiB."""
+LARGE = ("long_completions", "speculation")
+"""Only by name: many minutes and GiB, or data of others."""
 
 
 def main() -> None:

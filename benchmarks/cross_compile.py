@@ -84,7 +84,7 @@ def matrix_loop(sass: str) -> list[str]:
     longest if there are several, in the words of Triton's disassembly; empty where there is
     none."""
     lines, labels = list[str](), dict[str, int]()
-    found: list[list[str]] = []
+    found: list[tuple[int, list[str]]] = []
     for line in sass.splitlines():
         if (label := re.match(r"\s*\.?(L\w+):", line)) is not None:
             labels[label[1]] = len(lines)
@@ -92,10 +92,15 @@ def matrix_loop(sass: str) -> list[str]:
             lines.append(line.split("\t")[1].rstrip(";"))
             jump = re.search(r"BRA (L\w+)", lines[-1])
             if jump is not None and jump[1] in labels:
-                found.append(lines[labels[jump[1]] :])
-    loops = [loop for loop in found if any(_MATRIX.search(line) for line in loop)]
-    inner = [loop for loop in loops if sum(loop[-1] == other[-1] for other in loops) == 1]
-    return max(inner or loops, key=len, default=[])
+                start = labels[jump[1]]
+                found.append((start, lines[start:]))
+    loops = [(start, loop) for start, loop in found if any(map(_MATRIX.search, loop))]
+    inner = [
+        loop
+        for start, loop in loops
+        if not any(start < other < start + len(loop) for other, _ in loops)
+    ]
+    return max(inner, key=len, default=[])
 
 
 def matrix_layouts(launch: KernelLaunch, capability: int = 90) -> set[str]:

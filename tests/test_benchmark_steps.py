@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from benchmarks import learning
 from benchmarks.models import save_model
 from benchmarks.peers.llamacpp import named
 from benchmarks.steps import GROUP, PROMPTS, open_run
@@ -33,3 +34,13 @@ def test_llamacpp_is_given_every_tensor_under_a_name_of_its_own(tmp_path: Path) 
     assert {"token_embd.weight", "output_norm.weight", "blk.1.attn_q_norm.weight"} <= given
     with pytest.raises(KeyError):
         named("model.layers.0.mlp.experts.0.up_proj.weight")
+
+
+def test_learning_is_timed_beside_autocast() -> None:
+    """Of a model of one layer, with every contestant, and a claim for each preset."""
+    pytest.importorskip("transformers")
+    result = learning.compare(1, 1, 256)
+    names = [row.contestant for row in result.rows]
+    assert names == ["isobit bf16 bitwise", "isobit fp8 bitwise", learning.PEER]
+    assert all(row.rate and row.rate > 0 for row in result.rows)
+    assert [claim.target for claim in result.claims] == [2.0, 2.0]

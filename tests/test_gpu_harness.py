@@ -200,7 +200,7 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     assert failed == {
         name for name in cases if name.startswith(("attention", "gate_mul_quantized"))
     }
-    assert len(cases) == 13
+    assert len(cases) == 15
     (failure,) = cases["gate_mul_quantized, 4 rows"]["failures"]
     assert (failure["error"], failure["message"]) == ("CompilationError", "PassManager::run failed")
     assert "test_gpu_harness.py" in failure["where"]

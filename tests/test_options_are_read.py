@@ -190,6 +190,19 @@ def make_runs(folder: Path, base_model: Path) -> None:
         quiet=True,
     )
     resume(folder / "sft", ["steps=2"])
+    (folder / "labels.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}+1=", "completion": "{i}", "label": false}}\n' for i in range(4))
+    )
+    labels = {
+        "model": str(base_model),
+        "loss": "kto",
+        "task": {"path": str(folder / "labels.jsonl"), "held_out_size": 0},
+        "reference": {"sync_every": 1, "sync_alpha": 0.5},
+        "out": str(folder / "kto"),
+        "batch_size": 2,
+        "steps": 1,
+    }
+    supervised_run(load_sft_config(labels), quiet=True)
     config = write_config(folder, base_model, steps=1, rewards={"models": [{"path": judge}]})
     changes = ["model={sft: " + str(folder / "sft.yaml") + "}"]
     compare(load_compare_config(config, ["bf16"], 1, str(folder / "compare"), changes))

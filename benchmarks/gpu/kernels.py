@@ -144,7 +144,7 @@ def _between(bench: Bench) -> None:
             rows * inner * 10,
         ),
         "gate_mul_backward_quantized": (
-            lambda s: ops.gate_mul_backward_quantized("silu", *s, _ROW, "dh"),
+            lambda s: ops.gate_mul_backward_quantized("silu", s[0], s[1], _ROW, "dh"),
             lambda: (normal(rows, inner).bfloat16(), normal(rows, 2 * inner).bfloat16()),
             rows * inner * (6 + 4 * one),
         ),

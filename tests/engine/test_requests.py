@@ -222,11 +222,12 @@ def test_many_requests_leave_nothing_behind(
         assert len(engine.pages._page_of) == len(engine.pages._entry_of) <= 30
         assert engine.pages.num_free == 30
         assert engine._endings._stops.cache_info().currsize <= 64
-        # for four numbers of rows and three contexts, and for every mix of settings that occurred
-        rows, contexts, mixes = (
-            (len(set(part)) for part in zip(*captured)) if captured else (0, 0, 0)
+        # for four numbers of rows, or on a CPU for each, three contexts, and every mix of settings
+        # that occurred
+        rows, contexts, mixes, _ = (
+            (len(set(part)) for part in zip(*captured)) if captured else (0, 0, 0, 0)
         )
-        assert rows <= 4
+        assert rows <= (8 if make is make_engine else 4)
         assert contexts <= 3
         assert mixes <= 30
 

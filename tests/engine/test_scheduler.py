@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.engine.batch import build
+from isobit.engine.integrity import integrity
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, Stats
@@ -59,10 +60,10 @@ class Shadow:
 
     def run(self) -> Stats:
         scheduler = self.scheduler
-        scheduler.integrity()
+        integrity(scheduler)
         while not scheduler.finished:
             plan = scheduler.plan()
-            scheduler.integrity()
+            integrity(scheduler)
             batch = build(plan, scheduler)
             self._write(batch)
             self._check(plan, batch)
@@ -79,7 +80,7 @@ class Shadow:
                 self.slots[target * size : (target + 1) * size] = before[
                     source * size : (source + 1) * size
                 ]
-            scheduler.integrity()
+            integrity(scheduler)
         assert [self._drawn(i) for i in range(len(self.known))] == self.case.new_tokens
         assert self.pool.num_free == self.case.num_pages
         return scheduler.stats
@@ -268,7 +269,7 @@ def test_cancelling_gives_everything_back_in_any_state(sizes: dict[str, int]) ->
         assert (shadow.pool.num_used > 0) == (steps > 0)
         for request in list(shadow.scheduler.requests):
             shadow.scheduler.cancel(request)
-            shadow.scheduler.integrity()
+            integrity(shadow.scheduler)
         shadow.pool.integrity([])
         assert shadow.pool.num_free == shadow.pool.num_pages
         assert shadow.scheduler.finished
@@ -278,14 +279,14 @@ def test_cancelling_gives_everything_back_in_any_state(sizes: dict[str, int]) ->
 def test_integrity_sees_a_page_that_is_shared_and_written() -> None:
     shadow = Shadow(case(prompts=[5], n=2, new_tokens=[4, 4]))
     step(shadow)
-    shadow.scheduler.integrity()
+    integrity(shadow.scheduler)
     first, second = shadow.scheduler.running[0], shadow.scheduler.running[1]
     shadow.pool.release(second.pages[-1:])
     second.pages[-1] = first.pages[-1]
     shadow.pool.share(first.pages[-1:])
     shadow.scheduler.rows.table[1, 1] = first.pages[-1]
     with pytest.raises(AssertionError, match="is shared and written"):
-        shadow.scheduler.integrity()
+        integrity(shadow.scheduler)
 
 
 @st.composite

@@ -110,7 +110,7 @@ def _model(rng: Random) -> ModelConfig:
     if family.partial_rotary is not None:
         rope = Rope.of(500.0, 1.0 if head_dim % 4 else 0.5)
         if "longrope" in family.rope_kinds and rng.random() < 0.5:
-            rope = _longrope(rng, rope.rotated(head_dim) // 2)
+            rope = _longrope(rng, head_dim // 2)
     elif rope.kind not in family.rope_kinds:
         rope = family.fresh_rope(rope.theta, 64)
     latent = None if family.latent is None else _latent(rng)

@@ -45,8 +45,8 @@ def interface_alone(tmp_path_factory: pytest.TempPathFactory) -> Library:
     [
         (
             PRODUCT,
-            "    const float* common;",
-            "    const float *common, *more;",
+            "    int64_t adds;",
+            "    int64_t adds, more;",
             r"ProductArguments.size has \(offset, size\) \(0, 2",
         ),
         (

@@ -317,6 +317,54 @@ def test_random_shapes_agree_on_every_instruction_set(
 
 @pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
 @pytest.mark.parametrize(("order", "isa"), HERE)
+def test_a_long_sum_in_parts_has_its_order(
+    order: str, isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K of more than one part, of as many columns as are summed together and more, of operands as
+    they are and transposed: the portable code's bits. The control: K without its last place."""
+    random = torch.Generator().manual_seed(11)
+    x, y = wide(random, 24, 4170), wide(random, 544, 4170)
+    a, b = x, y
+    if kind != "bf16":
+        scale = "ue8m0" if kind == "folded" else "fp32"
+        a = quantize(x, QuantSpec(E4M3, "1x128", scale))
+        b = quantize(y, QuantSpec(E4M3, "128x128", scale))
+    found = native(monkeypatch, order, isa).product(a, b, None, torch.float32)
+    wanted = native(monkeypatch, order, "portable").product(a, b, None, torch.float32)
+    assert same(found, wanted)
+    turned = x.t().contiguous().t(), y.t().contiguous().t()
+    ops = native(monkeypatch, order, isa)
+    if kind == "bf16":
+        assert same(ops.product(*turned, None, torch.float32), wanted)
+        shorter = ops.product(x[:, :-1], y[:, :-1], None, torch.float32)
+        assert not same(shorter, wanted)
+
+
+@pytest.mark.parametrize(("order", "isa"), HERE)
+def test_what_is_added_has_the_bits_of_an_addition_afterwards(
+    order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ordinary numbers, and of subnormal ones, which an addition keeps though products do not.
+    The control: an addition that loses them."""
+    ops = native(monkeypatch, order, isa)
+    for data in (plain, tiny):
+        random = torch.Generator().manual_seed(12)
+        for rows, columns, inner in ((7, 33, 96), (70, 100, 600), (530, 48, 64)):
+            a, b = data(random, rows, inner), data(random, columns, inner)
+            before = torch.ldexp(
+                draw(random, rows, columns, dtype=torch.float32),
+                torch.tensor(-126 if data is tiny else 0),
+            )
+            wanted = before + ops.product(a, b, None, torch.float32)
+            into = before.clone()
+            assert ops.gradient_product(a, b, torch.float32, into) is into
+            assert same(into, wanted)
+            lost = definition.flushed(wanted)
+            assert same(lost, wanted) == (data is plain)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
+@pytest.mark.parametrize(("order", "isa"), HERE)
 def test_a_row_is_the_same_in_every_batch(
     order: str, isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

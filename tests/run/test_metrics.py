@@ -42,7 +42,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     metrics.check(dict.fromkeys(logged, 0.0))
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}
     # tests/test_device.py: peaks of a GPU's memory tests/training/test_loop.py: mixtures of
-    # experts, replay and rollouts ahead tests/training/test_scoring.py: reward models;
+    # experts, replay and rollouts ahead; tests/training/test_partial.py; tests/training/test_scoring.py: reward models;
     # tests/training/test_quantization.py tests/fleet/test_training.py: what a fleet is sent and how
     # long the learner waits for it tests/training/test_adapter.py: adapters
     # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py:
@@ -56,7 +56,14 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
         for name in metrics.METRICS
         if name.startswith(
             (
-                *("router/", "replay/", "staleness/", "memory/reward", "memory/peak_rollout"),
+                *(
+                    "router/",
+                    "replay/",
+                    "partial/",
+                    "staleness/",
+                    "memory/reward",
+                    "memory/peak_rollout",
+                ),
                 *(
                     "memory/peak_learn",
                     "quant/activation",

@@ -131,6 +131,27 @@ def test_the_penalty_is_0_after_each_copy_and_a_stopped_run_goes_on(
     assert kl(mixed.run_dir)[3] > 0
 
 
+def test_scales_of_its_cache_are_found_again_after_a_move_and_after_a_stop(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """Where the learner's cache is calibrated. The control: where a separate engine does it, it is
+    refused."""
+    config = penalized(tmp_path / "whole", base_model, {"sync_every": 2}, steps=4)
+    flow = "precision=fp8[kv_cache=e4m3-calibrated]"
+    whole = train(load_config(config, [flow]), quiet=True)
+    found = kl(whole.run_dir)
+    assert found[2] < 0.1 * found[1]
+    config = penalized(tmp_path / "stopped", base_model, {"sync_every": 2}, steps=4)
+    train(load_config(config, [flow, "steps=3"]), quiet=True)
+    again = resume(tmp_path / "stopped" / "run", ["steps=4"], quiet=True)
+    assert fingerprint(again.run_dir) == fingerprint(whole.run_dir)
+    (tmp_path / "refused").mkdir()
+    config = penalized(tmp_path / "refused", base_model, {"sync_every": 2})
+    apart = "precision={preset: fp8-rollout-kv, kv_cache: e4m3-calibrated}"
+    with pytest.raises(IsobitError, match="a separate engine calibrates the learner's KV cache"):
+        train(load_config(config, [apart]), quiet=True)
+
+
 def test_a_teacher_in_every_step_is_the_mean_of_policies(tmp_path: Path, base_model: Path) -> None:
     """Recomputed from the checkpoints of the policy, in float64. The control: of another alpha."""
     given = {"sync_every": 1, "sync_alpha": 0.25}

@@ -56,6 +56,8 @@ _NAMES = {
     "engine.max_batch_tokens": "max_num_batched_tokens",
     "engine.prefix_cache": "enable_prefix_caching",
     "engine.cuda_graphs": "enforce_eager",
+    "engine.num_speculative_tokens": "speculative_config speculative_model "
+    "speculative_num_draft_tokens speculative_algorithm",
     "engine.sleep": "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode",
     "algorithm.preset": "algo algorithm.name",
     "algorithm.advantage": "scale_rewards adv_estimator adv_estimator.name normalize_rewards "

@@ -59,7 +59,7 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
 
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
-    rows, count = scheduler.rows, plan.decode
+    rows, count = plan.rows(scheduler.rows), plan.decode + plan.num_drafted
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
         layout = _layout(
@@ -138,7 +138,8 @@ def adapter_numbers(
     serves none."""
     if served is None:
         return None
-    decoding = [scheduler.at[slot] for slot in scheduler.rows.slot[: plan.decode].tolist()]
+    count = plan.decode + plan.num_drafted
+    decoding = [scheduler.at[slot] for slot in plan.rows(scheduler.rows).slot[:count].tolist()]
     pairs = [(sequence, 1) for sequence in decoding] + [
         (c.sequence, c.stop - c.start) for c in plan.chunks
     ]
@@ -152,7 +153,7 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
     far, whoever computed them and when."""
     if not scheduler.num_penalized:
         return draws
-    sequences = [scheduler.at[slot] for slot in plan.sampled.tolist()]
+    sequences = [scheduler.at[slot] for slot in plan.draws.tolist()]
     penalty = torch.tensor([each.owner.request.sampling.repetition_penalty for each in sequences])
     seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
@@ -160,6 +161,11 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
             seen[
                 row, torch.from_numpy(scheduler.tokens(sequence, 0, scheduler.length(sequence)))
             ] = True
+    behind = plan.decode
+    for drafted in plan.drafts.values():  # a draft stands in front of what is drawn behind it
+        for number, token in enumerate(drafted):
+            seen[behind + number : behind + len(drafted), token] = True
+        behind += len(drafted)
     return replace(draws, seen=seen, penalty=penalty)
 
 

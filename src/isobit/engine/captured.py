@@ -69,7 +69,7 @@ class CudaGraph:
 
 class RecordedCalls:
     """The calls of C++ operators, made again from one call; what cannot be recorded
-    (`native/recording.py`), such as experts, whose rows Python counts, is computed as it is."""
+    (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is."""
 
     asynchronous, most_rows = False, 64
 

@@ -25,7 +25,15 @@ from isobit.engine.captured import graph_kind
 from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs
 from isobit.engine.groups import OpenGroups
-from isobit.engine.pages import PagePool, cache_pages, pages_needed, tokens_of_a_page
+from isobit.engine.integrity import integrity
+from isobit.engine.pages import (
+    DEFAULT_PAGES,
+    PagePool,
+    cache_pages,
+    most_cache_bytes,
+    pages_needed,
+    tokens_of_a_page,
+)
 from isobit.engine.prompts import (
     Prompt,
     check_context,
@@ -40,6 +48,7 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Stats, clamped_fraction
+from isobit.engine.speculation import speculation_of
 from isobit.engine.types import Completion, EngineSize, Request, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Store
@@ -48,9 +57,6 @@ from isobit.model.forward.storage import new_store
 from isobit.options.declare import plain
 from isobit.options.reading import read
 
-CACHE_BYTES = 2 << 30
-DEFAULT_PAGES = 512
-GPU_FRACTION = 3  # of free memory: a third for rollouts, one of the rest for an evaluation
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
@@ -61,9 +67,8 @@ class Engine:
     tokens (`tokens_of_a_page`), of which there are 512 where the size says nothing.
 
     A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. With
-    `cuda_graphs` what decodes in it is captured (`captured.py`). With `prefix_cache` requests share the
-    full pages of equal beginnings, also after those who computed them have ended, while the weights
-    stay the same.
+    `cuda_graphs` what decodes in it is captured. With `prefix_cache` requests share full pages of
+    equal beginnings, also of requests that have ended, while the weights stay the same.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Engine:
             max_batch_tokens=size.max_batch_tokens,
             max_sequences=size.max_sequences,
             prefix_cache=size.prefix_cache,
+            speculation=speculation_of(model, size),
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self.record_routes = record_routes
@@ -145,7 +151,7 @@ class Engine:
         kv_pages = size.kv_pages
         if kv_pages is None:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
-            limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
+            limit_bytes = most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes // page_bytes)
         engine = Engine(
             model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes
@@ -283,21 +289,20 @@ class Engine:
                 f"Engine.step: the weights changed while {self.num_open} requests are open; finish "
                 "or cancel them before Model.sync and Engine.calibrate"
             )
-        plan, tokens = self._runner.run()
-        self._endings.report(plan, tokens, on_token)
-        done, finished = self._endings.of(
-            plan, tokens, self._routes if self.record_routes else None
-        )
-        self.scheduler.commit(plan, tokens, done)
-        self._runner.copy_pages(self.scheduler.take_copies())
+        finished: list[tuple[Request, Completion]] = []
+        for plan, tokens in self._runner.steps():
+            self._endings.report(plan, tokens, on_token)
+            done, over = self._endings.of(plan, tokens, self._runner.routes)
+            self.scheduler.commit(plan, tokens, done)
+            self._runner.copy_pages(self.scheduler.take_copies())
+            finished += over
         if not self.num_open:
             self._runner.finish()
             self._runner = None
         return finished
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays
-        as it is."""
+        """Drop a request, whatever of it is done. One that is over stays as it is."""
         if request in self.scheduler.requests:
             self.scheduler.cancel(request)
         if not self.num_open:
@@ -336,11 +341,7 @@ class Engine:
             raise IsobitError(
                 f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}"
             )
-        named = (
-            [None] * len(token_ids)
-            if adapters is None
-            else [self._known(name) for name in adapters]
-        )
+        named = [self._known(name) for name in adapters or [None] * len(token_ids)]
         groups: list[list[Completion]] = [[] for _ in token_ids]
         with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
@@ -380,9 +381,8 @@ class Engine:
         return saturated, written
 
     def integrity(self) -> None:
-        """Prove that every page is either free or held by whom it should be, at any moment. Raises
-        AssertionError."""
-        self.scheduler.integrity()
+        """Prove that every page is free or held by whom it should be. Raises AssertionError."""
+        integrity(self.scheduler)
 
     def _known(self, adapter: str | None) -> str | None:
         """Raises IsobitError for an adapter that the model does not serve."""
@@ -450,8 +450,7 @@ class Engine:
     @property
     def _num_pages(self) -> int:
         """Of the stores: padded rows write to a spare one beside the pool's."""
-        kind = self._graph_kind
-        return self.pages.num_pages + (kind is not None and kind.asynchronous)
+        return self.pages.num_pages + getattr(self._graph_kind, "asynchronous", False)
 
     def _ready_graphs(self) -> DecodeGraphs | None:
         if self._graph_kind is None:
@@ -473,10 +472,3 @@ class Engine:
         flow = self.model.precision.flow("rollout", layer, config.num_layers)
         device = self.model.transformer.ops["rollout"].device
         return new_store(config, layer, flow, self._num_pages, self.page_size, device, flow.kv)
-
-
-def _most_cache_bytes(device: torch.device, reserved: int) -> int:
-    """Bytes of keys and values that an engine takes without being told to."""
-    if device.type != "cuda":
-        return CACHE_BYTES
-    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION

@@ -75,7 +75,9 @@ class _Host:
         if found is None:
             ints = self.ints.numpy()[: _INTS * rows]
             found = self._inputs[rows, pages] = _Inputs(
-                *ints[: 3 * rows].reshape(3, rows),
+                ints[:rows],
+                ints[rows : 2 * rows],
+                ints[2 * rows : 3 * rows],
                 ints[3 * rows : 7 * rows].reshape(rows, 4),
                 ints[7 * rows :].view(np.float64).reshape(rows, 4),
                 self.table.numpy()[: rows * pages].reshape(rows, pages),
@@ -93,10 +95,10 @@ class _Host:
 
 
 class Launch:
-    """A step that is under way: row r of it continues `sequences[r]`."""
+    """A step that is under way, or done already: row r of it continues `sequences[r]`."""
 
-    def __init__(self, sequences: Rows, host: _Host) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: Rows, host: _Host, is_done: bool) -> None:
+        self.sequences, self.is_done = sequences, is_done
         self._host = host
 
     def places(self, sequences: Rows) -> Rows:
@@ -201,7 +203,7 @@ class DecodeGraphs:
             host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
             host.record()
         self._padded += count - which.size
-        return Launch(rows.slot[which], host)
+        return Launch(rows.slot[which], host, not self.asynchronous)
 
     def subtract_padding(self) -> None:
         """No request is open: take what padded rows have written out of the counts of calibrated

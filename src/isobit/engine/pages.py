@@ -21,10 +21,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from isobit.model import ModelConfig
 
+CACHE_BYTES = 2 << 30
+DEFAULT_PAGES = 512
+GPU_FRACTION = 3  # of free memory: a third for rollouts, one of the rest for an evaluation
 _PAGE, _PAGE_WITH_STATES = 16, 256
 
 
@@ -41,6 +45,13 @@ def cache_pages(each: int, sequences: int, most_sequences: int, most_pages: int)
     and a prompt beside the sequences that share its pages: at most so many, and room for one
     sequence."""
     return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
+
+
+def most_cache_bytes(device: torch.device, reserved: int) -> int:
+    """Bytes of keys and values that an engine takes without being told to."""
+    if device.type != "cuda":
+        return CACHE_BYTES
+    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION
 
 
 class PagePool:

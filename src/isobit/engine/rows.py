@@ -8,6 +8,8 @@ nothing, since no result depends on it.
 Shapes: capacity rows, of which the first `count` are in use; width pages.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -89,6 +91,21 @@ class DecodeRows:
         order = np.argsort(~chosen, kind="stable")
         for array in self._arrays():
             array[: self.count] = array[order]
+
+    def with_drafts(self, count: int, drafts: Mapping[int, list[int]]) -> "DecodeRows":
+        """A table of the first `count` rows and, behind these, one row for each token that is
+        drafted for some of them: the row that it would be once it were sampled."""
+        of = np.repeat(np.array(list(drafts), np.int64), [len(each) for each in drafts.values()])
+        further = [np.arange(1, len(tokens) + 1) for tokens in drafts.values()]
+        which = np.concatenate([np.arange(count), of])
+        found = DecodeRows(which.size, self.page_size)
+        found.count = which.size
+        for name in ("slot", "position", "num_slots", "table", "key", "settings", "token"):
+            setattr(found, name, getattr(self, name)[which])
+        found.token[count:] = np.concatenate([*drafts.values()])
+        found.position[count:] += np.concatenate(further)
+        found.key[count:, 3] += np.concatenate(further)
+        return found
 
     def _arrays(self) -> tuple[NDArray, ...]:
         return (

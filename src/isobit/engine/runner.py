@@ -7,9 +7,14 @@ dropped. What would need a page taken back is not launched ahead. Chunks of prom
 eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
 GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
 is the definition.
+
+Drafts (`speculation.py`) are further rows of the step, one for each, which store their keys and
+values with all others before anybody attends to them. A draft that counts makes the token that was
+drawn behind it known too: `steps` gives these as steps that are computed already.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,7 +31,48 @@ from isobit.kernels import KVStore, StateStore, Store
 from isobit.model import Model
 from isobit.model.forward.moe import RouteTape
 
+Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Tokens, and their log-probabilities."""
 _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """Tokens of sequences, by their slots, each sampled behind a draft that counts."""
+
+    slots: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+def _rounds(
+    plan: StepPlan, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+) -> list[_Round]:
+    """What was sampled behind drafts, as long as each draft is the token that was sampled in its
+    place: of all sequences what comes behind the first draft, behind the second, and so on."""
+    found: list[tuple[list[int], list[int]]] = []  # rows of the table, and draws
+    behind = plan.decode
+    for row, drafted in plan.drafts.items():
+        draw = row
+        for number, token in enumerate(drafted):
+            if not counts(token, int(tokens[draw])):
+                break
+            draw = behind + number
+            if number == len(found):
+                found.append(([], []))
+            found[number][0].append(row)
+            found[number][1].append(draw)
+        behind += len(drafted)
+    return [_Round(plan.sampled[rows], tokens[draws], logprobs[draws]) for rows, draws in found]
+
+
+def _joined(left: Drawn, right: Drawn) -> Drawn:
+    return np.concatenate([left[0], right[0]]), np.concatenate([left[1], right[1]])
+
+
+def counts(draft: int, sampled: int) -> bool:
+    """Whether a draft counts: it is the token that was sampled in its place."""
+    return draft == sampled
 
 
 class Runner:
@@ -47,6 +93,7 @@ class Runner:
         self.graphs = graphs
         self.routes = routes
         self._ahead: Launch | None = None
+        self._counted: list[_Round] = []  # drafts that count, and are not yet accounted for
         for layer, store in enumerate(stores):
             if isinstance(store, KVStore) and store.calibrated:
                 store.set_scales(model.transformer.layer_scales(layer))
@@ -73,18 +120,22 @@ class Runner:
         plan = None if launch is None else scheduler.launched(launch.sequences)
         if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
-            launch, places = self._launch(plan), scheduler.rows.row_start[: plan.decode]
+            launch = None if plan.drafts else self._launch(plan)
+            places = scheduler.rows.row_start[: plan.decode]
         elif launch is not None:
             places = launch.places(plan.sampled[: plan.decode])
-        if launch is None:
+        if plan.drafts:
+            tokens, logprobs = self._with_drafts(plan)
+        elif launch is None:
             tokens, logprobs = self._compute(plan)
+        elif launch.is_done:
+            tokens, logprobs = launch.read(places)
         else:
             ahead = self._launch_ahead(plan, places)
-            first_tokens, first_logprobs = self._compute(plan.prompts)
-            tokens, logprobs = launch.read(places)
-            tokens = np.concatenate([tokens, first_tokens])
-            logprobs = np.concatenate([logprobs, first_logprobs])
+            prompts = self._compute(plan.prompts)
+            tokens, logprobs = _joined(launch.read(places), prompts)
         if not np.isfinite(logprobs).all():
+            self._counted = []
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
             running = scheduler.at[
                 int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])
@@ -96,6 +147,22 @@ class Runner:
         self._ahead = ahead
         scheduler.record.write(plan.sampled, tokens, logprobs)
         return plan, tokens
+
+    def steps(self) -> Iterator[tuple[StepPlan, NDArray[np.int64]]]:
+        """Compute the next step, as `run` does. When it is accounted for: of the sequences that go
+        on, those whose draft was the token that they have just sampled, as a step of their own that
+        is computed already; and so on."""
+        yield self.run()
+        while self._counted:
+            found = self._counted.pop(0)
+            plan = self.scheduler.going(found.slots)
+            if plan is None:
+                continue
+            order = np.argsort(found.slots)
+            places = order[np.searchsorted(found.slots, plan.sampled, sorter=order)]
+            self.scheduler.record.write(plan.sampled, found.tokens[places], found.logprobs[places])
+            self.scheduler.stats.num_accepted_tokens += plan.decode
+            yield plan, found.tokens[places]
 
     def finish(self) -> None:
         """No request is open: say what went wrong on the device, and count what padded rows have
@@ -117,8 +184,29 @@ class Runner:
         if self.routes is not None:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 
-    def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and log-probabilities of the step's sampled rows."""
+    def _with_drafts(self, plan: StepPlan) -> Drawn:
+        """As `_compute`, of each sampled sequence its next token; those behind drafts that count
+        are kept for `steps`. What is not finite behind a draft would not have been computed without
+        it: such a step is done again without drafts."""
+        try:
+            launch = self._launch(plan)
+            if launch is None:
+                tokens, logprobs = self._compute(plan)
+            else:
+                decoding = np.arange(plan.decode + plan.num_drafted)
+                prompts = self._compute(plan.prompts)
+                tokens, logprobs = _joined(launch.read(decoding), prompts)
+        except NonFiniteError:
+            return self._compute(replace(plan, drafts={}))
+        if not np.isfinite(logprobs).all():
+            return self._compute(replace(plan, drafts={}))
+        self._counted = _rounds(plan, tokens, logprobs)
+        last = plan.decode + plan.num_drafted
+        next_ones = np.concatenate([np.arange(plan.decode), np.arange(last, tokens.size)])
+        return tokens[next_ones], logprobs[next_ones]
+
+    def _compute(self, plan: StepPlan) -> Drawn:
+        """Tokens and log-probabilities of the step's `draws`."""
         if not plan.decode and not plan.chunks:
             return _NO_TOKENS
         transformer = self.model.transformer
@@ -139,7 +227,7 @@ class Runner:
         drawn = hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
         tokens, logprobs = draw(*drawn)
         if self.scheduler.num_with_top:
-            sequences = [self.scheduler.at[slot] for slot in plan.sampled.tolist()]
+            sequences = [self.scheduler.at[slot] for slot in plan.draws.tolist()]
             counts = [each.owner.request.sampling.top_logprobs for each in sequences]
             for sequence, top in zip(sequences, top_of_draws(*drawn, counts)):
                 if top:
@@ -150,21 +238,19 @@ class Runner:
         """The step's decoding rows as a captured step, where they can be."""
         if (
             self.graphs is None
-            or not self.graphs.serves(plan.decode, len(plan.chunks))
+            or not self.graphs.serves(plan.decode + plan.num_drafted, len(plan.chunks))
             or self.routes is not None
             or not self.scheduler.may_be_captured
         ):
             return None
-        return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
+        count = plan.decode + plan.num_drafted
+        return self.graphs.launch(plan.rows(self.scheduler.rows), np.arange(count))
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under
         way, unless it takes a decision."""
-        if (
-            self.graphs is None
-            or not self.graphs.asynchronous
-            or not self.scheduler.may_be_captured
-        ):
+        waits = self.scheduler.speculation is not None  # for the tokens
+        if self.graphs is None or waits or not self.scheduler.may_be_captured:
             return None
         record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])

@@ -18,6 +18,7 @@ than first come, first served.
 """
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -27,6 +28,7 @@ from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.record import Record
 from isobit.engine.rows import DecodeRows
 from isobit.engine.sequences import Chunk, RunningRequest, Sequence, Stats, StepPlan
+from isobit.engine.speculation import Speculation
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
 
@@ -46,8 +48,10 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pages = pages
+        self.speculation = speculation
         self.page_size = pages.page_size
         self.prefix_cache = prefix_cache
         self.root: Hashable = None  # what the contents of pages depend on besides the tokens
@@ -139,10 +143,27 @@ class Scheduler:
         return request.sampling.seed, request.prompt_id, sequence.sample_index
 
     def plan(self) -> StepPlan:
-        """Decide the next step, and give every row and chunk in it the pages it needs."""
+        """Decide the next step, and give every row and chunk in it the pages it needs, and what is
+        left to drafts."""
+        if self.speculation is None:
+            self._grow_rows()
+            return self._planned(self.rows.count, self.rows.count)
+        self._give_back_pages()
         self._grow_rows()
         decode = self.rows.count
-        return self._planned(decode, decode)
+        plan = self._planned(decode, decode)
+        drafts = self._drafts(self.speculation, plan)
+        return replace(plan, drafts=drafts) if drafts else plan
+
+    def going(self, slots: NDArray[np.int64]) -> StepPlan | None:
+        """Those of these decoding sequences that have not ended, as a step that is computed already:
+        of the next tokens that were drafted and sampled. None if there are none."""
+        going = np.isin(self.rows.slot[: self.rows.count], slots)
+        if not going.any():
+            return None
+        self.rows.put_first(going)
+        decode = int(going.sum())
+        return StepPlan(decode, (), self.rows.slot[:decode].copy())
 
     def look_ahead(self, plan: StepPlan, going: NDArray[np.int64]) -> bool:
         """May rows `going` of a step that has yet to be accounted for be launched again at once? If
@@ -220,6 +241,50 @@ class Scheduler:
             self.rows.add_page(row, page)
         self.may_need -= int(rows.size)
 
+    def _drafts(self, speculation: Speculation, plan: StepPlan) -> dict[int, list[int]]:
+        """By decoding row the tokens that are computed behind its next one, as far as the step has
+        room for tokens, and pages are free that nobody will need soon."""
+        rows = plan.decode + sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        found = dict[int, list[int]]()
+        if not speculation.looks(rows):
+            return found
+        left = self.record.limit[plan.sampled] - self.record.generated[plan.sampled] - 1
+        for row, room in enumerate(left[: plan.decode].tolist()):
+            sequence = self.at[int(self.rows.slot[row])]
+            room = min(room, self.max_batch_tokens - rows, self._slots_behind(row))
+            if room < 1 or sequence.owner.request.sampling.top_logprobs:
+                continue
+            drafted = speculation.draft(sequence, self.record, room, rows)
+            if not drafted:
+                continue
+            found[row] = drafted
+            rows += len(drafted)
+            while self.rows.position[row] + len(drafted) >= self.rows.num_slots[row]:
+                self._add_pages(np.array([row]))
+        self.stats.num_drafts += len(found)
+        drafted_tokens = sum(map(len, found.values()))
+        self.stats.num_draft_tokens += drafted_tokens
+        self.stats.decode_tokens += drafted_tokens
+        self.stats.peak_pages = self.pages.peak_used
+        return found
+
+    def _slots_behind(self, row: int) -> int:
+        """How many positions behind a row's next one may have a slot."""
+        spare = max(self.pages.num_free - self._headroom(), 0)
+        return int(self.rows.num_slots[row] - self.rows.position[row]) - 1 + spare * self.page_size
+
+    def _give_back_pages(self) -> None:
+        """Pages that only held drafts which did not count."""
+        count, size = self.rows.count, self.page_size
+        needed = (self.rows.position[:count] // size + 1) * size
+        for row in np.flatnonzero(self.rows.num_slots[:count] > needed).tolist():
+            sequence = self.at[int(self.rows.slot[row])]
+            keep = int(needed[row]) // size
+            self.may_need += len(sequence.pages) - keep
+            self.pages.release(sequence.pages[keep:])
+            del sequence.pages[keep:]
+            self.rows.num_slots[row] = needed[row]
+
     def preempt_all(self) -> None:
         """All sequences wait, and are computed again from pages that are full."""
         for number in sorted(self.running, reverse=True):
@@ -232,9 +297,13 @@ class Scheduler:
 
     def _room(self, count: int) -> bool:
         """Whether another sequence that takes `count` pages may run."""
+        room = self.pages.num_free - count >= self._headroom()
+        return len(self.running) < self.max_sequences and room
+
+    def _headroom(self) -> int:
+        """Pages that running sequences will need soon."""
         soon = -(-len(self.running) * HEADROOM_STEPS // self.page_size)
-        headroom = min(soon, self.may_need)
-        return len(self.running) < self.max_sequences and self.pages.num_free - count >= headroom
+        return min(soon, self.may_need)
 
     # sequences
 
@@ -274,6 +343,8 @@ class Scheduler:
         """A sequence is over, and its request with the last one."""
         running = sequence.owner
         if sequence.slot >= 0:
+            if self.speculation is not None:
+                self.speculation.finish(sequence, self.record)
             self.record.give_back(sequence.slot)
             del self.at[sequence.slot]
         running.members.remove(sequence)
@@ -394,48 +465,3 @@ class Scheduler:
         settings = sequence.owner.request.sampling.settings
         position = self.length(sequence) - 1
         self.rows.add(sequence.slot, token, position, sequence.pages, self.key(sequence), settings)
-
-    def integrity(self) -> None:
-        """Prove that no page is leaked or shared wrongly, and that every sequence is in one place.
-        AssertionError."""
-        self.pages.integrity([sequence.pages for sequence in self.running.values()])
-        members = [sequence for running in self.requests.values() for sequence in running.members]
-        begun = {sequence.slot: sequence for sequence in members if sequence.slot >= 0}
-        assert self.at == begun, "a slot is not that of an open sequence"
-        assert self.record.num_free + len(begun) == self.record.num_slots, "a slot is lost"
-        prefilling = {sequence.number for sequence in self.prefilling}
-        slots = self.rows.slot[: self.rows.count].tolist()
-        decoding = [self.at[slot].number for slot in slots]
-        waiting = [number for number, _ in self.waiting]
-        assert len(set(decoding)) == len(decoding), "a sequence has two rows"
-        assert len(set(waiting)) == len(waiting), "a sequence waits twice"
-        assert prefilling.isdisjoint(decoding), "a sequence is prefilled and decodes"
-        assert prefilling | set(decoding) == set(self.running), "a running sequence has no place"
-        assert not set(waiting) & set(self.running), "a sequence runs and waits"
-        may_need = sum(
-            sequence.owner.most_pages - len(sequence.pages) for sequence in self.running.values()
-        )
-        assert self.may_need == may_need, (
-            f"running sequences may need {may_need} pages, not {self.may_need}"
-        )
-        for sequence in self.prefilling:
-            self._check_private(sequence, sequence.computed)
-        for row, slot in enumerate(slots):
-            sequence = self.at[slot]
-            held = len(sequence.pages)
-            assert self.rows.table[row, :held].tolist() == sequence.pages, (
-                "a row's page table is not its sequence's"
-            )
-            assert self.rows.num_slots[row] == held * self.page_size, (
-                "a row's slots are not its pages'"
-            )
-            assert self.rows.position[row] == self.length(sequence) - 1, (
-                "a row's position is not its sequence's"
-            )
-            self._check_private(sequence, int(self.rows.position[row]))
-
-    def _check_private(self, sequence: Sequence, next_position: int) -> None:
-        for page in sequence.pages[next_position // self.page_size :]:
-            assert self.pages.references[page] == 1, (
-                f"page {page} of sequence {sequence.number} is shared and written"
-            )

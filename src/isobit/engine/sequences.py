@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.engine.rows import DecodeRows
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
 
@@ -16,7 +17,9 @@ class Stats:
     """What was done since the engine had no open request. Tokens count what was computed: a
     preempted sequence's are counted again, and those of prompts that were found in the cache are
     not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
-    asked the cache (`Engine.clamped`). `episodes` with an environment are over, and the tools that
+    asked the cache (`Engine.clamped`). Sequences were given drafts `num_drafts` times, of
+    `num_draft_tokens` in all, which are among those decoded; `num_accepted_tokens` of these were
+    what was sampled. `episodes` with an environment are over, and the tools that
     these called took `tool_s` seconds, added up by the tool's name."""
 
     steps: int = 0
@@ -32,6 +35,9 @@ class Stats:
     kv_clamped: int = 0
     kv_written: int = 0
     episodes: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     tool_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -103,11 +109,32 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those
-    who get a token, in that order."""
+    who get a token, in that order. `drafts`: by decoding row, tokens that are computed as if they
+    had been sampled after its next one."""
 
     decode: int
     chunks: tuple[Chunk, ...]
     sampled: NDArray[np.int64]
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that are drafted."""
+        return sum(map(len, self.drafts.values()))
+
+    @property
+    def draws(self) -> NDArray[np.int64]:
+        """The slot of each token that is drawn: of the decoding rows, behind each draft, and of the
+        chunks."""
+        if not self.drafts:
+            return self.sampled
+        of = np.repeat(list(self.drafts), [len(tokens) for tokens in self.drafts.values()])
+        decoding, chunks = self.sampled[: self.decode], self.sampled[self.decode :]
+        return np.concatenate([decoding, decoding[of], chunks])
+
+    def rows(self, table: DecodeRows) -> DecodeRows:
+        """The rows of the table that decode, and those of drafts."""
+        return table.with_drafts(self.decode, self.drafts) if self.drafts else table
 
     @property
     def prompts(self) -> "StepPlan":

@@ -6,7 +6,7 @@ which are the model's.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from isobit.data.dataset import Prompt
 from isobit.environments.recorded import EpisodeRecord
@@ -130,6 +130,12 @@ class EngineSize:
     prefix_cache: Annotated[
         bool, "share pages between prompts that begin alike, until the weights change"
     ] = True
+    num_speculative_tokens: Annotated[
+        int | Literal["auto"],
+        at_least(0),
+        "tokens of a sequence that a step drafts and checks, from what was said of its prompt "
+        "before; 0: none; auto: as many as pay. No bit of a result depends on it",
+    ] = 0
 
 
 @dataclass(frozen=True, eq=False)

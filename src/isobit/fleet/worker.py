@@ -110,7 +110,14 @@ class Worker:
     def _counts(self) -> dict[str, int]:
         """Of what `Fleet.stats` adds up."""
         stats, (clamped, written) = self._engine.stats, self._engine.clamped
-        counted = {"preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens}
+        names = (
+            "preemptions",
+            "cached_tokens",
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+        )
+        counted = {name: getattr(stats, name) for name in names}
         return counted | {"kv_clamped": clamped, "kv_written": written}
 
     def _run(self) -> dict[int, list[dict[str, Any]]]:

@@ -386,9 +386,13 @@ class Ops(Protocol):
         tokens: Tensor,
         temperature: float,
         dentropy: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        into: Tensor | None = None,
+        trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
-        log-probabilities [T] and, where there is one, that of the entropies [T] float32."""
+        log-probabilities [T] and, where there is one, that of the entropies [T] float32. With
+        `into` the weight's is added to it, as in `gradient_product`; one that is not `trained` has
+        none."""
 
     def head_sample(
         self,

@@ -16,8 +16,7 @@ from functools import lru_cache
 
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
-from isobit.engine.engine import CACHE_BYTES, GPU_FRACTION
-from isobit.engine.pages import cache_pages, pages_needed
+from isobit.engine.pages import CACHE_BYTES, GPU_FRACTION, cache_pages, pages_needed
 from isobit.errors import IsobitError
 from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig

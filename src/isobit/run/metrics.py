@@ -164,6 +164,10 @@ METRICS: dict[str, str] = {
     "partial/rounds": "rounds of at most partial.tokens_per_round tokens a completion that the step "
     "took",
     "partial/unfinished": "completions that the step left for the next one to go on with",
+    "partial/cached_tokens": "tokens of prompts and of completions so far that were found in the "
+    "prefix cache; depends on which rank goes on with a group",
+    "partial/preemptions": "sequences that gave their pages back and were recomputed; depends on "
+    "ranks too",
     "partial/completions_fraction": "of the completions that were learned from, those that several "
     "versions of the weights drew",
     "partial/versions_max": "the most versions that drew one of them",
@@ -173,10 +177,18 @@ METRICS: dict[str, str] = {
     "replay/buffer_groups": "groups kept for replay",
     "sync/bytes": "weights sent to the rollout's engine; 0 where it shares the learner's storage",
     "rollout/tokens": "tokens sampled",
-    "rollout/prompt_tokens": "tokens of the prompts, each counted once",
+    "rollout/prompt_tokens": "tokens of the prompts, each counted once; with `partial` also those of "
+    "completions so far, in each round",
     "rollout/cached_tokens": "tokens of the prompts that were found in the prefix cache",
     "rollout/prefix_hit_fraction": "the same as a fraction",
     "rollout/preemptions": "sequences that gave their pages back and were recomputed",
+    "spec_decode/num_drafts": "times that a sequence had drafts in a step "
+    "(engine.num_speculative_tokens; this and the others are vLLM's)",
+    "spec_decode/num_draft_tokens": "tokens that were drafted",
+    "spec_decode/num_accepted_tokens": "drafted tokens that were what was sampled in their place",
+    "spec_decode/draft_acceptance_rate": "the same as a fraction of those that were drafted",
+    "spec_decode/mean_acceptance_length": "tokens that a step gives a sequence that has drafts: 1, "
+    "and those of the drafts that count",
     "serve/requests": "requests of others that were answered during the step (serve.port)",
     "serve/tokens": "tokens sampled for them",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
@@ -221,6 +233,9 @@ TIMINGS = (
     "serve/*",
     "env/cached_tokens",
     "env/preemptions",
+    "spec_decode/*",  # after a resume less is known of what was sampled before
+    "partial/cached_tokens",
+    "partial/preemptions",
 )
 """What differs between a run and its exact repetition."""
 

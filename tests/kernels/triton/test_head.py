@@ -237,6 +237,12 @@ def test_frequencies_are_the_probabilities() -> None:
     assert chi_squared(1.0) < 50 < chi_squared(1.5)
 
 
+def both(found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden states and of a trained weight."""
+    assert found[1] is not None
+    return found[0], found[1]
+
+
 def test_no_rows() -> None:
     hidden, weight, tokens = operands(torch.bfloat16)
     (rows, chosen), weight = on_device(hidden[:0], tokens[:0]), head_on_device(weight)
@@ -244,7 +250,7 @@ def test_no_rows() -> None:
     keys = torch.empty(0, 4, dtype=torch.int64, device=DEVICE)
     assert [x.shape for x in head.head_sample(rows, weight, keys, 1.0)] == [(0,), (0,)]
     nothing = torch.empty(0, device=DEVICE)
-    dhidden, dweight = head.head_backward(REFERENCE, nothing, rows, weight, chosen, 1.0)
+    dhidden, dweight = both(head.head_backward(REFERENCE, nothing, rows, weight, chosen, 1.0))
     assert dhidden.shape == (0, C)
     assert not dweight.any()
 
@@ -270,9 +276,9 @@ def test_the_entropys_gradient_is_the_references(dtype: torch.dtype) -> None:
     dlogprobs, dentropy = (draw(n, T, dtype=torch.float32) for n in (5, 6))
     dy, x, targets, of_entropy = on_device(dlogprobs, hidden, tokens, dentropy)
     given = (PRODUCTS, dy, x, head_on_device(weight), targets, 0.7)
-    found = head.head_backward(*given, of_entropy)
-    wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7, dentropy)
-    without = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7)
+    found = both(head.head_backward(*given, of_entropy))
+    wanted = both(REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7, dentropy))
+    without = both(REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, 0.7))
     near = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for ours, theirs, other in zip(found, wanted, without):
         scale = float(theirs.abs().max())
@@ -292,8 +298,9 @@ def test_gradients_are_the_references(
     dlogprobs = draw(5, T, dtype=torch.float32)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * V)  # two chunks of rows
     dy, x, targets = on_device(dlogprobs, hidden, tokens)
-    found = head.head_backward(PRODUCTS, dy, x, head_on_device(weight), targets, temperature)
-    wanted = REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, temperature)
+    on_head = head_on_device(weight)
+    found = both(head.head_backward(PRODUCTS, dy, x, on_head, targets, temperature))
+    wanted = both(REFERENCE.head_backward(dlogprobs, hidden, weight, tokens, temperature))
     z = REFERENCE.product(hidden, weight, None, torch.float32) / temperature
     slope = (dlogprobs / temperature).unsqueeze(1).double()
     probability = torch.softmax(z.double(), -1)

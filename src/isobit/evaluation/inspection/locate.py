@@ -33,7 +33,8 @@ _PLACES = {
     "delta_rule": "delta rule",
     "sum_of_rows": "experts",
 }
-"""The operators that are watched, with their place in the layer if it is not that of a weight."""
+"""The operators that are watched, with their place in the layer if it is not that of an
+argument."""
 _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 
@@ -108,10 +109,10 @@ class _Summing(Watching):
 
     def _place(self, operator: str, arguments: Sequence[object]) -> str:
         known = [self._names[id(a)] for a in arguments if id(a) in self._names]
-        known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
-        if _PLACES[operator] or not known:
-            known = [f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")]
-        return f"{known[0]}, operator {operator}"
+        if not _PLACES[operator]:
+            known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
+        place = known[0] if known else f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")
+        return f"{place}, operator {operator}"
 
 
 def _packed(

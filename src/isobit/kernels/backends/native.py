@@ -18,6 +18,7 @@ from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.delta import native as delta
 from isobit.kernels.experts import definition as routing
 from isobit.kernels.experts import native as experts
+from isobit.kernels.head import native as head
 from isobit.kernels.heads import native as heads
 from isobit.kernels.low_rank import native as low_rank
 from isobit.kernels.native.base import NativeBase
@@ -64,6 +65,7 @@ class NativeOps(NativeBase, Composed):
     error_sums = quantize_native.error_sums
     prepare = product_native.prepare
     product = product_native.product
+    gradient_product = product_native.gradient_product
     rounds_last = product_native.rounds_last
     grouped_product = experts.grouped_product
     prepare_factors = low_rank.prepare_factors
@@ -84,6 +86,7 @@ class NativeOps(NativeBase, Composed):
     short_convolution_backward = delta.short_convolution_backward
     delta_rule = delta.delta_rule
     delta_rule_backward = delta.delta_rule_backward
+    head_backward = head.head_backward
     token_logprobs = sampling.token_logprobs
     sample = sampling.sample
     square_sums = optim.square_sums

@@ -45,10 +45,13 @@ def head_backward(
     tokens: Tensor,
     temperature: float,
     dentropy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: Tensor | None = None,
+    trained: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """As `Ops.head_backward`."""
     logits = ops.product(hidden, weight, None, torch.float32)
-    return head_gradients(ops, dlogprobs, logits, hidden, weight, tokens, temperature, dentropy)
+    given = (hidden, weight, tokens, temperature, dentropy)
+    return head_gradients(ops, dlogprobs, logits, *given, into=into, trained=trained)
 
 
 def head_gradients(
@@ -61,7 +64,9 @@ def head_gradients(
     temperature: float,
     dentropy: Tensor | None = None,
     slope: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: Tensor | None = None,
+    trained: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient.
     `slope` [T, V]: their derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
@@ -74,9 +79,9 @@ def head_gradients(
         dlogits += of_entropy * (dentropy / temperature).unsqueeze(-1)
     dlogits = (dlogits if slope is None else dlogits * slope).to(hidden.dtype)
     dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
-    return dhidden, ops.gradient_product(
-        dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32
-    )
+    if not trained:
+        return dhidden, None
+    return dhidden, ops.gradient_product(dlogits.t(), hidden.t(), torch.float32, into)
 
 
 def _entropy_slope(probabilities: Tensor) -> Tensor:

@@ -247,9 +247,10 @@ def head_backward(
     tokens: Tensor,
     temperature: float,
     dentropy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(gradient of hidden [T, C] in its dtype, of the weight [V, C] float32) of that of the
-    log-probabilities [T] and, where there is one, that of the entropies [T].
+    into: Tensor | None = None,
+    trained: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As `Ops.head_backward`.
 
     Rows are taken so many at a time that their logits fill a gibibyte at most.
     """
@@ -263,11 +264,13 @@ def head_backward(
         given = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
         dlogits = logits_gradient(*given, None if dentropy is None else dentropy[rows])
         dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
+        if not trained:
+            continue
         found = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32)
         dweight = found if dweight is None else dweight.add_(found)
-    if dweight is None:
+    if trained and dweight is None:
         dweight = torch.zeros(weight.shape, device=weight.device)
-    return dhidden, dweight
+    return dhidden, dweight if into is None or dweight is None else into.add_(dweight)
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -68,26 +68,24 @@ class Arena:
     def _take(self, size: int) -> NDArray[np.uint8]:
         """An array of its own over `size` free bytes."""
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        for index, (chunk, start, stop) in enumerate(self._free):
-            if stop - start >= size:
-                break
-        else:
-            index, chunk, start, stop = self._grow(size)
+        fits = (i for i, (_, start, stop) in enumerate(self._free) if stop - start >= size)
+        index = next(fits, None)
+        if index is None:
+            index = self._grow(size)
+        chunk, start, stop = self._free[index]
         self._free[index : index + 1] = [(chunk, start + size, stop)] if start + size < stop else []
         place = self._chunks[chunk][start : start + size]
         weakref.finalize(place, self._release, chunk, start, start + size).atexit = False
         return place
 
-    def _grow(self, size: int) -> tuple[int, int, int, int]:
-        """A new chunk of at least `size` bytes: its index in the free list, and what stands
-        there."""
+    def _grow(self, size: int) -> int:
+        """A new chunk of at least `size` bytes: its index in the free list."""
         wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
         memory = np.empty(wanted + _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
         self._chunks.append(memory[first : first + wanted])
-        found = (len(self._chunks) - 1, 0, wanted)
-        self._free.append(found)  # chunks are in ascending order
-        return len(self._free) - 1, *found
+        self._free.append((len(self._chunks) - 1, 0, wanted))  # chunks are in ascending order
+        return len(self._free) - 1
 
     def _release(self, chunk: int, start: int, stop: int) -> None:
         """Nothing holds these bytes any more."""

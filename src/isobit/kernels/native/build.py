@@ -22,6 +22,7 @@ from pathlib import Path
 
 from isobit.kernels.cache import CacheUnusable, unless_passed
 from isobit.kernels.cache import cache_directory as own_directory
+from isobit.kernels.native.heap import keep_freed_memory
 from isobit.kernels.native.interface import declare
 from isobit.kernels.native.openmp import keep_from_spinning
 from isobit.kernels.native.recipe import (
@@ -83,6 +84,7 @@ def available() -> tuple[bool, str]:
 @cache
 def _opened() -> tuple[ctypes.CDLL, str]:
     keep_from_spinning()
+    keep_freed_memory()
     unusable = ""
     if not os.environ.get("CXX") and not os.environ.get("ISOBIT_CXXFLAGS"):
         found = prebuilt_here(_features())

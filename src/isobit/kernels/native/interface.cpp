@@ -19,7 +19,8 @@ struct Field {
 const Field product[] = {
     FIELD(kind_a), FIELD(m), FIELD(n), FIELD(k), FIELD(a), FIELD(a_row), FIELD(a_column), FIELD(kind_b), FIELD(packed),
     FIELD(bias), FIELD(bias_kind), FIELD(out), FIELD(out_kind), FIELD(threads), FIELD(scaled), FIELD(scale_a),
-    FIELD(scale_b), FIELD(isa), FIELD(order), FIELD(small_scales), FIELD(common), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(scale_b), FIELD(isa), FIELD(order), FIELD(small_scales), FIELD(common), FIELD(b), FIELD(b_column), FIELD(adds),
+    {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT LowRankPart

@@ -43,22 +43,31 @@ class ProductArguments(ctypes.Structure):
         ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
         ("isa", _I), ("order", _I), ("small_scales", _P), ("common", _P),
+        ("b", _P), ("b_column", _I), ("adds", _I),
     ]  # fmt: skip
 
 
+def pointer(x: Tensor | None) -> int | None:
+    """Of a tensor that may be missing."""
+    return None if x is None else x.data_ptr()
+
+
 def product_arguments(
-    left: Tensor, right: Tensor, panels: Tensor, bias: Tensor | None, result: Tensor
+    left: Tensor, right: Tensor, panels: Tensor | None, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
     """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N],
-    into result [M, N]; scales are left to be set. The tensors must live until the call."""
+    into result [M, N]; scales are left to be set. The tensors must live until the call. Without
+    panels right is read where it is, which is contiguous along its rows."""
     inner = 2 * right.shape[1] if right.dtype == torch.uint8 else right.shape[1]
     assert left.shape[1] == inner, f"product of {tuple(left.shape)} and {tuple(right.shape)}"
-    return ProductArguments(
+    found = ProductArguments(
         KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(),
-        KINDS[right.dtype], panels.data_ptr(), None if bias is None else bias.data_ptr(),
+        KINDS[right.dtype], pointer(panels), None if bias is None else bias.data_ptr(),
         0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype],
         torch.get_num_threads(),
     )  # fmt: skip
+    found.b, found.b_column = right.data_ptr(), right.stride(1)
+    return found
 
 
 def nibble_arguments(
@@ -74,11 +83,6 @@ def nibble_arguments(
 def grid(x: QTensor) -> tuple[int, ...]:
     """An operand's scales as its arguments have them."""
     return (x.scale.data_ptr(), *x.block, *x.scale.stride())
-
-
-def pointer(x: Tensor | None) -> int | None:
-    """Of a tensor that may be missing."""
-    return None if x is None else x.data_ptr()
 
 
 class AttentionArguments(ctypes.Structure):
@@ -210,6 +214,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_round_stochastically": (None, [_P, _P, _I, _I, _I, _I, _I]),
     "isobit_replay": (_I, [_P, _I]),
     "isobit_token_logprobs": (_I, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
+    "isobit_logits_gradient": (None, [_P, _P, _P, _I, _I, _P, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),

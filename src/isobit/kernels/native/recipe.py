@@ -32,7 +32,7 @@ processors, and with a compiler that does not know the flags, such a file is emp
 SOURCES = (
     "attention/attention.cpp", "attention/attention_backward.cpp",
     "delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp",
-    "heads/heads.cpp", "inference_engine/inference_engine.cpp",
+    "head/head.cpp", "heads/heads.cpp", "inference_engine/inference_engine.cpp",
     "low_rank/low_rank.cpp", "native/interface.cpp", "native/replay.cpp", "native/rows32.cpp",
     "native/threads.cpp", "norms/norms.cpp",
     "optim/squares.cpp", "optim/stochastic.cpp",

@@ -96,9 +96,7 @@ class _Recorder(TorchFunctionMode):
         calls[::2] = [function for function, _ in self._calls]
         calls[1::2] = [ctypes.addressof(each) for each in words]
         self.kept += [words, calls]
-        self.parts.append(
-            partial(self._library.isobit_replay, ctypes.addressof(calls), len(words))
-        )
+        self.parts.append(partial(self._library.isobit_replay, ctypes.addressof(calls), len(words)))
         self._calls = []
 
     def __torch_function__(

@@ -15,6 +15,7 @@ from torch.nn import functional
 from isobit.kernels.matrices import Operand, Packed, Prepared, by_rows, values, weight_of
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.interface import KINDS, PLAIN, grid, nibble_arguments, product_arguments
+from isobit.kernels.product.definition import added_product
 from isobit.kernels.product.ordered import computes
 from isobit.kernels.product.ordered_native import is_packed
 from isobit.kernels.quantize.native import dequantize
@@ -67,6 +68,15 @@ def product(
     return _product(
         ops, values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out
     )
+
+
+def gradient_product(
+    ops: NativeBase, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+) -> Tensor:
+    """As `Ops.gradient_product`; where sums have an order, they are added as they come."""
+    if into is None or ops.ordered is None or not computes(a, b):
+        return added_product(ops, a, b, out, into)
+    return ops.ordered.product(a, b, None, torch.float32, into)
 
 
 def rounds_last(ops: NativeBase, a: Operand, b: Prepared) -> bool:

@@ -172,10 +172,12 @@ EXPORT void isobit_ordered_product(const Product* arguments) {
     if (g.m == 0 || g.n == 0) return;
     const OrderedPart run = ordered_path(g.isa);
     const int threads = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
+    // AMX reads B from memory as fast as it can multiply by the rows that the second cache holds
+    const int64_t few = g.isa == AMX ? BAND : 127;
     in_cells(g, threads, 16, 4, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         Flushing flushing;
         run(g, row, row_end, panel, panel_end);
-    });
+    }, few);
 }
 REPLAYED(isobit_ordered_product)
 

@@ -54,6 +54,27 @@ class Flushing {
     Flushing(const Flushing&) = delete;
 };
 
+// The opposite: they are kept, as everywhere else.
+class Keeping {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+
+  public:
+    Keeping() { _mm_setcsr(before & ~0x8040u); }
+    ~Keeping() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+    uint64_t before;
+
+  public:
+    Keeping() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        asm volatile("msr fpcr, %0" : : "r"(before & ~(1ull << 24)));
+    }
+    ~Keeping() { asm volatile("msr fpcr, %0" : : "r"(before)); }
+#endif
+    Keeping(const Keeping&) = delete;
+};
+
 constexpr int64_t DEPTH = 32;  // K is padded to a multiple
 
 // B is packed for the instructions on pairs, K padded to 32 with zeros. BF16: [panel][K / 2][16 columns][2]. Codes:

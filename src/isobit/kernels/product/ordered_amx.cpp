@@ -1,5 +1,8 @@
 // `tdp32-v1` with AMX: TDPBF16PS is its definition. It has run on a Xeon, where all tests
 // pass; the self-test decides whether it is used.
+//
+// Two tiles of 16 rows times two panels have four sums at a time: with fewer the unit waits for its own results, which
+// take 52 clocks, a product takes 16. What tiles read lies as they read it: of A as [rows / 16][K / 32][16][32].
 #include "product/ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
@@ -8,126 +11,383 @@
 
 namespace {
 
-// Tiles 0 and 1 are sums, 4 is of A, 6 and 7 are of B. Fewer rows than 16 take as much less time.
+constexpr int64_t TALL = 16, TILE = TALL * DEPTH;  // rows of a tile, and BF16 numbers in it
+constexpr int64_t SLAB = 512;                      // of K: two panels of it are in the nearest cache
+constexpr int64_t LONG = 4096, PART = 2048;        // beyond LONG, K is taken in parts, with sums in memory between them
+constexpr int64_t AHEAD = 1 << 14;                   // bytes between a prefetch of codes and their use
+constexpr int64_t GROUP = 32;                      // panels whose sums are kept then
+constexpr int64_t NEAR = 1 << 19, MOST = 512;      // BF16 numbers of A, and rows, that the second cache holds
+
+constexpr int64_t WIDEST = 4, NARROW = 256;         // panels of one tile of rows, and their slab
+
+// Tiles 0 to 3 are sums, 4 and 5 are of A, 5 to 7 of B. Fewer rows than 16 take as much less time.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
     explicit TileConfig(int64_t of_a) {
-        for (int i = 0; i < 8; i++) row_bytes[i] = 64, rows[i] = uint8_t(i < 6 ? of_a : 16);
+        for (int i = 0; i < 8; i++) row_bytes[i] = 64, rows[i] = uint8_t(i < 5 ? of_a : TALL);
     }
 };
 
-// Rows of a tile of A, and one or two panels of B, over all K; out[r][32].
-template <int NP>
-void tiles(const Product& g, const uint16_t* a, int64_t rows, int64_t depth, const uint16_t* const (&b)[2],
-           const float* row_scale, const float* column_scale, int64_t scale_stride, float* out) {
-    alignas(64) float sums[2][256];
-    const bool blocks = g.scaled & BLOCKS;
+// ---- sums: those of rows of 32 columns, [r][2][16] ----
+
+constexpr int64_t ROW = 2 * PANEL, ROW_BYTES = ROW * sizeof(float);
+
+template <int NR, int NP>
+INLINE void zero_sums() {
     _tile_zero(0);
     if (NP == 2) _tile_zero(1);
-    for (int64_t k = 0; k < depth; k += DEPTH) {
-        _tile_loadd(4, a + k, depth * 2);
-        _tile_loadd(6, b[0] + k * PANEL, 64);
+    if (NR == 2) _tile_zero(2);
+    if (NR == 2 && NP == 2) _tile_zero(3);
+}
+template <int NR, int NP>
+INLINE void load_sums(const float* c) {
+    _tile_loadd(0, c, ROW_BYTES);
+    if (NP == 2) _tile_loadd(1, c + PANEL, ROW_BYTES);
+    if (NR == 2) _tile_loadd(2, c + TALL * ROW, ROW_BYTES);
+    if (NR == 2 && NP == 2) _tile_loadd(3, c + TALL * ROW + PANEL, ROW_BYTES);
+}
+template <int NR, int NP>
+INLINE void store_sums(float* c) {
+    _tile_stored(0, c, ROW_BYTES);
+    if (NP == 2) _tile_stored(1, c + PANEL, ROW_BYTES);
+    if (NR == 2) _tile_stored(2, c + TALL * ROW, ROW_BYTES);
+    if (NR == 2 && NP == 2) _tile_stored(3, c + TALL * ROW + PANEL, ROW_BYTES);
+}
+
+// NR tiles of A, `a_step` apart, times NP panels over `count` of K.
+template <int NR, int NP>
+INLINE void multiply(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2], int64_t count) {
+    for (int64_t k = 0; k < count * TALL; k += TILE) {
+        _tile_loadd(6, b[0] + k, 64);
+        _tile_loadd(4, a + k, 64);
         _tile_dpbf16ps(0, 4, 6);
         if (NP == 2) {
-            _tile_loadd(7, b[1] + k * PANEL, 64);
+            _tile_loadd(7, b[1] + k, 64);
             _tile_dpbf16ps(1, 4, 7);
         }
-        if (k + DEPTH < depth && !(blocks && (k + DEPTH) % STEP == 0)) continue;
-        _tile_stored(0, sums[0], 64);
-        _tile_zero(0);
-        if (NP == 2) {
-            _tile_stored(1, sums[1], 64);
-            _tile_zero(1);
+        if (NR == 2) {
+            _tile_loadd(5, a + a_step + k, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            if (NP == 2) _tile_dpbf16ps(3, 5, 7);
         }
-        const float* columns = column_scale + k / STEP * 2 * PANEL;
+    }
+}
+
+// One tile of A times NP panels, added to sums 0 to NP - 1.
+template <int NP>
+INLINE void multiply_one(const uint16_t* a, const uint16_t* const (&b)[WIDEST], int64_t count) {
+    for (int64_t k = 0; k < count * TALL; k += TILE) {
+        _tile_loadd(4, a + k, 64);
+        _tile_loadd(5, b[0] + k, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        if (NP > 1) {
+            _tile_loadd(6, b[1] + k, 64);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if (NP > 2) {
+            _tile_loadd(7, b[2] + k, 64);
+            _tile_dpbf16ps(2, 4, 7);
+        }
+        if (NP > 3) {
+            _tile_loadd(5, b[3] + k, 64);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+    }
+}
+
+// Where scales are no powers of two: of every 128 of K and 32 columns. row[block * stride + r], column[block * 32 + j].
+struct Blocks {
+    const float *row, *column;
+    int64_t stride;
+};
+
+// The same added to `c`, from zero at the `beginning` of K.
+template <int NR, int NP>
+void add_tiles(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2], int64_t count, int64_t rows,
+               bool beginning, const Blocks* blocks, float* c) {
+    if (!blocks) {
+        if (beginning) zero_sums<NR, NP>();
+        else load_sums<NR, NP>(c);
+        multiply<NR, NP>(a, a_step, b, count);
+        return store_sums<NR, NP>(c);
+    }
+    alignas(64) float sums[NR * TALL * ROW];
+    if (beginning) std::memset(c, 0, NR * TALL * ROW * sizeof(float));
+    for (int64_t k = 0, block = 0; k < count; k += STEP, block++) {
+        const uint16_t* const from[2] = {b[0] + k * PANEL, NP == 2 ? b[1] + k * PANEL : nullptr};
+        zero_sums<NR, NP>();
+        multiply<NR, NP>(a + k * TALL, a_step, from, count - k < STEP ? count - k : STEP);
+        store_sums<NR, NP>(sums);
         for (int64_t r = 0; r < rows; r++)
-            for (int p = 0; p < NP; p++) {
-                float* target = out + r * 32 + p * 16;
-                Vec sum = vload(sums[p] + r * 16);
-                if (blocks)
-                    sum = fma(sum, mul(vsplat(row_scale[r + k / STEP * scale_stride]), vload(columns + p * 16)),
-                              vload(target));
-                vstore(target, sum);
+            for (int64_t j = 0; j < NP * PANEL; j += PANEL) {
+                const Vec of_row = vsplat(blocks->row[block * blocks->stride + r]);
+                const Vec scale = mul(of_row, vload(blocks->column + block * ROW + j));
+                float* target = c + r * ROW + j;
+                vstore(target, fma(vload(sums + r * ROW + j), scale, vload(target)));
             }
     }
 }
 
-// A row of A as BF16 numbers; `line` has room for it in float32.
-void bf16_row(const Product& g, int64_t row, int64_t depth, float* line, uint16_t* out) {
-    if (g.kind_a == BF16 && g.a_column == 1 && !(g.scaled & FOLD_A)) {
-        std::memcpy(out, (const uint16_t*)g.a + row * g.a_row, g.k * sizeof *out);
-        std::memset(out + g.k, 0, (depth - g.k) * sizeof *out);
-        return;
-    }
-    decode_a(g, row, 1, line, depth);
-    for (int64_t k = 0; k < depth; k += 32) _mm512_storeu_si512(out + k, upper_halves(vload(line + k), vload(line + k + 16)));
+// ---- A ----
+
+INLINE __m512i scaled(__m512i pairs, Vec factor) {
+    return pair_up(mul(even_of(pairs), factor), mul(odd_of(pairs), factor));
 }
 
-INLINE __m512i scaled(__m512i pairs, Vec factor) { return pair_up(mul(even_of(pairs), factor), mul(odd_of(pairs), factor)); }
+// Two rows of 32 of a tile, each of 16 at `low` and 16 at `high`, the second row `stride` further; times factors of the
+// 16 pairs of either row.
+INLINE void tile_rows(const uint16_t* low, const uint16_t* high, int64_t stride, int64_t, const Vec*, uint16_t* out) {
+    for (int r = 0; r < 2; r++, low += stride, high += stride, out += DEPTH) {
+        _mm256_storeu_si256((__m256i*)out, _mm256_loadu_si256((const __m256i*)low));
+        _mm256_storeu_si256((__m256i*)(out + 16), _mm256_loadu_si256((const __m256i*)high));
+    }
+}
+INLINE void tile_rows(const uint8_t* low, const uint8_t* high, int64_t stride, int64_t kind, const Vec* factor,
+                      uint16_t* out) {
+    if (kind != E4M3) {
+        for (int r = 0; r < 2; r++, low += stride, high += stride, out += DEPTH) {
+            __m512i pairs = upper_halves(decode16(low, kind), decode16(high, kind));
+            _mm512_storeu_si512(out, factor ? scaled(pairs, factor[r]) : pairs);
+        }
+        return;
+    }
+    alignas(64) uint8_t codes[64];
+    for (int r = 0; r < 2; r++) {
+        _mm_store_si128((__m128i*)(codes + 32 * r), _mm_loadu_si128((const __m128i*)(low + r * stride)));
+        _mm_store_si128((__m128i*)(codes + 32 * r + 16), _mm_loadu_si128((const __m128i*)(high + r * stride)));
+    }
+    __m512i first, second;  // the lower and the upper eight of each 16
+    decode_pairs(codes, unscaled(), first, second);
+    const __m512i rows[2] = {_mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second),
+                             _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second)};
+    for (int r = 0; r < 2; r++) _mm512_storeu_si512(out + r * DEPTH, factor ? scaled(rows[r], factor[r]) : rows[r]);
+}
 
-// A panel of B as pairs of BF16 numbers, as tiles read it: where it is stored, or decoded into `room`.
-const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t depth, float* values, uint16_t* room) {
-    if (g.kind_b == BF16) return (const uint16_t*)g.packed + packed_offset(g, panel, 0);
+// Rows of A from `row` on, at most 16, and [first, last) of K as tiles; what is beyond them is zero.
+template <class T>
+void tiles_of(const Product& g, const T* a, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
+    alignas(64) T turned[2][TALL * 16], edge[TALL][DEPTH];
+    alignas(64) float scale[2][TALL] = {};
+    const bool fold = g.scaled & FOLD_A;
+    const int64_t run = g.scale_a.block_columns;
+    for (int64_t k = first; k < last; k += DEPTH, out += TILE) {
+        const T *low = a + row * g.a_row + k * g.a_column, *high = low + 16;
+        int64_t stride = g.a_row;
+        if (k + DEPTH > g.k || (g.a_column != 1 && (g.a_row != 1 || rows < TALL))) {
+            std::memset(edge, 0, sizeof edge);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t j = 0; j < DEPTH && k + j < g.k; j++) edge[r][j] = low[r * g.a_row + j * g.a_column];
+            low = edge[0], high = low + 16, stride = DEPTH;
+        } else if (g.a_column != 1) {  // a transposed view
+            const T* runs[16];
+            for (int half = 0; half < 2; half++) {
+                for (int i = 0; i < 16; i++) runs[i] = low + (16 * half + i) * g.a_column;
+                transpose_rows(runs, TALL, turned[half]);
+            }
+            low = turned[0], high = turned[1], stride = 16;
+        }
+        if (fold && (k == first || run % DEPTH != 0 || k % run == 0)) {
+            g.scale_a.fill(row, rows, g.m, k, scale[0]);
+            g.scale_a.fill(row, rows, g.m, k + 16 < g.k ? k + 16 : k, scale[1]);
+        }
+        for (int64_t r = 0; r < padded(rows, 2); r += 2) {
+            Vec factor[2];
+            for (int i = 0; fold && i < 2; i++)
+                factor[i] = _mm512_mask_blend_ps(0xff00, vsplat(scale[0][r + i]), vsplat(scale[1][r + i]));
+            const int64_t next = r + 1 < rows ? stride : 0;  // the last of an odd number twice
+            tile_rows(low + r * stride, high + r * stride, next, g.kind_a, fold ? factor : nullptr, out + r * DEPTH);
+        }
+    }
+}
+
+// `rows` of them as [rows / 16][K / 32][16][32].
+void pack_a(const Product& g, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
+    for (int64_t r = 0; r < rows; r += TALL, out += (last - first) * TALL) {
+        const int64_t count = rows - r < TALL ? rows - r : TALL;
+        if (count < TALL && rows > TALL) std::memset(out, 0, (last - first) * TALL * sizeof *out);
+        if (g.kind_a == BF16) tiles_of(g, (const uint16_t*)g.a, row + r, count, first, last, out);
+        else tiles_of(g, (const uint8_t*)g.a, row + r, count, first, last, out);
+    }
+}
+
+// ---- B ----
+
+// The same of B as it is: rows of 16 columns, two of K together.
+void paired(const Product& g, int64_t panel, int64_t first, int64_t last, uint16_t* room) {
+    const __m256i none = _mm256_setzero_si256();
+    const uint16_t* p = (const uint16_t*)g.b + panel * PANEL + first * g.b_column;
+    for (int64_t k = first; k < last; k += 2, p += 2 * g.b_column, room += 2 * PANEL) {
+        const __m256i even = k < g.k ? _mm256_loadu_si256((const __m256i*)p) : none;
+        const __m256i odd = k + 1 < g.k ? _mm256_loadu_si256((const __m256i*)(p + g.b_column)) : none;
+        _mm512_storeu_si512(room, _mm512_or_si512(_mm512_cvtepu16_epi32(even),
+                                                  _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
+    }
+}
+
+// [first, last) of K of a panel as pairs of BF16 numbers, as tiles read it: where it is stored, or decoded into `room`.
+const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t last, float* values, uint16_t* room) {
+    if (!g.packed) {
+        paired(g, panel, first, last, room);
+        return room;
+    }
+    if (g.kind_b == BF16) return (const uint16_t*)g.packed + packed_offset(g, panel, first);
     const bool fold = g.scaled & FOLD_B;
-    if (g.kind_b == E4M3 && (!fold || g.scale_b.block_columns % 4 == 0)) {
-        const uint8_t* p = (const uint8_t*)g.packed + packed_offset(g, panel, 0);
-        const int64_t run = fold ? g.scale_b.block_columns : depth;
-        for (int64_t start = 0; start < depth; start += run) {
+    const int64_t run = g.scale_b.block_columns;
+    if (g.kind_b == E4M3 && (!fold || run % 4 == 0)) {
+        const uint8_t* p = (const uint8_t*)g.packed + packed_offset(g, panel, first);
+        for (int64_t k = first, end; k < last; k = end) {
+            end = fold && (k / run + 1) * run < last ? (k / run + 1) * run : last;
             alignas(64) float scale[16] = {};
-            if (fold && start < g.k) g.scale_b.fill(panel * PANEL, PANEL, g.n, start, scale);
+            if (fold && k < g.k) g.scale_b.fill(panel * PANEL, PANEL, g.n, k, scale);
             const Vec factor = vload(scale);
-            for (int64_t k = start; k < depth && k < start + run; k += 4, p += 64) {
-                __m512i first, second;
-                decode_pairs(p, unscaled(), first, second);
-                _mm512_storeu_si512(room + k * PANEL, fold ? scaled(first, factor) : first);
-                _mm512_storeu_si512(room + (k + 2) * PANEL, fold ? scaled(second, factor) : second);
+            for (int64_t i = k; i < end; i += 4, p += 64) {
+                __m512i one, two;
+                decode_pairs(p, unscaled(), one, two);
+                _mm512_storeu_si512(room + (i - first) * PANEL, fold ? scaled(one, factor) : one);
+                _mm512_storeu_si512(room + (i - first + 2) * PANEL, fold ? scaled(two, factor) : two);
             }
         }
         return room;
     }
-    for (int64_t k = 0; k < depth; k += STEP) {
-        const int64_t count = depth - k < STEP ? depth - k : STEP;
+    for (int64_t k = first; k < last; k += STEP) {
+        const int64_t count = last - k < STEP ? last - k : STEP;
         decode_b(g, panel, k, count, values);
         for (int64_t i = 0; i < count; i += 2)
-            _mm512_storeu_si512(room + (k + i) * PANEL, pair_up(vload(values + i * 16), vload(values + i * 16 + 16)));
+            _mm512_storeu_si512(room + (k - first + i) * PANEL,
+                                pair_up(vload(values + i * 16), vload(values + i * 16 + 16)));
     }
     return room;
 }
 
-void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
-    static thread_local Scratch wide, narrow;
-    const int64_t depth = padded(g.k, DEPTH), blocks = (depth + STEP - 1) / STEP;
-    int64_t chunk = (1 << 18) / depth / 16 * 16;
-    chunk = chunk < 32 ? 32 : chunk > 512 ? 512 : chunk;
-    if (chunk > row1 - row0) chunk = padded(row1 - row0, 16);
-    uint16_t* a = (uint16_t*)narrow.get((chunk + 2 * PANEL) * depth / 4);
-    uint16_t* room = a + chunk * depth;
-    float* line = (float*)wide.get((depth + chunk * blocks + 2 * PANEL * blocks + STEP * PANEL + 512) / 2 + 8);
-    float *values = line + depth, *out = values + STEP * PANEL, *column_scale = out + 512;
-    float* row_scale = column_scale + 2 * PANEL * blocks;
-    for (int64_t row = row0; row < row1; row += chunk) {
-        const int64_t rows = row1 - row < chunk ? row1 - row : chunk, height = rows < 16 ? rows : 16;
-        const TileConfig config(height);
-        _tile_loadconfig(&config);
-        for (int64_t r = 0; r < rows; r++) bf16_row(g, row + r, depth, line, a + r * depth);
-        if (height == 16) std::memset(a + rows * depth, 0, (padded(rows, 16) - rows) * depth * sizeof *a);
-        for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
-            g.scale_a.fill(row, padded(rows, 16), g.m, s * STEP, row_scale + s * chunk);
-        for (int64_t panel = panel0; panel < panel1; panel += 2) {
-            const int64_t panels = panel1 - panel < 2 ? 1 : 2, column = panel * PANEL;
-            const uint16_t* b[2] = {};
-            for (int64_t p = 0; p < panels; p++) b[p] = pairs_of(g, panel + p, depth, values, room + p * depth * PANEL);
-            for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
-                g.scale_b.fill(column, panels * PANEL, g.n, s * STEP, column_scale + s * 2 * PANEL);
-            const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
-            for (int64_t r = 0; r < rows; r += 16) {
-                std::memset(out, 0, height * 32 * sizeof(float));
-                (panels == 2 ? tiles<2> : tiles<1>)(g, a + r * depth, height, depth, b, row_scale + r, column_scale, chunk, out);
-                for (int64_t i = 0; i < 16 && r + i < rows; i++) finish(g, row + r + i, column, columns, out + i * 32);
+// Several panels from `panel` on, each with room for `step` of K; codes under one scale by a table that has it.
+void pairs_of_all(const Product& g, int64_t panel, int64_t panels, int64_t first, int64_t last, int64_t step, float* values,
+                  uint16_t* room, const uint16_t** b) {
+    const Scales& s = g.scale_b;
+    const bool one_scale = g.packed && g.kind_b == E4M3 && g.scaled & FOLD_B && first % STEP == 0 &&
+                           (s.block_rows >= g.n || (s.block_rows % PANEL == 0 &&
+                            panel * PANEL / s.block_rows == (panel + panels - 1) * PANEL / s.block_rows)) &&
+                           (s.block_columns % STEP == 0 || s.block_columns >= g.k);
+    for (int64_t p = 0; !one_scale && p < panels; p++)
+        b[p] = pairs_of(g, panel + p, first, last, values, room + p * step * PANEL);
+    if (!one_scale) return;
+    static thread_local CodeSource<true> source;
+    for (int64_t k = first; k < last; k += STEP) {
+        source.begin(g, panel, k);
+        for (int64_t p = 0; p < panels; p++) {
+            const uint8_t* from = (const uint8_t*)g.packed + packed_offset(g, panel + p, k);
+            uint16_t* to = room + (p * step + k - first) * PANEL;
+            for (int64_t i = 0; i < (last - k < STEP ? last - k : STEP); i += 4, from += 64, to += 4 * PANEL) {
+                __builtin_prefetch(from + AHEAD, 0, 2);
+                __m512i one, two;
+                source.load(from, one, two);
+                _mm512_storeu_si512(to, one), _mm512_storeu_si512(to + 2 * PANEL, two);
             }
         }
+    }
+    for (int64_t p = 0; p < panels; p++) b[p] = room + p * step * PANEL;
+}
+
+// ---- the product ----
+
+// At most 16 rows, whose tiles are `a`: four panels at a time, since a tile's product waits for the one before it.
+template <int NP>
+void few_rows(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_t depth, const uint16_t* a, float* values,
+              uint16_t* room, float* c) {
+    constexpr int64_t WIDTH = NP * PANEL;
+    alignas(64) float sums[TALL * WIDTH], row_scale[TALL], column_scale[WIDTH];
+    const bool blocks = g.scaled & BLOCKS;
+    const int64_t slab = blocks ? STEP : NARROW, column = panel * PANEL;
+    if (blocks) std::memset(c, 0, rows * WIDTH * sizeof(float));
+    for (int64_t k = 0, end; k < depth; k = end) {
+        end = depth - k < slab ? depth : k + slab;
+        const uint16_t* b[WIDEST] = {};
+        pairs_of_all(g, panel, NP, k, end, NARROW, values, room, b);
+        if (k == 0 || blocks) zero_sums<2, 2>();
+        multiply_one<NP>(a + k * TALL, b, end - k);
+        if (end < depth && !blocks) continue;
+        float* to = blocks ? sums : c;
+        _tile_stored(0, to, WIDTH * sizeof(float));
+        if (NP > 1) _tile_stored(1, to + PANEL, WIDTH * sizeof(float));
+        if (NP > 2) _tile_stored(2, to + 2 * PANEL, WIDTH * sizeof(float));
+        if (NP > 3) _tile_stored(3, to + 3 * PANEL, WIDTH * sizeof(float));
+        if (!blocks) continue;
+        g.scale_a.fill(row, rows, g.m, k, row_scale);
+        g.scale_b.fill(column, WIDTH, g.n, k, column_scale);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < WIDTH; j += PANEL) {
+                const Vec scale = mul(vsplat(row_scale[r]), vload(column_scale + j));
+                float* target = c + r * WIDTH + j;
+                vstore(target, fma(vload(sums + r * WIDTH + j), scale, vload(target)));
+            }
+    }
+    finish(g, row, rows, column, g.n - column < WIDTH ? g.n - column : WIDTH, c, WIDTH);
+}
+
+// Rows of a chunk, whose tiles are `a`, times one or two panels over [first, last) of K, added to c[row][32].
+void add_panels(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_t panels, int64_t first, int64_t last,
+                const uint16_t* a, float* values, uint16_t* room, float* c) {
+    const int64_t a_step = (last - first) * TALL, height = rows < TALL ? rows : TALL;
+    alignas(64) float row_scale[SLAB / STEP][2 * TALL], column_scale[SLAB / STEP][ROW];
+    const Blocks blocks{row_scale[0], column_scale[0], 2 * TALL}, *scales = g.scaled & BLOCKS ? &blocks : nullptr;
+    for (int64_t k = first, end; k < last; k = end) {
+        end = last - k < SLAB ? last : k + SLAB;
+        const uint16_t* b[2] = {};
+        pairs_of_all(g, panel, panels, k, end, SLAB, values, room, b);
+        for (int64_t s = 0; scales && s < end - k; s += STEP)
+            g.scale_b.fill(panel * PANEL, panels * PANEL, g.n, k + s, column_scale[s / STEP]);
+        for (int64_t r = 0; r < rows;) {
+            const bool both = rows - r > TALL;
+            for (int64_t s = 0; scales && s < end - k; s += STEP)
+                g.scale_a.fill(row + r, both ? 2 * TALL : height, g.m, k + s, row_scale[s / STEP]);
+            const uint16_t* from = a + r / TALL * a_step + (k - first) * TALL;
+            const auto run = both ? (panels == 2 ? add_tiles<2, 2> : add_tiles<2, 1>)
+                                  : (panels == 2 ? add_tiles<1, 2> : add_tiles<1, 1>);
+            run(from, a_step, b, end - k, both ? 2 * TALL : height, k == 0, scales, c + r * ROW);
+            r += both ? 2 * TALL : TALL;
+        }
+    }
+}
+
+void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
+    static thread_local Scratch scratch;
+    const int64_t depth = padded(g.k, DEPTH), part = depth <= LONG ? depth : PART;
+    const int64_t group = part == depth ? panel1 - panel0 : GROUP, kept = part == depth ? 2 : GROUP;
+    int64_t chunk = NEAR / part / ROW * ROW;
+    chunk = chunk < ROW ? ROW : chunk > MOST ? MOST : chunk;
+    const int64_t pieces = (row1 - row0 + chunk - 1) / chunk;  // of about the same size
+    chunk = padded((row1 - row0 + pieces - 1) / pieces, TALL);
+    const int64_t sums_kept = padded(chunk, ROW) * kept * PANEL;
+    float* c = (float*)scratch.get((sums_kept + STEP * PANEL) / 2 + (chunk * part + 2 * SLAB * PANEL) / 4 + 16);
+    float* values = c + sums_kept;
+    uint16_t *room = (uint16_t*)(values + STEP * PANEL), *a = room + 2 * SLAB * PANEL;
+    for (int64_t row = row0; row < row1; row += chunk) {
+        const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
+        const TileConfig config(rows < TALL ? rows : TALL);
+        _tile_loadconfig(&config);
+        if (rows <= TALL && part == depth) {
+            pack_a(g, row, rows, 0, depth, a);
+            for (int64_t panel = panel0; panel < panel1; panel += WIDEST) {
+                const int64_t left = panel1 - panel;
+                const auto run = left > 3 ? few_rows<4> : left > 2 ? few_rows<3> : left > 1 ? few_rows<2> : few_rows<1>;
+                run(g, row, rows, panel, depth, a, values, room, c);
+            }
+            continue;
+        }
+        for (int64_t from = panel0; from < panel1; from += group)
+            for (int64_t k = 0; k < depth; k += part) {
+                const int64_t end = depth - k < part ? depth : k + part;
+                const int64_t to = panel1 - from < group ? panel1 : from + group;
+                pack_a(g, row, rows, k, end, a);
+                for (int64_t panel = from; panel < to; panel += 2) {
+                    const int64_t panels = to - panel < 2 ? 1 : 2, column = panel * PANEL;
+                    float* sums = part == depth ? c : c + (panel - from) / 2 * padded(chunk, ROW) * ROW;
+                    add_panels(g, row, rows, panel, panels, k, end, a, values, room, sums);
+                    const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
+                    if (end == depth) finish(g, row, rows, column, columns, sums, ROW);
+                }
+            }
     }
     _tile_release();
 }

@@ -56,7 +56,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const 
             }
     }
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
-    for (int r = 0; r < MR; r++) finish(g, row + r, column, columns, total[r]);
+    finish(g, row, MR, column, columns, total[0], NP * 16);
 }
 
 // Some rows times NP panels: as few tiles as there can be.

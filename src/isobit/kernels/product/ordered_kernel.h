@@ -188,15 +188,32 @@ void ordered_block(int64_t rows, int64_t panels, const float* a, int64_t lda, co
 #undef ISOBIT_ROWS
 }
 
-// A row's sums, plus the bias, rounded to the type of the result.
-void finish(const Product& g, int64_t row, int64_t column, int64_t columns, float* sums) {
-    for (int64_t j = 0; g.bias && j < columns; j++)
-        sums[j] += g.bias_kind == BF16 ? decode_scalar(((const uint16_t*)g.bias)[column + j])
-                                       : ((const float*)g.bias)[column + j];
-    if (g.out_kind == BF16)
-        round_row(sums, columns, (uint16_t*)g.out + row * g.n + column);
-    else
-        round_row(sums, columns, (float*)g.out + row * g.n + column);
+// Subnormal numbers are kept, so not inlined into the products' scope.
+__attribute__((noinline)) void add_rows(const Product& g, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                                        const float* sums, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++, sums += stride) {
+        float* out = (float*)g.out + (row + r) * g.n + column;
+        int64_t j = 0;
+        for (; j + 16 <= columns; j += 16) vstore(out + j, add(vload(out + j), vload(sums + j)));
+        for (; j < columns; j++) out[j] += sums[j];
+    }
+}
+
+// Rows of sums, plus the bias, rounded to the type of the result; or added to it.
+void finish(const Product& g, int64_t row, int64_t rows, int64_t column, int64_t columns, float* sums, int64_t stride) {
+    if (g.adds) {
+        const Keeping keeping;
+        return add_rows(g, row, rows, column, columns, sums, stride);
+    }
+    for (int64_t r = row; r < row + rows; r++, sums += stride) {
+        for (int64_t j = 0; g.bias && j < columns; j++)
+            sums[j] += g.bias_kind == BF16 ? decode_scalar(((const uint16_t*)g.bias)[column + j])
+                                           : ((const float*)g.bias)[column + j];
+        if (g.out_kind == BF16)
+            round_row(sums, columns, (uint16_t*)g.out + r * g.n + column);
+        else
+            round_row(sums, columns, (float*)g.out + r * g.n + column);
+    }
 }
 
 [[maybe_unused]] void ordered_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
@@ -227,7 +244,7 @@ void finish(const Product& g, int64_t row, int64_t column, int64_t columns, floa
                 block(rows, panels, a + k, lda, b, count, c, ldc, row_scale + s * chunk, column_scale);
             }
             const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
-            for (int64_t r = 0; r < rows; r++) finish(g, row + r, column, columns, c + r * ldc);
+            finish(g, row, rows, column, columns, c, ldc);
         }
     }
 }

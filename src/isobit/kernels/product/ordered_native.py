@@ -39,8 +39,8 @@ ORDERS = (TDP32, VDP32)
 """`enum Order` of ordered.h."""
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
-_DEPTH, _PANEL, _NARROW = 32, 16, 32
-"""The last: that of low_rank.cpp."""
+_DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
+"""The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
 _PAGES = LargePages()
 _FEW_OF_CODES = 4
 """Rows beside which AMX would decode for tiles that are empty for the most part: with one row the
@@ -95,11 +95,20 @@ class OrderedProducts:
         return kept or Packed(weight, panels)
 
     def product(
-        self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
+        self,
+        a: Operand,
+        b: Operand | Packed,
+        bias: Tensor | None,
+        out: torch.dtype,
+        into: Tensor | None = None,
     ) -> Tensor:
-        """As `Ops.product`."""
-        result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        """As `Ops.product`, or with `into` as `Ops.gradient_product`."""
+        result = into
+        if result is None:
+            result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        assert result.is_contiguous()
         arguments, _kept = self._arguments(a, b, bias, result)
+        arguments.adds = into is not None
         self._lib.isobit_ordered_product(ctypes.byref(arguments))
         return result
 
@@ -200,13 +209,14 @@ class OrderedProducts:
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
-        panels = self._pack(right) if panels is None else panels
+        few = left.shape[0] <= (_FEW_OF_CODES if isinstance(b, QTensor) else 1)
+        if panels is None and (few or not self._reads(left, right)):
+            panels = self._pack(right)
         bias = (
             bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         )
         arguments = product_arguments(left, right, panels, bias, result)
-        few = _FEW_OF_CODES if isinstance(b, QTensor) else 1
-        arguments.isa = self._isa_of_few if left.shape[0] <= few else self._isa
+        arguments.isa = self._isa_of_few if few else self._isa
         arguments.order = self._order
         if isinstance(a, QTensor):
             arguments.scale_a[:] = grid(a)
@@ -215,6 +225,12 @@ class OrderedProducts:
             arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
         return arguments, (a, b, panels, bias)
+
+    def _reads(self, a: Tensor, b: Tensor) -> bool:
+        """Whether a product of so few rows of a takes a transposed b as it is: AMX's, which pairs
+        its rows of K in registers where a pack would be read once."""
+        few = ISAS[self._isa] == "amx" and a.shape[0] <= _ONCE
+        return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
     def _pack_narrow(self, b: Tensor) -> Tensor:
         """Panels [N / 16][K][16], without zeros along K."""

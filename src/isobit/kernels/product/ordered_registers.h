@@ -82,7 +82,7 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
     for (int r = 0; r < MR; r++) {
         for (int p = 0; p < NP; p++) vstore(out + p * 16, total[r][p]);
-        finish(g, row + r, column, columns, out);
+        finish(g, row + r, 1, column, columns, out, 0);
     }
 }
 

@@ -38,16 +38,21 @@ struct Product {
     // columns that are multiplied by one number; the scale of byte 0 is 1.
     const uint8_t* small_scales;
     const float* common;
+    // Where `packed` is null, B itself, of BF16: its element of row n and place k is b[n + k * b_column].
+    const void* b;
+    int64_t b_column;
+    int64_t adds;  // of `bitwise`: the float32 result is added to what `out` has
 };
 
 // body(first row, last row, first panel, last panel) for the cells of a product that threads share: bands of rows, or
-// where there are few rows, of panels. A cell decodes its rows of A once, and panels of B once for some hundred rows:
+// where there are `few` rows, of panels. A cell decodes its rows of A once, and panels of B once for some hundred rows:
 // so bands are cut into pieces of BAND rows at most, and runs of panels where decoding A is nothing.
 constexpr int64_t BAND = 512;
 template <class Body>
-inline void in_cells(const Product& g, int64_t threads, int64_t row_grain, int64_t panel_grain, const Body& body) {
+inline void in_cells(const Product& g, int64_t threads, int64_t row_grain, int64_t panel_grain, const Body& body,
+                     int64_t few = 127) {
     const int64_t panels = padded(g.n, PANEL) / PANEL;
-    if (g.m >= 128 || (panels < 2 * threads && g.m >= 16)) {
+    if (g.m > few || (panels < 2 * threads && g.m >= 16)) {
         const int64_t pieces = ((g.m + threads - 1) / threads + BAND - 1) / BAND, all = threads * pieces;
         for_ranges(threads, g.m, padded((g.m + all - 1) / all, row_grain),
                    [&](int64_t first, int64_t last) { body(first, last, 0, panels); }, pieces);

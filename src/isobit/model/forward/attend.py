@@ -51,7 +51,7 @@ def attend_linear(
     if spec is None:
         operand: Operand = ops.attention(*arguments)[0].flatten(1)
     else:
-        operand = ops.attention_quantized(*arguments, spec, weight.name, keep=False)[1]
+        operand = ops.attention_quantized(*arguments, spec, weight.name, False)[1]
     return autograd.multiplied(operand, weight, ops, qkv.dtype)
 
 
@@ -116,7 +116,7 @@ class _Attend(Function):
         if to is None:
             out, lse = ops.attention(*arguments)
         else:
-            kept, quantized, lse = ops.attention_quantized(*arguments, *to, keep=True)
+            kept, quantized, lse = ops.attention_quantized(*arguments, *to, True)
             assert kept is not None
             out = kept
             codes.append(quantized)
@@ -143,7 +143,10 @@ class _Attend(Function):
         return (*found, dsinks, None, None, None, None)
 
 
-def _arguments(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Any, ...]:
+_Given = tuple[Tensor, KVStore, Layout, float, int | None, Tensor | None, Format | None]
+
+
+def _arguments(qkv: Tensor, given: Attended, ops: Ops) -> _Given:
     """What `Ops.attention` takes; keys and values are in the store afterwards."""
     store = given.store()
     q = _queries(qkv, given, store, ops)

@@ -254,12 +254,11 @@ class _NormLinear(Function):
             _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
         )
         if operand is not None and ctx.codes is not None and ctx.codes.found is not None:
-            dnormed, dw = backward_of_codes(ctx.codes, operand, weight, ctx.ops, dy.dtype)
-            db, adapters = None, []
+            found = backward_of_codes(ctx.codes, operand, weight, ctx.ops, dy.dtype)
         else:
-            dnormed, dw, db, *adapters = linear_backward(
-                ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5])
-            )
+            needed = (True, *ctx.needs_input_grad[3:5])
+            found = linear_backward(ctx, dy, operand, us, needed)
+        dnormed, dw, db, *adapters = found
         del operand
         assert dnormed is not None
         dx, dnorm = ctx.ops.rms_norm_backward_added(dnormed, summed, norm.working, rstd, dsummed)

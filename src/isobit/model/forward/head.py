@@ -91,18 +91,14 @@ class _HeadLogprobs(Function):
             given = (hidden[rows], weight, targets[rows], ctx.temperature)
             of_entropy = None if dentropy is None else dentropy[rows]
             if filtering is None:
-                found = ops.head_backward(dlogprobs[rows], *given, of_entropy)
+                found = ops.head_backward(dlogprobs[rows], *given, of_entropy, dweight, trained)
             else:
                 logits, slope = _kept(
                     *given, filtering, _seen(ctx.context, rows, weight, filtering), ops
                 )
-                found = head_gradients(ops, dlogprobs[rows], logits, *given, of_entropy, slope)
-            dhidden[rows] = found[0]
-            if trained:
-                dweight = found[1] if dweight is None else dweight.add_(found[1])
-            del (
-                found
-            )  # else a third matrix of the head's size is there while the next rows are computed
+                more = (of_entropy, slope, dweight, trained)
+                found = head_gradients(ops, dlogprobs[rows], logits, *given, *more)
+            dhidden[rows], dweight = found
         if trained and dweight is None:
             dweight = torch.zeros(weight.shape, device=hidden.device)
         return dhidden, dweight, None, None, None, None, None, None, None

@@ -84,13 +84,12 @@ def codes_wanted(weight: Weight, needed: Sequence[bool]) -> tuple[QuantSpec, str
 
 def backward_of_codes(
     codes: GradientCodes, operand: Operand, weight: Weight, ops: Ops, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """`linear_backward` of a gradient that came in codes: that of the operand, in `dtype`, and of
-    the weight."""
+) -> tuple[Tensor | None, ...]:
+    """`linear_backward` of a gradient that came in codes, that of the operand in `dtype`."""
     rows, tokens = codes.take()
     dx = _dgrad(rows, weight, ops, dtype)
     del rows
-    return dx, _wgrad(tokens, operand, weight, ops)
+    return dx, _wgrad(tokens, operand, weight, ops), None
 
 
 def _quantized(

@@ -105,6 +105,13 @@ def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
     rates = {"throughput/rollout_tokens_per_s": took["rollout/tokens"] / seconds}
     if "rollout/cached_tokens" in took:
         rates["rollout/prefix_hit_fraction"] = took["rollout/cached_tokens"] / prompt_tokens
+    if "spec_decode/num_drafts" in took:
+        accepted, drafted = (
+            took[f"spec_decode/num_{what}_tokens"] for what in ("accepted", "draft")
+        )
+        rates["spec_decode/draft_acceptance_rate"] = accepted / drafted
+        length = 1 + accepted / took["spec_decode/num_drafts"]
+        rates["spec_decode/mean_acceptance_length"] = length
     return rates
 
 

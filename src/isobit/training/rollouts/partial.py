@@ -29,7 +29,7 @@ from isobit.rl.algorithm.partial import PartialSettings, learnable, unfinished
 from isobit.rl.algorithm.samples import Segment
 from isobit.training.loop import Rollout, Sampled
 from isobit.training.rollouts.rank_sampling import ClaimedGroups, gather_groups, gather_stats
-from isobit.training.rollouts.sources import LiveRollouts, counted, sample_of
+from isobit.training.rollouts.sources import LiveRollouts, sample_of
 from isobit.training.scoring import RolloutScoring
 
 
@@ -111,7 +111,7 @@ class PartialRollouts(LiveRollouts):
             while sum(map(sampler.whole, groups)) < count:
                 own, did = self._round(groups, ids, examples, scoring)
                 mine, stats, rounds = {**mine, **own}, summed(stats, did), rounds + 1
-        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         took |= {"partial/rounds": float(rounds), "rollout/tokens": _tokens(groups) - before}
         if self._curriculum.chooses:
             took["prompts/skipped"] = float(after - state.cursor - new)
@@ -147,6 +147,15 @@ class PartialRollouts(LiveRollouts):
             groups[place] = group
         whole = {place: group for place, group in grown.items() if sampler.whole(group)}
         return whole, gather_stats(ranks, stats)
+
+
+def _counted(stats: Stats) -> dict[str, float]:
+    """What engines did in a step. Which pages were found depends on who goes on with which group."""
+    return {
+        "rollout/prompt_tokens": stats.prompt_tokens,
+        "partial/cached_tokens": stats.cached_tokens,
+        "partial/preemptions": stats.preemptions,
+    }
 
 
 def _grown(before: Group, completions: Sequence[Completion], step: int) -> Group:

@@ -109,7 +109,7 @@ class LiveRollouts:
         ):
             found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
-        took |= counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
+        took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
             took["prompts/skipped"] = float(after - state.cursor - count)
         state.cursor = after
@@ -208,22 +208,31 @@ class ReplayedRollouts:
         return replace(rollout, batch=batch)
 
 
-def counted(stats: Stats) -> dict[str, float]:
+def _counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
+    drafted = _drafted(stats)
     if not stats.episodes:
-        return {
+        return drafted | {
             "rollout/preemptions": stats.preemptions,
             "rollout/prompt_tokens": stats.prompt_tokens,
             "rollout/cached_tokens": stats.cached_tokens,
         }
-    return {
+    return drafted | {
         "env/preemptions": stats.preemptions,
         "rollout/prompt_tokens": stats.prompt_tokens,
         "env/cached_tokens": stats.cached_tokens,
         "time/tools": sum(stats.tool_s.values()),
         **{f"time/tools/{member(name)}": took for name, took in sorted(stats.tool_s.items())},
     }
+
+
+def _drafted(stats: Stats) -> dict[str, float]:
+    """What became of drafts; empty where there were none."""
+    if not stats.num_drafts:
+        return {}
+    counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return {f"spec_decode/{name}": float(getattr(stats, name)) for name in counts}
 
 
 def sample_of(completion: Completion, step: int = 0) -> Sample:

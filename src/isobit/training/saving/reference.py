@@ -111,12 +111,22 @@ def followed(
     policy: Model, precision: PrecisionValue, config: Config | SftConfig, task: Task
 ) -> FollowingReference | None:
     """The reference of a run, if it follows the policy, which has not learned yet, or is restored
-    after this."""
+    after this. Raises IsobitError where its learner has scales that a separate engine finds."""
     if not config.reference.follows:
         return None
-    return FollowingReference(
-        policy, precision, config.reference, lambda model: calibrate_reference(model, task)
-    )
+    flow = precision_from(precision)
+    if not flow.shared and (flow.learner.calibrated or flow.learner.calibrated_queries):
+        raise IsobitError(
+            f"reference.sync_every: under {flow.name} a separate engine calibrates the learner's KV "
+            "cache, and a reference has no engine after it has moved: take another precision as "
+            "reference.precision, or leave sync_every out"
+        )
+
+    def calibrate(model: Model) -> None:
+        if flow.shared:  # else the scales are of a rollout, which a reference has not
+            calibrate_reference(model, task)
+
+    return FollowingReference(policy, precision, config.reference, calibrate)
 
 
 def calibrate_reference(reference: Model, task: Task) -> None:

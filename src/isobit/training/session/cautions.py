@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from isobit.config import Config
 from isobit.config.sections import EvaluationConfig
 from isobit.data.dataset import Example
+from isobit.engine.speculation import cannot_speculate
 from isobit.model import Model
 from isobit.model.described import Described
 from isobit.model.hub.config import ModelConfig
+from isobit.options.consistency import level
 from isobit.precision import precision_from
 from isobit.tasks import Task
 from isobit.training.running.machine import ranks_caution
@@ -24,6 +26,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_data(config, task),
         *_of_steps(config),
         *_of_precision(config, model.config.num_layers),
+        *_of_speculation(config, model),
         *_of_longrope(config, model.config),
     ]
     ranks = ranks_caution(config.ranks)
@@ -96,3 +99,12 @@ def _of_precision(config: Config, layers: int) -> Iterator[str]:
             f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: "
             "every layer is in BF16, and nothing is quantized"
         )
+
+
+def _of_speculation(config: Config, model: Model | Described) -> Iterator[str]:
+    wanted = config.engine.num_speculative_tokens
+    reason = cannot_speculate(
+        model.config, precision_from(config.precision), level(config.consistency)
+    )
+    if wanted and reason is not None:
+        yield f"engine.num_speculative_tokens {wanted}: nothing is drafted, since {reason}"
