@@ -155,7 +155,7 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
     }
     for_each_in_turn(useful_threads(g.threads, work * g.k / 32), int64_t(strips.size()), [&](int64_t i) { find_u(g, strips[i]); });
     const int threads = useful_threads(g.threads, work * g.columns / 32 + g.columns * product.k * (g.rows_of_x + 4) / 96);
-    in_cells(product, threads, 16, 4, 127, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
+    in_cells(product, threads, 16, 4, [&](int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
         static thread_local Scratch room;
         float* delta = (float*)room.get(ROWS * COLUMNS / 2);
         const int64_t most = row_end - row <= FEW_SUMS / (AT_ONCE * PANEL) ? AT_ONCE : panel_end - panel;
