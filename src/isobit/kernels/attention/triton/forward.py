@@ -345,15 +345,14 @@ def places(
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _attend(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, row_start_ptr, context_ptr, out_ptr,
-    lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, total_ptr,
-    sink_ptr, factor, num_rows, table_stride,
+    lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, total_ptr, sink_ptr, factor, num_rows,
+    table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr,
-    SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PARALLEL: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr, PAIRED: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARALLEL: tl.constexpr, WIDTH: tl.constexpr,
+    COPIES: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr, UE8M0: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS ·
     GROUP rows. With PARALLEL the program computes one split and leaves it in out [splits, T, H, D],
@@ -396,11 +395,9 @@ def _attend(
     else:
         even, odd, total, peak = attend_splits(
             even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-            stop, lowest,
-            sink_ptr, head, HEADS, KV_HEADS, GROUP, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE,
-            SCALED,
-            SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED,
-            KEYS_FIRST,
+            stop, lowest, sink_ptr, head, HEADS, KV_HEADS, GROUP, KV_HEADS * CHANNELS, CHANNELS,
+            WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES,
+            q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
         )  # fmt: skip
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, WIDTH * 2 if PAIRED else WIDTH,
