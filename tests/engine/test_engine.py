@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 
-from isobit.engine.engine import Engine, _most_cache_bytes
+from isobit.engine.engine import Engine
+from isobit.engine.pages import most_cache_bytes
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
@@ -168,7 +169,7 @@ def test_a_cache_leaves_what_others_will_hold(monkeypatch: pytest.MonkeyPatch) -
     are."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 9000))
     assert [
-        _most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)
+        most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)
     ] == [1000, 200, 0]
 
 
