@@ -152,9 +152,9 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
     )
     assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=9)).pages.num_pages == 9
     # memory is the limit, but never below one sequence
-    monkeypatch.setattr("isobit.engine.engine.CACHE_BYTES", 10 * engine.kv_bytes // 52)
+    monkeypatch.setattr("isobit.engine.pages.CACHE_BYTES", 10 * engine.kv_bytes // 52)
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 10
-    monkeypatch.setattr("isobit.engine.engine.CACHE_BYTES", 1)
+    monkeypatch.setattr("isobit.engine.pages.CACHE_BYTES", 1)
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 4
     with pytest.raises(IsobitError, match="prompt 1 has 200 tokens"):
         Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
