@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 
-from isobit.engine.engine import Engine, _most_cache_bytes
+from isobit.engine.engine import Engine
+from isobit.engine.pages import most_cache_bytes
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
@@ -151,9 +152,9 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
     )
     assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=9)).pages.num_pages == 9
     # memory is the limit, but never below one sequence
-    monkeypatch.setattr("isobit.engine.engine.CACHE_BYTES", 10 * engine.kv_bytes // 52)
+    monkeypatch.setattr("isobit.engine.pages.CACHE_BYTES", 10 * engine.kv_bytes // 52)
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 10
-    monkeypatch.setattr("isobit.engine.engine.CACHE_BYTES", 1)
+    monkeypatch.setattr("isobit.engine.pages.CACHE_BYTES", 1)
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 4
     with pytest.raises(IsobitError, match="prompt 1 has 200 tokens"):
         Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
@@ -168,7 +169,7 @@ def test_a_cache_leaves_what_others_will_hold(monkeypatch: pytest.MonkeyPatch) -
     are."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 9000))
     assert [
-        _most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)
+        most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)
     ] == [1000, 200, 0]
 
 

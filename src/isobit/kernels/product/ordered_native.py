@@ -198,7 +198,6 @@ class OrderedProducts:
             len(factors), torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
-        return out
 
     def _arguments(
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
