@@ -60,6 +60,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
                     "router/",
                     "replay/",
                     "partial/",
+                    "spec_decode/",
                     "staleness/",
                     "memory/reward",
                     "memory/peak_rollout",
