@@ -37,7 +37,7 @@ from .test_architectures import random_model
 from .test_episodes import flat, run
 from .test_episodes import model as talking
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS, SAMPLING, baseline
-from .test_requests import REQUESTS, TIGHT, alone, arrive
+from .test_requests import REQUESTS, TIGHT, alone, arrive, finish
 
 MakeEngine = Callable[..., Engine]
 Oracle = Callable[[dict[tuple[int, int], list[int]]], None]
@@ -339,6 +339,34 @@ def test_captured_steps_with_drafts(
     check_counts(engine)
     assert engine.graphs is not None
     assert engine.graphs.num_captured > 3
+
+
+def test_a_step_that_a_callback_breaks_off_leaves_nothing(
+    make_engine: MakeEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sampled behind its drafts is not of the requests that have the slots next."""
+    wanted = baseline("fp8", "native")
+    oracle(known_of(wanted))
+    engine = make_engine(tiny("fp8", "native"), kv_pages=200, num_speculative_tokens=5)
+    requests = [engine.submit(p, SAMPLING, i) for p, i in zip(PROMPTS, PROMPT_IDS, strict=True)]
+
+    def broken(*told: object) -> None:
+        if engine.stats.num_draft_tokens:
+            raise KeyError
+
+    def until_it_breaks() -> None:
+        while engine.num_open:
+            engine.step(broken)
+
+    with pytest.raises(KeyError):
+        until_it_breaks()
+    monkeypatch.setattr(Speculation, "draft", lambda *given: [])
+    for request in requests[:-1]:
+        engine.cancel(request)
+    for prompt, prompt_id in zip(PROMPTS[-2::-1], PROMPT_IDS[-2::-1], strict=True):
+        engine.submit(prompt, SAMPLING, prompt_id)
+    found = [completion for done in finish(engine).values() for completion in done]
+    assert right(*found) == known_of(wanted)
 
 
 def test_what_is_not_finite_behind_a_draft_is_nobodys_fault(make_engine: MakeEngine) -> None:

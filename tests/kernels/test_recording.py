@@ -3,6 +3,7 @@ cannot be repeated is refused."""
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -182,4 +183,60 @@ def test_calls_of_other_threads_are_not_recorded(ops) -> None:  # type: ignore[n
         words, _ = recording._kept[-2:]
         counted.append(len(words))  # type: ignore[arg-type]
     assert counted == [1, 2]
-    assert not hasattr(ops.lib.isobit_rms_norm.errcheck, "__self__"), "no hook is left"
+    assert ops.lib.isobit_rms_norm.errcheck is None, "no hook is left"
+
+
+def test_the_hook_of_a_call_that_another_thread_has_not_ended_stays_in_memory(ops) -> None:  # type: ignore[no-untyped-def]
+    """ctypes does not hold it. The control is a hook that nothing else holds either."""
+    x, weight, hooks = torch.randn(2, 64).bfloat16(), torch.ones(64).bfloat16(), []
+    operator = ops.lib.isobit_rms_norm
+
+    def function() -> None:
+        ops.rms_norm(x, weight, 1e-6)
+        hooks.append(weakref.ref(operator.errcheck))
+
+    recorded(function, ops)
+    operator.errcheck = lambda result, function, arguments: result
+    hooks.append(weakref.ref(operator.errcheck))
+    del operator.errcheck
+    gc.collect()
+    assert [hook() is None for hook in hooks] == [False, True]
+
+
+def test_a_recording_keeps_the_memory_that_its_calls_have_addresses_of(ops) -> None:  # type: ignore[no-untyped-def]
+    """The control: without it the memory is given back."""
+    x, y, weight = torch.randn(2, 64).bfloat16(), torch.zeros(2, 64), torch.ones(64).bfloat16()
+    arena = Arena()
+    there = weakref.ref(arena)
+
+    def function() -> None:
+        y.copy_(ops.rms_norm(x, weight, 1e-6)[0])
+
+    recording = recorded(function, ops, arena)
+    assert arena.nbytes
+    del arena
+    gc.collect()
+    assert there() is not None
+    recording.run()
+    del recording
+    gc.collect()
+    assert there() is None
+
+
+def test_a_tensor_that_is_freed_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the garbage collector may, or another thread."""
+    arena = Arena()
+    held = [arena.like(torch.zeros(1 << 20, dtype=torch.uint8))]
+    grow = Arena._grow
+
+    def grown(self: Arena, size: int) -> int:
+        index = grow(self, size)
+        held.clear()
+        return index
+
+    monkeypatch.setattr(Arena, "_grow", grown)
+    large = arena.like(torch.zeros(1 << 21, dtype=torch.uint8)).fill_(1)
+    small = arena.like(torch.zeros(1 << 20, dtype=torch.uint8)).fill_(2)
+    assert large.sum() == large.numel(), "no byte is another's"
+    assert small.sum() == 2 * small.numel()
+    assert arena.num_free == 0, "the place of what was freed was taken again"

@@ -152,6 +152,7 @@ class Runner:
         """Compute the next step, as `run` does. When it is accounted for: of the sequences that go
         on, those whose draft was the token that they have just sampled, as a step of their own that
         is computed already; and so on."""
+        self._counted = []  # a step that somebody's `on_token` broke off is computed again
         yield self.run()
         while self._counted:
             found = self._counted.pop(0)

@@ -8,6 +8,7 @@ as a whole when nothing refers to it any more.
 
 import weakref
 from bisect import insort
+from collections import deque
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class Arena:
     def __init__(self) -> None:
         self._chunks: list[NDArray[np.uint8]] = []
         self._free: list[tuple[int, int, int]] = []  # (chunk, start, stop), sorted, never adjacent
+        self._released: deque[tuple[int, int, int]] = deque()  # and not yet among the free
 
     @property
     def nbytes(self) -> int:
@@ -32,6 +34,7 @@ class Arena:
     @property
     def num_free(self) -> int:
         """Bytes that no tensor holds."""
+        self._collect()
         return sum(stop - start for _, start, stop in self._free)
 
     def like(self, x: Tensor) -> Tensor:
@@ -67,6 +70,7 @@ class Arena:
 
     def _take(self, size: int) -> NDArray[np.uint8]:
         """An array of its own over `size` free bytes."""
+        self._collect()
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         fits = (i for i, (_, start, stop) in enumerate(self._free) if stop - start >= size)
         index = next(fits, None)
@@ -75,7 +79,9 @@ class Arena:
         chunk, start, stop = self._free[index]
         self._free[index : index + 1] = [(chunk, start + size, stop)] if start + size < stop else []
         place = self._chunks[chunk][start : start + size]
-        weakref.finalize(place, self._release, chunk, start, start + size).atexit = False
+        # a tensor may be freed at any moment, by any thread: its place is only noted then
+        noted = self._released.append
+        weakref.finalize(place, noted, (chunk, start, start + size)).atexit = False
         return place
 
     def _grow(self, size: int) -> int:
@@ -87,9 +93,12 @@ class Arena:
         self._free.append((len(self._chunks) - 1, 0, wanted))  # chunks are in ascending order
         return len(self._free) - 1
 
-    def _release(self, chunk: int, start: int, stop: int) -> None:
-        """Nothing holds these bytes any more."""
-        insort(self._free, (chunk, start, stop))
+    def _collect(self) -> None:
+        """What nothing holds any more is free."""
+        if not self._released:
+            return
+        while self._released:
+            insort(self._free, self._released.popleft())
         joined = list[tuple[int, int, int]]()
         for place in self._free:
             if joined and joined[-1][0] == place[0] and joined[-1][2] == place[1]:

@@ -28,6 +28,7 @@ from isobit.kernels.native.arena import Arena
 from isobit.kernels.native.interface import OPERATORS
 
 _RECORDING = threading.Lock()  # hooks are the library's, one recorder's at a time
+_HERE = threading.local()  # `recorder`: of this thread, while it records
 _ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided"}
 _DESCRIBE = {
     "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point",
@@ -50,7 +51,7 @@ class Recording:
         recorder.close()
         self.refused = recorder.refused
         self._parts = [] if self.refused else recorder.parts
-        self._kept = recorder.kept
+        self._kept, self._arena = recorder.kept, arena  # recorded calls have addresses in both
 
     def run(self) -> None:
         """Do it again. Raises what the function raises: where an operator fails, the function is
@@ -71,7 +72,7 @@ class _Recorder(TorchFunctionMode):
         self.parts: list[Callable[[], Any]] = []  # each returns something true where it fails
         self.kept: list[object] = []
         """What recorded calls have the addresses of."""
-        self._library, self._arena, self._thread = library, arena, threading.get_ident()
+        self._library, self._arena = library, arena
         self._calls: list[tuple[int, list[int]]] = []  # not yet among the parts
         self._constants: set[int] = set()  # storages that Python's numbers were written to
 
@@ -80,10 +81,12 @@ class _Recorder(TorchFunctionMode):
         """Inside, calls of the library's operators are seen."""
         functions = [getattr(self._library, name) for name in OPERATORS]
         for function in functions:
-            function.errcheck = self._called
+            function.errcheck = _called
+        _HERE.recorder = self
         try:
             yield
         finally:
+            _HERE.recorder = None
             for function in functions:
                 del function.errcheck
 
@@ -160,17 +163,16 @@ class _Recorder(TorchFunctionMode):
         self.close()
         self.parts.append(again)
 
-    def _called(self, result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """A hook of ctypes: the operator was called, and its result is passed on."""
-        if threading.get_ident() != self._thread or self.refused:
-            return result
+    def take(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """An operator was called."""
+        if self.refused:
+            return
         again = getattr(self._library, f"{function.__name__}_replayed", None)
         if again is None:
             self._refuse(function.__name__)
         else:
             words = [self._word(*pair) for pair in zip(function.argtypes, arguments)]
             self._calls.append((ctypes.cast(again, ctypes.c_void_p).value or 0, words))
-        return result
 
     def _word(self, kind: type, given: Any) -> int:
         """An argument as its eight bytes."""
@@ -185,6 +187,15 @@ class _Recorder(TorchFunctionMode):
     def _refuse(self, what: str) -> None:
         self.refused = what
         self._calls, self.parts, self.kept = [], [], []
+
+
+def _called(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A hook of ctypes, which passes a result on. It is the module's and stays in memory: ctypes
+    holds no reference to the hook of a call that another thread has not ended yet."""
+    recorder = getattr(_HERE, "recorder", None)
+    if recorder is not None:
+        recorder.take(function, arguments)
+    return result
 
 
 def _in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
