@@ -288,7 +288,8 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """The frozen model of the KL penalty, or a teacher: working weights, whole on every rank, made
     of masters that none had whole; or the policy's own, without its adapter; or the policy itself.
-    Raises IsobitError for a teacher that has another tokenizer than the policy."""
+    Raises IsobitError for a teacher that has another tokenizer than the policy, or cannot be
+    compared with it."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -302,16 +303,16 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         path = base if teacher is None else model_named(teacher)
         reference = Model.load(path, *flow, masters=masters)
         if teacher is not None:
-            _check_teacher(teacher, reference, model)
+            _check_teacher(teacher, reference, model, config.algorithm.loss)
         reference.tokenizer = model.tokenizer  # with its chat template
     calibrate_reference(reference, task)
     reference.transformer.freeze()
     return reference
 
 
-def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
-    """Raise IsobitError unless a token has one meaning to both: the teacher is given the policy's
-    tokens."""
+def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
+    """Raise IsobitError unless a token has one meaning to both, since the teacher is given the
+    policy's tokens; and, where a loss compares all of them, unless both have as many."""
     theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
     if theirs != ours:
         word = min(
@@ -328,6 +329,13 @@ def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
         raise IsobitError(
             f"reference.path: {path} has a context of {teacher.config.max_positions} tokens, and the "
             f"policy one of {policy.config.max_positions}, which the teacher cannot read"
+        )
+    sizes = teacher.config.vocab_size, policy.config.vocab_size
+    if loss == "divergence" and sizes[0] != sizes[1]:
+        raise IsobitError(
+            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
+            f"{sizes[1]}; algorithm.loss: divergence compares every token of both: take a teacher "
+            "with as many, or leave the loss out"
         )
 
 
