@@ -27,7 +27,8 @@ from isobit.errors import NonFiniteError
 from isobit.kernels.native.arena import Arena
 from isobit.kernels.native.interface import OPERATORS
 
-_RECORDING = threading.Lock()  # hooks are the library's, one recorder's at a time
+_RECORDING = threading.Lock()  # the hook is the library's, put there by one recorder at a time
+_THREAD = threading.local()  # `recorder`: the one that the thread is in
 _ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided"}
 _DESCRIBE = {
     "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point",
@@ -71,7 +72,7 @@ class _Recorder(TorchFunctionMode):
         self.parts: list[Callable[[], Any]] = []  # each returns something true where it fails
         self.kept: list[object] = []
         """What recorded calls have the addresses of."""
-        self._library, self._arena, self._thread = library, arena, threading.get_ident()
+        self._library, self._arena = library, arena
         self._calls: list[tuple[int, list[int]]] = []  # not yet among the parts
         self._constants: set[int] = set()  # storages that Python's numbers were written to
 
@@ -79,13 +80,15 @@ class _Recorder(TorchFunctionMode):
     def hooked(self) -> Iterator[None]:
         """Inside, calls of the library's operators are seen."""
         functions = [getattr(self._library, name) for name in OPERATORS]
+        _THREAD.recorder = self
         for function in functions:
-            function.errcheck = self._called
+            function.errcheck = _hook
         try:
             yield
         finally:
             for function in functions:
                 del function.errcheck
+            _THREAD.recorder = None
 
     def close(self) -> None:
         """The function has returned."""
@@ -160,17 +163,16 @@ class _Recorder(TorchFunctionMode):
         self.close()
         self.parts.append(again)
 
-    def _called(self, result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """A hook of ctypes: the operator was called, and its result is passed on."""
-        if threading.get_ident() != self._thread or self.refused:
-            return result
+    def called(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """An operator of the library was called."""
+        if self.refused:
+            return
         again = getattr(self._library, f"{function.__name__}_replayed", None)
         if again is None:
             self._refuse(function.__name__)
         else:
             words = [self._word(*pair) for pair in zip(function.argtypes, arguments)]
             self._calls.append((ctypes.cast(again, ctypes.c_void_p).value or 0, words))
-        return result
 
     def _word(self, kind: type, given: Any) -> int:
         """An argument as its eight bytes."""
@@ -185,6 +187,15 @@ class _Recorder(TorchFunctionMode):
     def _refuse(self, what: str) -> None:
         self.refused = what
         self._calls, self.parts, self.kept = [], [], []
+
+
+def _hook(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A hook of ctypes. A call takes it down when it begins, without a reference, so that it has to
+    outlive what other threads have begun: it is a function of this module, and no recorder's."""
+    recorder = getattr(_THREAD, "recorder", None)
+    if recorder is not None:
+        recorder.called(function, arguments)
+    return result
 
 
 def _in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
