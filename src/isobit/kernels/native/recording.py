@@ -27,8 +27,8 @@ from isobit.errors import NonFiniteError
 from isobit.kernels.native.arena import Arena
 from isobit.kernels.native.interface import OPERATORS
 
-_RECORDING = threading.Lock()  # hooks are the library's, one recorder's at a time
-_HERE = threading.local()  # `recorder`: of this thread, while it records
+_RECORDING = threading.Lock()  # the hook is the library's, put there by one recorder at a time
+_THREAD = threading.local()  # `recorder`: the one that the thread is in
 _ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided"}
 _DESCRIBE = {
     "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point",
@@ -80,15 +80,15 @@ class _Recorder(TorchFunctionMode):
     def hooked(self) -> Iterator[None]:
         """Inside, calls of the library's operators are seen."""
         functions = [getattr(self._library, name) for name in OPERATORS]
+        _THREAD.recorder = self
         for function in functions:
-            function.errcheck = _called
-        _HERE.recorder = self
+            function.errcheck = _hook
         try:
             yield
         finally:
-            _HERE.recorder = None
             for function in functions:
                 del function.errcheck
+            _THREAD.recorder = None
 
     def close(self) -> None:
         """The function has returned."""
@@ -163,8 +163,8 @@ class _Recorder(TorchFunctionMode):
         self.close()
         self.parts.append(again)
 
-    def take(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """An operator was called."""
+    def called(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """An operator of the library was called."""
         if self.refused:
             return
         again = getattr(self._library, f"{function.__name__}_replayed", None)
@@ -189,12 +189,12 @@ class _Recorder(TorchFunctionMode):
         self._calls, self.parts, self.kept = [], [], []
 
 
-def _called(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """A hook of ctypes, which passes a result on. It is the module's and stays in memory: ctypes
-    holds no reference to the hook of a call that another thread has not ended yet."""
-    recorder = getattr(_HERE, "recorder", None)
+def _hook(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A hook of ctypes. A call takes it down when it begins, without a reference, so that it has to
+    outlive what other threads have begun: it is a function of this module, and no recorder's."""
+    recorder = getattr(_THREAD, "recorder", None)
     if recorder is not None:
-        recorder.take(function, arguments)
+        recorder.called(function, arguments)
     return result
 
 
