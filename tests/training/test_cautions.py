@@ -71,6 +71,19 @@ def test_long_factors_for_short_sequences(
     assert said(config, capsys) == []
 
 
+def test_keys_of_partial_rollouts_without_rounds(tmp_path: Path, base_model: Path) -> None:
+    path = write_config(tmp_path, base_model)
+    rounds = "partial.tokens_per_round=2"
+    for more, expected in (
+        (["partial.max_staleness=3"], 1),
+        (["partial.extra_prompts=0"], 1),
+        (["partial.max_staleness=3", rounds], 0),
+        ([], 0),
+    ):
+        text = dry_run_text(load_config(path, more))
+        assert text.count("without partial.tokens_per_round") == expected, more
+
+
 def test_fewer_prompts_than_a_step_asks(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

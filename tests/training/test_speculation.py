@@ -67,6 +67,24 @@ def test_a_run_of_several_turns(tmp_path: Path) -> None:
     assert sum(row.get(DRAFTS, 0) for row in read_jsonl(found[1] / "metrics.jsonl")) > 0
 
 
+def test_completions_that_go_on_after_an_update(tmp_path: Path) -> None:
+    tiny_model(scale=2.0).save(tmp_path / "model")
+    changes = {
+        "partial": {"tokens_per_round": 4, "extra_prompts": 1},
+        "task": {"options": {"digits": 1, "train_size": 6}},
+        "prompts_per_step": 1,
+        "sampling": {"group_size": 4, "max_new_tokens": 20, "temperature": 0.3},
+        "steps": 6,
+    }
+    plain, drafted = (
+        trained(tmp_path / str(each), tmp_path / "model", each, **changes) for each in (0, 3)
+    )
+    assert fingerprint(plain) == fingerprint(drafted)
+    rows = list(read_jsonl(drafted / "metrics.jsonl"))
+    assert sum(row.get("spec_decode/num_accepted_tokens", 0) for row in rows) > 0
+    assert max(row.get("partial/versions_max", 0) for row in rows) > 1
+
+
 def test_a_run_says_where_nothing_is_drafted(tmp_path: Path) -> None:
     tiny_model(family="qwen3_5_text").save(tmp_path / "linear")
     tiny_model().save(tmp_path / "plain")

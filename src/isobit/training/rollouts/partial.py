@@ -29,7 +29,7 @@ from isobit.rl.algorithm.partial import PartialSettings, learnable, unfinished
 from isobit.rl.algorithm.samples import Segment
 from isobit.training.loop import Rollout, Sampled
 from isobit.training.rollouts.rank_sampling import ClaimedGroups, gather_groups, gather_stats
-from isobit.training.rollouts.sources import LiveRollouts, sample_of
+from isobit.training.rollouts.sources import LiveRollouts, drafted, sample_of
 from isobit.training.scoring import RolloutScoring
 
 
@@ -151,7 +151,7 @@ class PartialRollouts(LiveRollouts):
 
 def _counted(stats: Stats) -> dict[str, float]:
     """What engines did in a step. Which pages were found depends on who goes on with which group."""
-    return {
+    return drafted(stats) | {
         "rollout/prompt_tokens": stats.prompt_tokens,
         "partial/cached_tokens": stats.cached_tokens,
         "partial/preemptions": stats.preemptions,

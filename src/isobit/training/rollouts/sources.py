@@ -211,14 +211,14 @@ class ReplayedRollouts:
 def _counted(stats: Stats) -> dict[str, float]:
     """What engines did in a rollout. Where environments answered, it depends on when they did which
     pages were found."""
-    drafted = _drafted(stats)
+    drafts = drafted(stats)
     if not stats.episodes:
-        return drafted | {
+        return drafts | {
             "rollout/preemptions": stats.preemptions,
             "rollout/prompt_tokens": stats.prompt_tokens,
             "rollout/cached_tokens": stats.cached_tokens,
         }
-    return drafted | {
+    return drafts | {
         "env/preemptions": stats.preemptions,
         "rollout/prompt_tokens": stats.prompt_tokens,
         "env/cached_tokens": stats.cached_tokens,
@@ -227,7 +227,7 @@ def _counted(stats: Stats) -> dict[str, float]:
     }
 
 
-def _drafted(stats: Stats) -> dict[str, float]:
+def drafted(stats: Stats) -> dict[str, float]:
     """What became of drafts; empty where there were none."""
     if not stats.num_drafts:
         return {}

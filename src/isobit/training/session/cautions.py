@@ -16,6 +16,7 @@ from isobit.model.described import Described
 from isobit.model.hub.config import ModelConfig
 from isobit.options.consistency import level
 from isobit.precision import precision_from
+from isobit.rl.algorithm.partial import PartialSettings
 from isobit.tasks import Task
 from isobit.training.running.machine import ranks_caution
 
@@ -83,6 +84,11 @@ def _of_steps(config: Config) -> Iterator[str]:
         yield (
             f"partial.tokens_per_round {round_} is not below sampling.max_new_tokens {most}: every "
             "completion is whole after one round, and none goes on after an update"
+        )
+    if not config.partial.used and config.partial != PartialSettings():
+        yield (
+            "partial: without partial.tokens_per_round no completion goes on after an update, and "
+            "its other keys have no effect"
         )
     reward_weights = [each.weight for each in config.rewards.functions] + [
         m.weight for m in config.rewards.models
