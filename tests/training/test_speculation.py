@@ -70,10 +70,10 @@ def test_a_run_of_several_turns(tmp_path: Path) -> None:
 def test_completions_that_go_on_after_an_update(tmp_path: Path) -> None:
     tiny_model(scale=2.0).save(tmp_path / "model")
     changes = {
-        "partial": {"tokens_per_round": 4, "extra_prompts": 1},
+        "partial": {"tokens_per_round": 4, "extra_prompts": 2},
         "task": {"options": {"digits": 1, "train_size": 6}},
         "prompts_per_step": 1,
-        "sampling": {"group_size": 4, "max_new_tokens": 20, "temperature": 0.3},
+        "sampling": {"group_size": 4, "max_new_tokens": 24, "temperature": 0.8},
         "steps": 6,
     }
     plain, drafted = (
