@@ -184,7 +184,7 @@ def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Beg
     with begin(max_sequences=2, limits=Limits()) as server:
         client = new(service(server))
         sampler = client.save_weights_and_get_sampling_client().result()
-        alone = [sampled(sampler, seed, tokens=40) for seed in range(4)]
+        alone = [sampled(sampler, seed, tokens=200) for seed in range(4)]
         client.forward_backward(data(1), "cross_entropy").result()
         waiting = list[int]()
         device, optim_step = server.gateway.device, StepwiseLearner.optim_step
@@ -195,7 +195,7 @@ def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Beg
 
         with ThreadPoolExecutor(4) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(StepwiseLearner, "optim_step", noted)
-            opened = [pool.submit(sampled, sampler, seed, 40) for seed in range(4)]
+            opened = [pool.submit(sampled, sampler, seed, 200) for seed in range(4)]
             while device.num_open + device.num_waiting < 4:
                 assert not all(one.done() for one in opened)
             asked = client.optim_step(STEP)
@@ -203,7 +203,7 @@ def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Beg
             asked.result()
         assert waiting == [0]
         fresh = client.save_weights_and_get_sampling_client().result()
-        assert [sampled(fresh, seed, tokens=40) for seed in range(4)] != alone
+        assert [sampled(fresh, seed, tokens=200) for seed in range(4)] != alone
 
 
 def test_scores_of_a_prompt_and_its_answer_are_of_the_same_weights(
