@@ -375,6 +375,15 @@ def test_the_figures_beside_busy_processes_are_those_of_the_results() -> None:
         assert f"| {first} | {' | '.join(cells)} |" in page
 
 
+def test_the_figures_of_open_episodes_are_those_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks/results/turns_memory.json").read_text())
+    page = MEASURED.read_text()
+    for name, part in results["parts"].items():
+        objects, pages, workers = part.values()
+        assert f"| {name} | {objects:.1f} MiB | {pages:,.0f} | {workers:.1f} MiB |" in page
+    assert f"A turn leaves {results['claims'][0]['value']:.2f} KiB in an episode" in page
+
+
 def test_the_figures_of_adapters_are_those_of_the_results() -> None:
     """Each cell of their table, with its aim where there is one."""
     results = json.loads((ROOT / "benchmarks/results/adapters.json").read_text())
