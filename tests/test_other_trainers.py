@@ -35,8 +35,11 @@ NOT_OF_GRPO_CONFIG = {"model", "train_dataset", "eval_dataset", "reward_funcs"} 
 NOT_OF_THE_YAML = {
     "reward.reward_kwargs.overlong_buffer_cfg.len",
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+    "async_training.partial_rollout",
+    "async_training.staleness_threshold",
 }
-"""Read by verl's reward manager, of a section that its files leave out."""
+"""Read by verl's reward manager, of a section that its files leave out, and by its fully
+asynchronous trainer, which has a file of its own."""
 
 UNNAMED = "trust_remote_code"
 """The source may not even name it (tests/test_architecture.py)."""
