@@ -69,3 +69,14 @@ def test_what_has_no_label_is_refused(tmp_path: Path, base_model: Path) -> None:
     ):
         with pytest.raises(IsobitError, match=said):
             load_sft_config(path, [change, "desirable_weight=2"])
+
+
+def test_one_held_out_answer_is_measured_without_another_prompt(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """Its KL is 0: with its own answer in the place of another's it would be its own ratio."""
+    path = labelled(tmp_path, base_model)
+    config = load_sft_config(path, ["task.held_out_size=1", "optimizer.learning_rate=0.03"])
+    found = supervised_run(config, quiet=True)
+    last = [row["loss/held_out"] for row in found.metrics if "loss/held_out" in row][-1]
+    assert abs(last - 0.5) > 1e-4

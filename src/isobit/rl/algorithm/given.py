@@ -124,7 +124,10 @@ def kto(inputs: LossInputs) -> LossOutputs:
 
 def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
     """Each prompt with the answer before its own, the first with the last, as TRL pairs them: of
-    these KTO estimates the KL. Left out where both have more than `most_tokens` tokens."""
+    these KTO estimates the KL. Left out where both have more than `most_tokens` tokens;
+    of one sample there are none."""
+    if len(samples) < 2:
+        return []
     before = (*samples[-1:], *samples[:-1])
     pairs = [replace(b, prompt_ids=a.prompt_ids) for a, b in zip(samples, before, strict=True)]
     return [p for p in pairs if len(p.prompt_ids) + len(p.completion_ids) <= most_tokens]
