@@ -9,6 +9,7 @@ import torch
 from isobit.config import load_config
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import Ranks
+from isobit.kernels.product.ordered_native import OrderedProducts
 from isobit.model import Experts, Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward.kv_scales import KVScales
@@ -54,6 +55,22 @@ RUNS = [
         ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4"),
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMX reads some matrices where they lie, and then less is taken than the plan says: it counts
+    a processor that packs them all."""
+    monkeypatch.setattr(OrderedProducts, "_reads", lambda products, a, b: False)
+
+
+def test_amx_takes_no_more_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("bf16", "qwen3_moe", hidden_size=256, experts=MANY)
+    planned = learning_bytes(Described(model.config, model.precision, host=True, packs=True), True)
+    packed = measure(model.transformer, True).at(2048)
+    monkeypatch.undo()
+    assert measure(model.transformer, True).at(2048) <= packed
+    assert planned.at(2048) == pytest.approx(packed, rel=0.1)
 
 
 @pytest.mark.parametrize(("flow", "family", "changes"), RUNS)

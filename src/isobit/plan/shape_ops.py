@@ -4,9 +4,10 @@
 The model's own forward and backward run with them, so what they keep and free is what a run
 keeps and frees, for a model of any size, in seconds and without its memory. They make the
 tensors that the C++ operators make (`kernels/*/native.py`), one for each result; a product of a
-weight that is not packed packs it for its own duration (`packs`), as on a CPU. Left out: what an
-operator takes inside and frees, also where it is PyTorch's for want of a kernel (NVFP4 on a CPU),
-and the fused kernels of a GPU, which make fewer tensors.
+weight that is not packed packs it for its own duration (`packs`), as on a CPU; AMX reads some
+where they lie, and takes less. Left out: what an operator takes inside and frees, also where it is
+PyTorch's for want of a kernel (NVFP4 on a CPU), and the fused kernels of a GPU, which make fewer
+tensors.
 """
 
 import math
