@@ -8,14 +8,12 @@ of prefill is that for each 64 rows, however many a tile has; of decoding it is 
 table; what the file has as "before" stays. Must not run where TRITON_INTERPRET is set.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.counts import before_and_now
 from benchmarks.cross_compile import compile_launch, matrix_loop, triton_compile
 from isobit.kernels import KVStore, Layout
 from isobit.kernels.attention.triton import forward as attention
@@ -84,18 +82,7 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention_loop", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write the file there")
-    arguments = parser.parse_args()
-    results = {"before": {}, "now": counted()}
-    place = None if arguments.out is None else arguments.out / "attention_loop.json"
-    if place is not None and place.exists():
-        results["before"] = json.loads(place.read_text(encoding="utf-8"))["before"]
-    print(table(results))
-    if place is not None:
-        place.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    before_and_now("attention_loop", __doc__, counted, table)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,17 @@ results: all that stands between them could at best be done by them, on the way 
 what the file has as "before" stays. Must not run where TRITON_INTERPRET is set.
 """
 
-import argparse
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.counts import before_and_now
 from benchmarks.cross_compile import kernel_name, triton_ir
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.kernel_table import META, signature
@@ -231,18 +229,7 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layer_bytes", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write layer_bytes.json there")
-    arguments = parser.parse_args()
-    results = {"before": {}, "now": counted()}
-    place = None if arguments.out is None else arguments.out / "layer_bytes.json"
-    if place is not None and place.exists():
-        results["before"] = json.loads(place.read_text(encoding="utf-8"))["before"]
-    print(table(results))
-    if place is not None:
-        place.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    before_and_now("layer_bytes", __doc__, counted, table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from isobit.config import Config
 from isobit.run import metrics
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS
-from isobit.run.directory import QUANTIZATION, read_jsonl
+from isobit.run.directory import METRICS, QUANTIZATION, read_jsonl
+from tests import warm
 
 
 def write_config(folder: Path, model: Path, **changes: Any) -> Path:
@@ -80,6 +82,23 @@ def fingerprint(run: Path) -> dict[str, Any]:
     kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
     best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
     return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    """Until a file that another process writes has so many."""
+    deadline = time.monotonic() + 120
+    while not path.is_file() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def killed_after(process: warm.Process, run: Path, rows: int, seconds: float = 0.0) -> int:
+    """The exit code of a run that is sent SIGKILL once its metrics have so many rows, and so many
+    seconds later."""
+    wait_for_lines(run / METRICS, rows)
+    time.sleep(seconds)
+    process.kill()
+    return process.wait().returncode
 
 
 def dry_run_text(config: Config) -> str:

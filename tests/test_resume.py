@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from isobit.training.session.opening import open_resumed
 from isobit.training.train import resume, train
 from tests import warm
 from tests.models import tiny_model
-from tests.runs import fingerprint, write_config
+from tests.runs import fingerprint, killed_after, wait_for_lines, write_config
 
 STEPS = 8
 HARD = {
@@ -56,13 +55,6 @@ def start(config: Path) -> warm.Process:
     return warm.start(["isobit", "train", str(config), "--quiet"], config.parent)
 
 
-def wait_for_lines(path: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while not path.is_file() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_a_random_moment(
@@ -72,10 +64,7 @@ def test_killed_at_a_random_moment(
     generator = random.Random(seed)
     config = write_config(tmp_path, base_model, **HARD)
     process = start(config)
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", generator.randint(1, STEPS))
-    time.sleep(generator.random() * 0.05)
-    process.kill()
-    process.wait()
+    killed_after(process, tmp_path / "run", generator.randint(1, STEPS), generator.random() * 0.05)
     result = resume(tmp_path / "run")
     assert result.exit_code == 0
     assert fingerprint(result.run_dir) == unbroken
@@ -89,10 +78,7 @@ def test_killed_under_muon(tmp_path: Path, base_model: Path, unbroken: dict[str,
     whole = fingerprint(
         train(load_config(write_config(tmp_path / "whole", base_model, **settings))).run_dir
     )
-    process = start(write_config(tmp_path, base_model, **settings))
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 4)
-    process.kill()
-    process.wait()
+    killed_after(start(write_config(tmp_path, base_model, **settings)), tmp_path / "run", 4)
     assert fingerprint(resume(tmp_path / "run").run_dir) == whole
     assert whole != unbroken
 

@@ -15,8 +15,7 @@ from isobit.training.train import resume, train
 from tests import warm
 from tests.distributed.sessions import bits, resumed
 from tests.distributed.threads import run
-from tests.runs import fingerprint, write_config
-from tests.training.test_sft_run import wait_for_lines
+from tests.runs import fingerprint, killed_after, write_config
 
 SIZE = 50
 
@@ -122,9 +121,7 @@ def test_a_killed_run_goes_on_at_another_number_of_ranks(tmp_path: Path, base_mo
     assert sum(row["prompts/skipped"] for row in whole.metrics[-2:]) > 0
     directory = tmp_path / "killed" / "run"
     process = warm.start(["isobit", "train", str(paths["killed"]), "--quiet"], tmp_path)
-    wait_for_lines(directory / "metrics.jsonl", 4)
-    process.kill()
-    process.wait()
+    killed_after(process, directory, 4)
     run(2, lambda ranks: resumed(directory, [], ranks))
     assert bits(directory) == bits(Path(whole.run_dir))
 

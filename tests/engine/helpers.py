@@ -41,6 +41,14 @@ def fresh(
     )
 
 
+def scale(model: Model, factor: float) -> None:
+    """Other weights, synchronized, as after an update."""
+    with torch.no_grad():
+        for parameter in model.named_parameters().values():
+            parameter.mul_(factor)
+    model.sync()
+
+
 @lru_cache(maxsize=16)
 def _tiny(precision: object, backend: str, consistency: str | None) -> Model:
     chosen = dict(precision) if isinstance(precision, tuple) else precision

@@ -22,7 +22,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, KVStore
 from tests.models import tiny_model
 
-from .helpers import EagerGraph, fresh, rollout, tiny
+from .helpers import EagerGraph, fresh, rollout, scale, tiny
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS, SAMPLING, check
 
 MakeEngine = Callable[..., Engine]
@@ -225,10 +225,7 @@ def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(
         return found
 
     first = generate()
-    with torch.no_grad():
-        for parameter in model.named_parameters().values():
-            parameter.mul_(1.01)
-    model.sync()
+    scale(model, 1.01)
     second = generate()
     assert captured[0] > 0
     assert captured[1] == 0
@@ -316,10 +313,7 @@ def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(
     eager, captured = make_engine(model, **sizes, cuda_graphs=False), make_engine(model, **sizes)
     assert (eager.captures, captured.captures) == (False, True)
     for change in (1.0, 1.3, 0.9):
-        with torch.no_grad():
-            for parameter in model.named_parameters().values():
-                parameter.mul_(change)
-        model.sync()
+        scale(model, change)
         eager.calibrate(PROMPTS)
         expected = rollout(eager, PROMPTS, sampling, PROMPT_IDS)
         graphs = None if captured.graphs is None else dict(captured.graphs._graphs)

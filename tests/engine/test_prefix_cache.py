@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.pages import PagePool
@@ -15,7 +14,7 @@ from isobit.model import Model
 from isobit.model.forward.kv_scales import KVScales
 from tests.models import slow_where, tiny_model
 
-from .helpers import Outcome, fresh, outcome, rollout, tiny
+from .helpers import Outcome, fresh, outcome, rollout, scale, tiny
 from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, SAMPLING, baseline
 
 MakeEngine = Callable[..., Engine]
@@ -146,13 +145,6 @@ def test_negative_control_a_chain_that_forgets_what_came_before(
         assert found[0] | found[1] | found[2] == wanted(engine.model, prompts, SHORT)
 
 
-def other_weights(model: Model) -> None:
-    with torch.no_grad():
-        for parameter in model.named_parameters().values():
-            parameter.mul_(1.1)
-    model.sync()
-
-
 def test_a_sync_drops_what_was_computed_with_other_weights(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +155,7 @@ def test_a_sync_drops_what_was_computed_with_other_weights(
         if broken:
             monkeypatch.setattr(Engine, "_root", lambda self: "always")
         rollout(engine, CHATS, SHORT)
-        other_weights(model)
+        scale(model, 1.1)
         second = rollout(engine, CHATS, SHORT)
         assert (engine.stats.cached_tokens > 0) == broken
         assert (second == wanted(model, CHATS, SHORT)) != broken

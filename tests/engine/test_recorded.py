@@ -17,7 +17,7 @@ from isobit.kernels.native.recording import Recording
 from isobit.model import Model
 from tests.models import ALPHABET, tiny_model
 
-from .helpers import Outcome, fresh, rollout, tiny
+from .helpers import Outcome, fresh, rollout, scale, tiny
 from .test_graphs import STOPPING
 from .test_invariance import PROMPT_IDS, PROMPTS, SAMPLING
 
@@ -124,10 +124,7 @@ def test_other_weights_and_another_number_of_threads_are_noticed(
     model = fresh("fp8", "native")
     engine, plain = make_engine(model), make_engine(model, cuda_graphs=False)
     for change, threads in ((1.0, 1), (1.2, 1), (1.2, 2)):
-        with torch.no_grad():
-            for parameter in model.named_parameters().values():
-                parameter.mul_(change)
-        model.sync()
+        scale(model, change)
         torch.set_num_threads(threads)
         expected = rollout(plain, PROMPTS, SAMPLING, PROMPT_IDS)
         assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == expected

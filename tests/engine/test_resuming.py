@@ -5,13 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 
-from .helpers import fresh, tiny
+from .helpers import fresh, scale, tiny
 from .test_invariance import PROMPTS
 from .test_requests import complete
 
@@ -67,10 +66,7 @@ def test_new_weights_go_on_after_all_tokens_so_far(make_engine: MakeEngine) -> N
     sampling = replace(SAMPLING, ignore_eos=True)
     begun = complete(engine, engine.submit(PROMPTS[3], replace(sampling, max_new_tokens=9), 12))
     stale = [in_parts(engine, one, sampling, MOST) for one in begun]
-    with torch.no_grad():
-        for parameter in model.named_parameters().values():
-            parameter.mul_(1.5)
-    model.sync()
+    scale(model, 1.5)
     rest = replace(sampling, n=1, max_new_tokens=MOST - 9)
     for before, old in zip(begun, stale, strict=True):
         found = complete(engine, engine.resume(before, rest))[0]

@@ -25,8 +25,7 @@ from isobit.run.directory import read_jsonl
 from isobit.training.train import train
 from tests import sockets
 from tests.documents import ROOT
-from tests.runs import write_config
-from tests.test_resume import wait_for_lines
+from tests.runs import wait_for_lines, write_config
 
 MARK = "ISOBIT_TEST_FLEET"
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
 from isobit.run.metrics import is_timing
 from isobit.training.train import resume, train
-from tests.runs import fingerprint, write_config
-from tests.test_resume import start, wait_for_lines
+from tests.runs import fingerprint, wait_for_lines, write_config
+from tests.test_resume import start
 from tests.trackers.readers import READERS, wandb_records
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from isobit.config import load_sft_config
 from isobit.errors import IsobitError
 from isobit.training.sft.supervised import resume_supervised, supervised_run
 from tests import warm
-from tests.runs import fingerprint
-from tests.training.test_sft_run import wait_for_lines, written
+from tests.runs import fingerprint, killed_after
+from tests.training.test_sft_run import written
 
 ROWS = [
     {"prompt": f"{a}+{b}=", "completion": str(a + b + wrong), "label": not wrong}
@@ -43,9 +43,7 @@ def test_labels_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_model:
     assert not {"loss/kl_baseline", "loss/policy", "loss/desirable"} & rows[-1].keys()
     path = labelled(tmp_path / "killed", base_model)
     process = warm.start(["isobit", "sft", str(path), "--quiet"], tmp_path)
-    wait_for_lines(tmp_path / "killed" / "run" / "metrics.jsonl", 4)
-    process.kill()
-    process.wait()
+    killed_after(process, tmp_path / "killed" / "run", 4)
     again = resume_supervised(tmp_path / "killed" / "run", quiet=True)
     assert fingerprint(again.run_dir) == fingerprint(found.run_dir)
     other = load_sft_config(path, ["undesirable_weight=2", f"run.dir={tmp_path / 'other'}"])

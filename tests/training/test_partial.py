@@ -23,8 +23,8 @@ from isobit.training.train import replay, resume, train
 from tests.distributed.sessions import bits, resumed, session
 from tests.distributed.threads import run as run_ranks
 from tests.models import tiny_model
-from tests.runs import fingerprint, write_config
-from tests.test_resume import start, wait_for_lines
+from tests.runs import fingerprint, killed_after, write_config
+from tests.test_resume import start
 
 MOST = 40
 PARTIAL: dict[str, Any] = {
@@ -221,10 +221,7 @@ def test_recorded_segments_are_learned_from_again(finished: TrainResult, tmp_pat
 def test_killed_in_the_middle_of_a_step(
     finished: TrainResult, tmp_path: Path, base_model: Path
 ) -> None:
-    process = start(write_config(tmp_path, base_model, **PARTIAL))
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
-    process.kill()
-    process.wait()
+    killed_after(start(write_config(tmp_path, base_model, **PARTIAL)), tmp_path / "run", 3)
     assert fingerprint(resume(tmp_path / "run").run_dir) == fingerprint(finished.run_dir)
 
 

@@ -4,7 +4,6 @@ as the one that was never stopped."""
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from isobit.training.sft.supervised import resume_supervised, supervised_run
 from isobit.training.train import resume, train
 from tests import warm
 from tests.distributed.threads import run as on_ranks
-from tests.runs import fingerprint, write_config
+from tests.runs import fingerprint, killed_after, write_config
 
 STEPS = 6
 
@@ -106,13 +105,6 @@ def test_the_held_out_loss_is_that_of_the_answers(unbroken: tuple[Path, dict[str
     assert rows[-1]["loss/held_out"] != pytest.approx(sum(short) / len(short), rel=1e-2)
 
 
-def wait_for_lines(path: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while not path.is_file() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_killed_it_goes_on_as_if_never_stopped(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]], rows: int
@@ -120,9 +112,7 @@ def test_killed_it_goes_on_as_if_never_stopped(
     """SIGKILL after so many rows of metrics; by the command, whichever of the two is asked."""
     path = written(tmp_path)
     process = warm.start(["isobit", "sft", str(path), "--quiet"], tmp_path)
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", rows)
-    process.kill()
-    assert process.wait().returncode != 0
+    assert killed_after(process, tmp_path / "run", rows) != 0
     again = "train" if rows == 4 else "sft"
     ended = warm.start(["isobit", again, "--resume", "run", "--quiet"], tmp_path).wait()
     assert ended.returncode == 0, ended.stderr

@@ -2,7 +2,6 @@
 model's turns."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.conftest import RunIsobit
 from tests.dialogues import SHORTENING, TEMPLATE
 from tests.distributed.sessions import trained
 from tests.models import ALPHABET, tiny_model
-from tests.runs import fingerprint
+from tests.runs import fingerprint, killed_after
 from tests.training.test_scoring import reward_model
 
 ENVIRONMENT = '''
@@ -172,13 +171,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     whole = fingerprint(result.run_dir)
     config = config_of(tmp_path / "killed", chat_model, slow=0.2)
     process = warm.start(["isobit", "train", str(config), "--quiet", *given], config.parent)
-    metrics, deadline = tmp_path / "killed" / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.is_file() or not metrics.read_bytes().count(b"\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.05)
-    process.kill()
-    process.wait()
+    killed_after(process, tmp_path / "killed" / "run", 1, 0.05)
     assert fingerprint(resume(tmp_path / "killed" / "run").run_dir) == whole
 
 

@@ -69,7 +69,7 @@ def adapted_product(
 ) -> Tensor:
     """As `Ops.adapted_product`."""
     total = ops.product(x, weight, bias, torch.float32)
-    return add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
+    return ops.add_low_rank(total, x, adapters, rows, offsets, dtype)
 
 
 def add_low_rank(

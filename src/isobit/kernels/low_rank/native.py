@@ -51,8 +51,8 @@ def adapted_product(
     """As `Ops.adapted_product`."""
     packed = _packed(ops, adapters, dtype)
     if packed is None or isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
-        total = ops.product(x, weight, bias, torch.float32)
-        return add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
+        given = (x, weight, bias, adapters, rows, offsets, dtype)
+        return definition.adapted_product(ops, *given)
     assert ops.ordered is not None
     return ops.ordered.adapted_product(x, weight, bias, packed, rows, offsets)
 

@@ -86,9 +86,7 @@ class _HeadDivergence(Function):
             dlogits = dlogits.to(hidden.dtype)
             dhidden[rows] = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
             if dweight is not None:
-                ops.gradient_product(
-                    dlogits.t().contiguous(), hidden[rows].t().contiguous(), torch.float32, dweight
-                )
+                ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32, dweight)
         return dhidden, dweight, None, None, None, None, None
 
 
