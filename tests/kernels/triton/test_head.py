@@ -261,8 +261,11 @@ class _Products(Watching):
     def product(self, a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
         return REFERENCE.product(a.cpu(), b.cpu(), bias, out).to(DEVICE)
 
-    def gradient_product(self, a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-        return REFERENCE.gradient_product(a.cpu(), b.cpu(), out).to(DEVICE)
+    def gradient_product(
+        self, a: Tensor, b: Tensor, out: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        found = REFERENCE.gradient_product(a.cpu(), b.cpu(), out).to(DEVICE)
+        return found if into is None else into.add_(found)
 
 
 PRODUCTS = _Products(REFERENCE)

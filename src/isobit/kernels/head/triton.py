@@ -255,8 +255,7 @@ def head_backward(
     Rows are taken so many at a time that their logits fill a gibibyte at most.
     """
     weight = values(weight)
-    dhidden = torch.empty_like(hidden)
-    dweight: Tensor | None = None
+    dhidden, dweight = torch.empty_like(hidden), into
     size = max(1, LOGITS_AT_ONCE // weight.shape[0])
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
@@ -264,13 +263,11 @@ def head_backward(
         given = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
         dlogits = logits_gradient(*given, None if dentropy is None else dentropy[rows])
         dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
-        if not trained:
-            continue
-        found = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32)
-        dweight = found if dweight is None else dweight.add_(found)
+        if trained:
+            dweight = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32, dweight)
     if trained and dweight is None:
         dweight = torch.zeros(weight.shape, device=weight.device)
-    return dhidden, dweight if into is None or dweight is None else into.add_(dweight)
+    return dhidden, dweight
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
