@@ -21,11 +21,12 @@ from heapq import nlargest
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.kernels.sampling.definition import MASK, philox
+
 ORDERS = (8, 4, 2)
 """Tokens that are looked up, the longest first."""
 MOST_RACING = 4
 """Of the tokens that followed, the most frequent are drawn from."""
-_MASK = 0xFFFFFFFF
 Key = tuple[int, int, int]
 """Of a sequence's random numbers: seed, prompt id, sample index."""
 
@@ -115,10 +116,6 @@ def _chosen(seen: int | dict[int, int], key: Key, greedy: bool, position: int) -
 def exponential(key: Key, position: int, token: int) -> float:
     """E of one token, as `kernels.sampling.definition.exponentials` has it for all."""
     seed, prompt, sample = key
-    c0, c1, c2, c3 = token >> 2, position & _MASK, sample & _MASK, prompt & _MASK
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _MASK, (low >> 32) ^ c3 ^ k1, low & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return -math.log(((c0, c1, c2, c3)[token & 3] + 0.5) * 2.0**-32)
+    counter = token >> 2, position & MASK, sample & MASK, prompt & MASK
+    words = philox(counter, (seed & MASK, (seed >> 32) & MASK))
+    return -math.log((words[token & 3] + 0.5) * 2.0**-32)

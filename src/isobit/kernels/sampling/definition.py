@@ -5,12 +5,15 @@ Sampling is the exponential race, which is Gumbel-max in another form: argmax_v 
 sample, prompt): no state, no order of work.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from isobit.kernels.ops import Temperature
 
 MASK = 0xFFFFFFFF
+_Word = TypeVar("_Word", int, Tensor)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 # PyTorch splits the sum of a single very long row over threads; sums of short rows it does not
@@ -62,9 +65,9 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 on 32-bit words held in int64 tensors of one shape."""
+    counter: tuple[_Word, _Word, _Word, _Word], key: tuple[_Word, _Word]
+) -> tuple[_Word, _Word, _Word, _Word]:
+    """Philox4x32-10 on 32-bit words: integers, or int64 tensors of one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -75,7 +78,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+def _multiply(word: _Word, multiplier: int) -> tuple[_Word, _Word]:
     """High and low halves of the 64-bit product; it wraps around in int64, whose bits are still
     right."""
     wide = word * multiplier
