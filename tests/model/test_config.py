@@ -154,9 +154,9 @@ def test_a_model_around_a_language_model_is_told_as_one(
 
 
 def test_what_is_nearest_to_a_language_model_inside_is_said() -> None:
-    values = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    values = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}
     with pytest.raises(
-        IsobitError, match="heads differ by layer; the nearest that is read is gemma3"
+        IsobitError, match="embeddings of their own; the nearest that is read is gemma3"
     ):
         ModelConfig.from_hf(values | {"vision_config": {}})
     assert all(near in FAMILY_TABLES for _, near in UNREAD.values())

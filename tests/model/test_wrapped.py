@@ -27,6 +27,7 @@ _SEEING = {
 }
 _PUBLISHED = {
     "gemma3": ("Gemma3", "gemma3"),
+    "gemma4": ("Gemma4", "gemma4"),
     "mistral3": ("Mistral3", "mistral"),
     "mistral3-grown": ("Mistral3", "ministral3"),
     "llava": ("Llava", "llama"),
@@ -55,8 +56,9 @@ def published(path: Path, name: str) -> Any:
 
 def _vision(prefix: str) -> dict[str, Any]:
     kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral"}
-    kind |= {"Llava": "clip", "LlavaNext": "clip"}
-    name = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(
+    kind |= {"Llava": "clip", "LlavaNext": "clip", "Gemma4": "gemma4"}
+    names = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}
+    name = {**names, "gemma4": "gemma4_vision"}.get(
         kind.get(prefix, ""), kind.get(prefix, "internvl_vision")
     )
     sizes = _SEEING if name != "internvl_vision" else {**_SEEING, "image_size": [28, 28]}
@@ -106,7 +108,7 @@ def test_sizes_that_are_left_out_are_those_of_transformers(family: str) -> None:
     """As Gemma 3's and Llava's config.json leave out what is their language model's default."""
     values = {
         "model_type": FAMILIES[family].wrappers[0],
-        "text_config": {"model_type": family, "hidden_size": 64},
+        "text_config": {"model_type": family, "hidden_size": 64, **FAMILIES[family].written},
         "vision_config": {},
         "eos_token_id": [5, 6],
     }

@@ -38,7 +38,7 @@ ADAPTER = {"rank": 4, "alpha": 8}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"):
+    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
@@ -67,6 +67,7 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
         ("mxfp8", "qwen3_moe"),
         ("nvfp4[activation=bf16, kv_cache=int8]", "gpt_oss"),
         ("fp8", "gemma3_text"),
+        ("fp8", "gemma4_text"),
         ("fp8", "gpt_oss"),
     ],
 )

@@ -230,7 +230,8 @@ class DecodeGraphs:
 
         def step() -> None:
             hidden = self._transformer.hidden(tokens, layout, self._stores, use="rollout")
-            drawn, logprobs = draw(hidden, weight, draws, self._ops)
+            cap = self._transformer.config.logit_cap
+            drawn, logprobs = draw(hidden, weight, draws, self._ops, cap=cap)
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 

@@ -225,7 +225,8 @@ class Runner:
             return _NO_TOKENS
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
-        drawn = hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
+        cap, weight = self.model.config.logit_cap, transformer.head_weight("rollout")
+        drawn = hidden, weight, batch.draws, ops, batch.source, cap
         tokens, logprobs = draw(*drawn)
         if self.scheduler.num_with_top:
             sequences = [self.scheduler.at[slot] for slot in plan.draws.tolist()]

@@ -369,6 +369,11 @@ class Ops(Protocol):
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature);
         logits [T, V] float32."""
 
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """logits [T, V] float32, contiguous, overwritten by cap · tanh(logits / cap), float64 inside and
+        rounded once; elementwise. What samples and what learns hold such logits: operators of the
+        head know of no cap."""
+
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt,
         sample, position."""

@@ -143,9 +143,8 @@ class Model:
                 given[name] = drawn
                 continue
             if len(shape) == 1:
-                given[name] = torch.full(
-                    shape, 1.0 - config.offset_of(name) if name.endswith("norm") else 0.0
-                )
+                one = name.endswith(("norm", "layer_scalar"))
+                given[name] = torch.full(shape, 1.0 - config.offset_of(name) if one else 0.0)
                 continue
             deviation = (
                 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
@@ -320,7 +319,8 @@ class Model:
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
         for part in hidden.split(rows):
-            found = top_of_rows(part, self.transformer.head_weight("rollout"), count, ops)
+            weight = self.transformer.head_weight("rollout")
+            found = top_of_rows(part, weight, count, ops, self.config.logit_cap)
             ops.raise_faults()
             yield found
 

@@ -35,7 +35,7 @@ from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
-from isobit.model.forward.head import head_logprobs
+from isobit.model.forward.head import head_logprobs, head_rows
 from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.layers import Pass, Watch, forward
@@ -94,7 +94,8 @@ class Transformer:
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
-        self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
+        layers = range(config.num_layers)
+        self._ropes = {(config.rope_of(layer), config.heads_of(layer).dim) for layer in layers}
         self._tables = self._tables_of(0)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
@@ -321,15 +322,14 @@ class Transformer:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T,
         vocabulary] at once."""
         rows = chunk if chunk is not None else self.head_rows
-        head = self._working[use].outside.head
-        return head_logprobs(
-            hidden, head, targets, temperature, rows, self.ops[use], filtering, context
-        )
+        given = self._working[use].outside.head, targets, temperature, rows, self.ops[use]
+        return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """[T] float32, of the learner's logits from another model's, in chunks of rows."""
-        head = self._working["learner"].outside.head
-        return head_divergence(hidden, head, other, divergence, self.head_rows, self.ops["learner"])
+        head, ops = self._working["learner"].outside.head, self.ops["learner"]
+        rows, cap = self.head_rows, self.config.logit_cap
+        return head_divergence(hidden, head, other, divergence, rows, ops, cap)
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
@@ -469,11 +469,5 @@ class Transformer:
         return self._tables
 
     def _tables_of(self, positions: int) -> Tables:
-        given, device = self.config, self.ops["learner"].device
-        return make_tables(self._ropes, positions, given.head_dim, given.max_positions, device)
-
-
-def head_rows(vocab_size: int, host: bool) -> int:
-    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
-    but 256, since each chunk of the backward adds to a gradient as large as the head."""
-    return max(256, (1 << (22 if host else 28)) // vocab_size)
+        device = self.ops["learner"].device
+        return make_tables(self._ropes, positions, self.config.max_positions, device)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import ModelConfig
+from isobit.model.forward.head import head_rows
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
-from isobit.model.transformer import Transformer, head_rows
+from isobit.model.transformer import Transformer
 from isobit.plan.live_bytes import LiveTrace
 
 _SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many

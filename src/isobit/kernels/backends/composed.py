@@ -64,6 +64,7 @@ class Composed(Ops):
     sinks_backward = staticmethod(attention.sinks_backward)
 
     embedding_backward = staticmethod(head.embedding_backward)
+    cap_logits = staticmethod(head.cap_logits)
     head_logprobs = head.head_logprobs
     head_backward = head.head_backward
     head_sample = head.head_sample

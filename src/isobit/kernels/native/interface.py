@@ -215,6 +215,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_replay": (_I, [_P, _I]),
     "isobit_token_logprobs": (_I, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
     "isobit_logits_gradient": (None, [_P, _P, _P, _I, _I, _P, _I]),
+    "isobit_cap_logits": (None, [_P, _I, _D, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),

@@ -4,7 +4,7 @@ time.
 Logits are never held for a whole batch; the backward computes them again. Where logits are filtered
 (top-k, top-p, min-p) the distribution is softmax over each row's support, a constant of the
 gradient; it is computed from logits that are held, as the rollout's is, also where a backend has a
-fused head. Left out: the other operators (`autograd.py`)."""
+fused head. So it is where a model caps its logits. Left out: the other operators (`autograd.py`)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.head.definition import head_gradients
+from isobit.kernels.head.definition import cap_slope, head_gradients, logits_of
 from isobit.kernels.sampling.filtering import (
     Context,
     Filtering,
@@ -24,6 +24,9 @@ from isobit.kernels.sampling.filtering import (
     slopes,
 )
 from isobit.model.weights.stored import Weight
+
+_ALL: Filtering = (0, 1.0, 0.0, 1.0)
+"""Of logits that are held, and not filtered."""
 
 
 def head_logprobs(
@@ -35,18 +38,26 @@ def head_logprobs(
     ops: Ops,
     filtering: Filtering | None = None,
     context: Context | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets`, entropy), [T] float32 both, with their gradients, `chunk`
-    rows of logits at a time.
+    rows of logits at a time, capped by `cap`.
 
     hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the
     renormalized distribution; a target outside its row's support is added to it. A repetition
     penalty is of the tokens in the rows' `context`."""
+    if cap is not None and filtering is None:
+        filtering = _ALL
+    given = head, targets, temperature, filtering, context, chunk, ops, cap
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(
-            hidden, head.master, head, targets, temperature, filtering, context, chunk, ops
-        )
-    return _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
+        return _HeadLogprobs.apply(hidden, head.master, *given)
+    return _chunked_logprobs(hidden, *given)
+
+
+def head_rows(vocab_size: int, host: bool) -> int:
+    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
+    but 256, since each chunk of the backward adds to a gradient as large as the head."""
+    return max(256, (1 << (22 if host else 28)) // vocab_size)
 
 
 class _HeadLogprobs(Function):
@@ -62,9 +73,10 @@ class _HeadLogprobs(Function):
         context: Context | None,
         chunk: int,
         ops: Ops,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = _chunked_logprobs(
-            hidden, head, targets, temperature, filtering, context, chunk, ops
+            hidden, head, targets, temperature, filtering, context, chunk, ops, cap
         )
         ctx.head = head
         ctx.temperature = temperature
@@ -72,6 +84,7 @@ class _HeadLogprobs(Function):
         ctx.chunk = chunk
         ctx.ops = ops
         ctx.context = context
+        ctx.cap = cap
         ctx.save_for_backward(hidden, targets)
         ctx.set_materialize_grads(False)  # most losses have no gradient by the entropy
         return logprobs, entropy
@@ -93,15 +106,14 @@ class _HeadLogprobs(Function):
             if filtering is None:
                 found = ops.head_backward(dlogprobs[rows], *given, of_entropy, dweight, trained)
             else:
-                logits, slope = _kept(
-                    *given, filtering, _seen(ctx.context, rows, weight, filtering), ops
-                )
+                seen = _seen(ctx.context, rows, weight, filtering)
+                logits, slope = _kept(*given, filtering, seen, ops, ctx.cap, slopes_too=True)
                 more = (of_entropy, slope, dweight, trained)
                 found = head_gradients(ops, dlogprobs[rows], logits, *given, *more)
             dhidden[rows], dweight = found
         if trained and dweight is None:
             dweight = torch.zeros(weight.shape, device=hidden.device)
-        return dhidden, dweight, None, None, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None, None, None
 
 
 def _chunked_logprobs(
@@ -113,6 +125,7 @@ def _chunked_logprobs(
     context: Context | None,
     chunk: int,
     ops: Ops,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = []
@@ -123,7 +136,8 @@ def _chunked_logprobs(
             seen = _seen(
                 context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering
             )
-            logits, _ = _kept(rows, head.prepared, tokens, temperature, filtering, seen, ops)
+            given = (rows, head.prepared, tokens, temperature, filtering)
+            logits, _ = _kept(*given, seen, ops, cap, slopes_too=False)
             parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -136,13 +150,22 @@ def _kept(
     filtering: Filtering,
     seen: Tensor | None,
     ops: Ops,
+    cap: float | None,
+    *,
+    slopes_too: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and their slope where
-    tokens that were `seen` are penalized."""
-    logits, slope = ops.product(hidden, weight, None, torch.float32), None
+    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and where they are
+    wanted their slopes by the head's product, if logits are capped, or tokens that were `seen`
+    penalized."""
+    logits, slope = logits_of(ops, hidden, weight, cap), None
+    if cap is not None and slopes_too:
+        slope = cap_slope(logits, cap)
     if seen is not None:
         penalty = torch.full((len(logits), 1), filtering[3], device=logits.device)
-        slope, logits = slopes(logits, seen, penalty), penalize(logits, seen, penalty)
+        if slopes_too:
+            own = slopes(logits, seen, penalty)
+            slope = own if slope is None else slope.mul_(own)
+        logits = penalize(logits, seen, penalty)
     return filter_around(logits, tokens, temperature, filtering[:3]), slope
 
 

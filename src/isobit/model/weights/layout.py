@@ -178,7 +178,8 @@ class LatentAttention:
 class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention
     (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
-    where the architecture has them."""
+    where the architecture has them, as it may have the number [1] that the sum is multiplied by
+    (`scalar`)."""
 
     flow: Flow
     input_norm: Vector | None
@@ -187,6 +188,7 @@ class Layer:
     post_norm: Vector | None
     mlp: Mlp | Mixture
     mlp_out_norm: Vector | None
+    scalar: Vector | None = None
 
 
 @dataclass(frozen=True, eq=False)

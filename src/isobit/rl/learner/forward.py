@@ -42,7 +42,8 @@ class Teacher:
         hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
         rows = Copies.of(packed.rows, len(hidden)).to(self.model.ops.device)
         hidden = copied(hidden, rows, self.model.ops)
-        return Other(hidden, transformer.head_weight("learner"), self.model.ops)
+        weight, cap = transformer.head_weight("learner"), self.model.config.logit_cap
+        return Other(hidden, weight, self.model.ops, cap)
 
 
 def forward(
