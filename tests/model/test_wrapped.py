@@ -28,6 +28,7 @@ _SEEING = {
 _PUBLISHED = {
     "gemma3": ("Gemma3", "gemma3"),
     "gemma4": ("Gemma4", "gemma4"),
+    "gemma4_unified": ("Gemma4Unified", "gemma4-unified"),
     "mistral3": ("Mistral3", "mistral"),
     "mistral3-grown": ("Mistral3", "ministral3"),
     "llava": ("Llava", "llama"),
@@ -55,6 +56,9 @@ def published(path: Path, name: str) -> Any:
 
 
 def _vision(prefix: str) -> dict[str, Any]:
+    if prefix == "Gemma4Unified":  # it has no tower: patches become rows by one product
+        sizes = {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+        return {"model_type": "gemma4_unified_vision", **sizes}
     kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral"}
     kind |= {"Llava": "clip", "LlavaNext": "clip", "Gemma4": "gemma4"}
     names = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}
@@ -99,7 +103,7 @@ def _rename(folder: Path, naming: str) -> None:
         found[key] = tensor
     inside = pairs[0][new]
     assert any(key.startswith(inside) for key in found)
-    assert any("vision_tower" in key for key in found)
+    assert any("vision" in key for key in found)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Ops, Temperature
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**22
 """Logits that are capped at a time, in float64."""
 
 

@@ -56,7 +56,7 @@ def _dense(per_layer: int) -> Callable[[Mapping[str, Any], str], None]:
             if values.get(key, usual):
                 raise IsobitError(
                     f"{where}: {key} {values.get(key, usual)!r:.80} is not supported: {what}; the "
-                    f"nearest that is read is a dense Gemma 4, such as 12B or 31B, whose {key} is 0"
+                    "nearest that is read is a dense Gemma 4, such as 12B or 31B"
                 )
         if (direction := values.get("use_bidirectional_attention")) not in (None, "vision"):
             raise IsobitError(

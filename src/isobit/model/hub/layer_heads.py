@@ -66,7 +66,7 @@ _GLOBAL_HEADS = "num_global_key_value_heads"
 
 def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]) -> LayerHeads:
     """Of per_layer_config, which has a mapping for each layer that differs."""
-    layers = {str(layer): {} for layer in range(len(slides))}
+    layers = [str(layer) for layer in range(len(slides))]
     usual = dict(zip(_OVERRIDES, others[:2]))
     if not isinstance(given, dict) or not all(
         key in layers and isinstance(own, dict) and own.keys() <= usual.keys()
