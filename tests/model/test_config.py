@@ -42,8 +42,16 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
     assert ModelConfig.from_hf(config.to_hf()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     again = transformers.AutoConfig.from_pretrained(tmp_path)
+    if theirs.is_heterogeneous:
+        mine, wanted = (list(each.per_layer_config) for each in (again, theirs))
+        heads = [
+            [(one.num_key_value_heads, one.head_dim) for one in each] for each in (mine, wanted)
+        ]
+        assert heads[0] == heads[1]
+        assert again.final_logit_softcapping == theirs.final_logit_softcapping
+        assert again.attention_k_eq_v == theirs.attention_k_eq_v
     for key in (
-        "num_key_value_heads",
+        *(() if theirs.is_heterogeneous else ("num_key_value_heads",)),
         "tie_word_embeddings",
         "rms_norm_eps",
         "attention_bias",

@@ -389,7 +389,7 @@ class ModelConfig:
             values |= own.to_hf()
         if family.capped_logits:
             values[_CAP] = self.logit_cap
-        return values | family.written
+        return {**values, **family.written}
 
 
 def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:

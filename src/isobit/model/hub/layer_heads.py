@@ -76,10 +76,9 @@ def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]
             f"{where}: per_layer_config is not supported but for {' and '.join(_OVERRIDES)} of "
             f"layers 0 to {len(slides) - 1}"
         )
-    found = [
-        LayerHeads(*(whole(usual | given.get(layer, {}), key, where) for key in _OVERRIDES))
-        for layer in layers
-    ]
+    each = [usual | given.get(layer, {}) for layer in layers]
+    heads, dims = ([whole(own, key, where) for own in each] for key in _OVERRIDES)
+    found = [LayerHeads(*sizes) for sizes in zip(heads, dims)]
     full = {heads for heads, slide in zip(found, slides) if not slide}
     if len(full) > 1 or any(slide and heads != others for heads, slide in zip(found, slides)):
         raise IsobitError(
