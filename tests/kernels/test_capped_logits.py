@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.engine.sampler import Draws, draw, kinds_of, top_of_draws
 from isobit.engine.types import Sampling
 from isobit.kernels import Layout, Ops, get_ops
-from isobit.kernels.head.definition import cap_slope, logits_of
+from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.kernels.sampling.top import top_of_rows
 from isobit.model import Model

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from isobit.kernels import Layout
-from isobit.kernels.head.definition import logits_of
+from isobit.kernels.sampling.capped import logits_of
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
 from isobit.model.families.rope import Rope

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from isobit.engine.types import Top
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.head.definition import logits_of
 from isobit.kernels.ops import Temperature
 from isobit.kernels.sampling import filtering
+from isobit.kernels.sampling.capped import logits_of
 from isobit.kernels.sampling.filtering import Limits
 from isobit.kernels.sampling.top import top_logprobs
 

@@ -8,9 +8,9 @@ token has the same bits here and there, and asking changes no other
 import torch
 from torch import Tensor
 
-from isobit.kernels.head.definition import logits_of
 from isobit.kernels.matrices import Prepared
 from isobit.kernels.ops import Ops, Temperature
+from isobit.kernels.sampling.capped import logits_of
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:

@@ -14,7 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.head.definition import cap_slope, head_gradients, logits_of
+from isobit.kernels.head.definition import head_gradients
+from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.kernels.sampling.filtering import (
     Context,
     Filtering,

@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.head.definition import cap_slope, logits_of
 from isobit.kernels.matrices import values
+from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.model.weights.stored import Weight
 
 DivergenceOf = Callable[[Tensor, Tensor], Tensor]
