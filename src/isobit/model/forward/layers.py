@@ -290,7 +290,7 @@ def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) ->
     where keys are values [T, (H + KV) · D] with values behind them."""
     others, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
     one = torch.ones(sizes.dim, dtype=qkv.dtype, device=qkv.device)
-    rows, unweighted = values.reshape(-1, sizes.dim), Vector("", FROZEN, one)
+    rows, unweighted = values.contiguous().view(-1, sizes.dim), Vector("", FROZEN, one)
     normed = autograd.rms_norm(rows, None, unweighted, eps, ops)[0].view(values.shape)
     return torch.cat((qkv if sizes.joint else others, normed), dim=1)
 
