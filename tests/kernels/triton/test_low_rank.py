@@ -228,13 +228,14 @@ for (major, minor), architecture in ARCHITECTURES.items():
     compile_for(architecture)
     for launch in launches() if major == 9 else list(launches())[2:4]:
         made = compile_launch(launch, 10 * major + minor)
-        asm = triton_compile(launch, GPUTarget("cuda", 90, 32)).asm if major == 9 else {}
+        hopper = major == 9
+        asm = triton_compile(launch, GPUTarget("cuda", 90, 32)).asm if hopper else None
         print(json.dumps({
             "kernel": kernel_name(launch), "capability": 10 * major + minor,
             "class": made.instruction_class, "shared": made.shared_bytes / 1024,
             "limit": architecture.shared_kib, "spilled": made.spilled_bytes + made.stack_bytes,
             "constants": {name: str(value) for name, value in launch.constants.items()},
-            "ptx": asm.get("ptx", ""), "sass": asm.get("sass", "")}))
+            "ptx": asm["ptx"] if hopper else "", "sass": asm["sass"] if hopper else ""}))
 """
 
 
