@@ -29,8 +29,8 @@ from benchmarks.gpu import (
     timing,
     two_processes,
 )
-from benchmarks.gpu.bits import compared
 from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
+from benchmarks.gpu.comparing import compared
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
 from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE

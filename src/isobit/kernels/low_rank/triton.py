@@ -168,7 +168,7 @@ def prepare_factors(
     (bits,) = struct.unpack("<i", struct.pack("<f", scale))
     record, splits = [], []
     for a, b, lo, hi in parts:
-        count, blocks = splits_of(*a.shape, a.dtype)
+        count, blocks = splits_of(len(a), a.shape[1], a.dtype)
         splits.append(count)
         chunk = blocks * (BLOCK // _STEP)
         record.append([a.data_ptr(), b.data_ptr(), len(a), lo, hi - lo, chunk, bits])
