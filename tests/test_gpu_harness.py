@@ -19,9 +19,11 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
     bits,
     check,
+    decode,
     grpo,
     kernel_cache,
     kernels,
+    learner,
     results,
     sanitizer,
     supervise,
@@ -32,9 +34,10 @@ from benchmarks.gpu import (
 from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
 from benchmarks.gpu.comparing import compared
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
-from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+from benchmarks.gpu.timing import CALLS, Rotation, Timer, computed_nothing, race
 from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.triton.launch import record_launches
+from isobit.precision import E4M3, QTensor, QuantSpec
 from isobit.run.source import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +168,22 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert timing.num_sets(nbytes) * nbytes >= 200 << 20
         assert timing.num_sets(nbytes) >= 2
     assert timing.num_sets(10) == 256
+
+
+def test_a_result_of_zeros_is_of_kernels_that_do_nothing() -> None:
+    """Of one tensor, several, codes and their scales. The controls: one number that is not 0, and
+    what returns no tensor."""
+    zeros, codes = torch.zeros(3), torch.zeros(1, 128, dtype=torch.uint8)
+    spec = QuantSpec(E4M3, "1x128")
+    nothing = QTensor(codes.view(torch.float8_e4m3fn), torch.zeros(1, 1), spec)
+    for result in (zeros, (zeros, zeros.bfloat16()), [nothing, (zeros,)], -zeros):
+        assert computed_nothing(result)
+        with pytest.raises(RuntimeError, match="computed nothing"):
+            Timer(Rotation([lambda result=result: result]), rehearsal=True)
+    some = QTensor(nothing.data, torch.ones(1, 1), spec)
+    for result in (torch.tensor([0.0, 1e-40]), (zeros, zeros + torch.nan), some, None, (), 3):
+        assert not computed_nothing(result)
+        assert Timer(Rotation([lambda result=result: result]), rehearsal=True).sample() >= 0
 
 
 def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
@@ -755,14 +774,18 @@ def test_kernels_that_do_nothing_pass_nothing(
         "check": check.run,
         "grpo": lambda bench: grpo.run(bench, small=True),
         "bits": bits.run,
+        "decode": decode.run,
+        "kernels": kernels.run,
+        "learner": learner.run,
     }
     monkeypatch.setattr(two_processes, "run", lambda bench: None)  # others, which compute
     for name, run in stages.items():
         run(_bench(tmp_path, name, name))
     lines = [line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")]
-    assert {line["stage"] for line in lines} >= {"check", "grpo", "bits"}
+    assert {line["stage"] for line in lines} == set(stages)
     records = ("cuBLAS", "the matrix instruction")  # which claim nothing here
     done = [line["case"] for line in lines if line["status"] == "done"]
+    done = [case for case in done if not case.endswith(": the model")]  # which only builds it
     assert [case for case in done if not case.startswith(records)] == []
     steps = [row for line in lines for row in line["rows"] if "differing_tokens" in row]
     assert steps
