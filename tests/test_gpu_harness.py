@@ -410,6 +410,22 @@ def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
     assert not again.wants("b")
 
 
+def test_a_case_that_hangs_at_the_limit_of_its_stage_is_known_to(tmp_path: Path) -> None:
+    """Otherwise it would be left for the next call, and hang there again. A case that goes on is
+    waited for, to its end. The control: where the call ends, so does either."""
+    file, step = tmp_path / "lines", "open('lines', 'a').write('x\\n'); time.sleep(4)"
+    hangs = [sys.executable, "-c", f"import os, time; os.chdir({str(tmp_path)!r}); {step}"]
+    code = "; ".join([hangs[2], "open('lines', 'a').write('ended\\n'); time.sleep(9)"])
+    works = [sys.executable, "-c", code]
+    assert supervise.watched(hangs, file, 0.3, 1.0, 60.0) == (None, "silent")
+    assert supervise.watched(works, file, 2.0, 60.0, 60.0) == (None, "late")
+    assert file.read_text().endswith("ended\n")
+    for words in (hangs, works):
+        file.write_text("")
+        assert supervise.watched(words, file, 0.3, 60.0, 0.6) == (None, "late")
+        assert "ended" not in file.read_text()
+
+
 def test_a_stage_in_which_all_hangs_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
