@@ -12,8 +12,9 @@ the same.
 
 A row costs less than a step: a step of R rows takes as long as `FIXED_ROWS` + R of its rows would
 without what a step costs in any case, and a draft takes `DRAFT_ROWS`, since it is looked for. So it
-pays where it counts more often than DRAFT_ROWS * R / (FIXED_ROWS + R). How often it does is known of guesses of its kind, also of some that were not
-drafted: the sampled token says whether they were right.
+pays where it counts more often than DRAFT_ROWS * R / (FIXED_ROWS + R). How often it does is known
+of guesses of its kind, also of some that were not drafted: the sampled token says whether they were
+right.
 
 Left out: models whose layers keep states that a row overwrites (linear attention), and flows in
 which a row's bits depend on its batch. Where there are drafts no step is launched ahead of its tokens.
