@@ -35,10 +35,14 @@ from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
 from benchmarks.gpu.comparing import compared
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, computed_nothing, race
+from isobit import Engine, Sampling
 from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import E4M3, QTensor, QuantSpec
 from isobit.run.source import code_digest
+from tests.engine.helpers import differing
+from tests.kernels.helpers import computed
+from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 _machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
@@ -170,12 +174,24 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.num_sets(10) == 256
 
 
+@pytest.mark.usefixtures("_idle")
+def test_a_test_that_compares_tokens_needs_some() -> None:
+    """Rollout and learner of kernels that do nothing differ in no token. The control is
+    `tests/engine/test_triton.py`."""
+    model = tiny_model("fp8", backend="triton", num_layers=1, head_dim=16)
+    groups = Engine(model, page_size=4).generate([[3, 4], [5]], Sampling(1, 2, ignore_eos=True))
+    with pytest.raises(AssertionError, match="nothing that could differ"):
+        differing(model, groups)
+
+
 def test_a_result_of_zeros_is_of_kernels_that_do_nothing() -> None:
     """Of one tensor, several, codes and their scales. The controls: one number that is not 0, and
     what returns no tensor."""
     zeros, codes = torch.zeros(3), torch.zeros(1, 128, dtype=torch.uint8)
     spec = QuantSpec(E4M3, "1x128")
     nothing = QTensor(codes.view(torch.float8_e4m3fn), torch.zeros(1, 1), spec)
+    assert not any(map(computed, (zeros, zeros - 1, zeros - torch.inf, zeros + torch.nan)))
+    assert computed(torch.tensor([-1.0, -2.0]))
     for result in (zeros, (zeros, zeros.bfloat16()), [nothing, (zeros,)], -zeros):
         assert computed_nothing(result)
         with pytest.raises(RuntimeError, match="computed nothing"):
