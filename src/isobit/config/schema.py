@@ -174,6 +174,12 @@ class Config:
                 "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
                 "top_p: 1, min_p: 0, repetition_penalty: 1"
             )
+        if sampling.filtered and algorithm.weighs_places:
+            raise IsobitError(
+                "algorithm.advantage: otb is of the whole vocabulary, not of what sampling leaves of "
+                "it: set top_k: 0, top_p: 1, min_p: 0 and repetition_penalty: 1, or take another "
+                "advantage"
+            )
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -234,6 +240,7 @@ class Config:
                 ("environment", self.environment.used, "no tools and no environment"),
                 ("replay", self.replay.groups_per_step > 0, "replay.groups_per_step: 0"),
                 ("algorithm.router_replay", replayed, "algorithm.router_replay: false"),
+                ("algorithm.advantage: otb", self.algorithm.weighs_places, "another advantage"),
             ]
         )
 

@@ -20,6 +20,7 @@ from isobit.training.measuring.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
 from isobit.training.recording.rollouts import LearnedRollouts
@@ -235,7 +236,9 @@ class Session(OpenRun):
             parts.memory_metrics,
             self.display,
             self.trackers,
-            objects.callbacks if self.ranks.first else (),
+            [*objects.callbacks, *named_callbacks(self.config.run.callbacks)]
+            if self.ranks.first
+            else (),
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
