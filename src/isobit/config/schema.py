@@ -168,18 +168,8 @@ class Config:
         check_adapter(self.adapter, self.optimizer)
         if self.serve.port is not None:
             self._check_serve()
-        if sampling.filtered and algorithm.kl_coefficient:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
-                "top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if sampling.filtered and algorithm.weighs_places:
-            raise IsobitError(
-                "algorithm.advantage: otb is of the whole vocabulary, not of what sampling leaves of "
-                "it: set top_k: 0, top_p: 1, min_p: 0 and repetition_penalty: 1, or take another "
-                "advantage"
-            )
+        if sampling.filtered:
+            self._check_filtered()
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -228,6 +218,21 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_filtered(self) -> None:
+        """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
+        if self.algorithm.kl_coefficient:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+                "top_p: 1, min_p: 0, repetition_penalty: 1"
+            )
+        if self.algorithm.weighs_places:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+                "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+                "min_p: 0, repetition_penalty: 1, or another advantage"
             )
 
     def _check_partial(self) -> None:
