@@ -61,7 +61,7 @@ _NAMES = {
     "engine.sleep": "vllm_enable_sleep_mode free_cache_engine enable_sleep_mode",
     "algorithm.preset": "algo algorithm.name",
     "algorithm.advantage": "scale_rewards adv_estimator adv_estimator.name normalize_rewards "
-    "use_leave_one_out_baseline norm_adv_by_std_in_grpo calculate_sum_pi_squared",
+    "use_leave_one_out_baseline norm_adv_by_std_in_grpo",
     "algorithm.loss_aggregation": "loss_type loss_agg_mode token_level_loss",
     "algorithm.decoupled_rewards": "multi_objective_aggregation",
     "algorithm.updates_per_batch": "steps_per_generation gradient_accumulation_steps "
