@@ -60,10 +60,14 @@ def test_the_curves_show_what_they_should() -> None:
     labelled = found["arms"]["kto"]
     assert labelled["preference/margin"][0] == labelled["preference/kl"][0] == [1, 0.0]
     assert all(value > 0 for _, value in labelled["preference/margin"][30:])
+    assert {value for _, value in labelled["preference/kl"]} == {0.0}, "as the page says"
     assert labelled["preference/held_out_accuracy"][-1][1] > 0.7
     margins = dict(found["arms"]["preference-following"]["preference/margin"])
     assert [step for step, value in margins.items() if value == 0] == [1, 29, 57, 85]
     assert all(margins[step] > 0 for step in (28, 56, 84, 100))
+    assert [margins[step] for step in range(1, 29)] == [
+        value for _, value in pairs["preference/margin"][:28]
+    ]
     for name in TAUGHT:
         curve = found["arms"][name]
         accuracy = [value for _, value in curve["accuracy/held_out"]]
