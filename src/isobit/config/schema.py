@@ -237,10 +237,14 @@ class Config:
 
     def _check_partial(self) -> None:
         """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        if self.partial.used and self.rollouts_ahead > self.partial.max_staleness:
+            raise IsobitError(
+                f"rollouts_ahead {self.rollouts_ahead} exceeds partial.max_staleness "
+                f"{self.partial.max_staleness}: no token would be young enough to learn from"
+            )
         replayed = self.algorithm.router_replay
         self.partial.check(
             [
-                ("rollouts_ahead", self.rollouts_ahead > 0, "rollouts_ahead: 0"),
                 ("fleet.engines", self.fleet.engines > 0, "fleet.engines: 0"),
                 ("environment", self.environment.used, "no tools and no environment"),
                 ("replay", self.replay.groups_per_step > 0, "replay.groups_per_step: 0"),
