@@ -24,6 +24,7 @@ from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.rl.test_reference_kl import count_passes
 from tests.runs import fingerprint, write_config
+from tests.training import test_turns
 
 OTB = Objective(advantage="otb")
 GROUPS = [
@@ -290,6 +291,24 @@ def test_a_run_is_resumed_and_repeated_bit_for_bit(
         other = run("other", "algorithm.advantage=dr_grpo")
         assert fingerprint(other.run_dir)[name] != fingerprint(whole.run_dir)[name]
     resume(parts.run_dir, ["steps=4"])
+    assert fingerprint(parts.run_dir) == fingerprint(whole.run_dir)
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+def test_a_run_of_several_turns(tmp_path: Path, history: str) -> None:
+    """What the environment said is no place; a run that goes on has the same bits."""
+    model = test_turns.save_chat_model(tmp_path / "chat")
+
+    def run(name: str, *more: str) -> Any:
+        own = test_turns.history_of(tmp_path / name, history)
+        return test_turns.run(tmp_path / name, model, "algorithm.advantage=otb", *own, *more)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole, parts = run("whole", "steps=3"), run("parts", "steps=2")
+    assert all(row["mismatch/differing_tokens"] == 0 for row in whole.metrics)
+    assert all(row["advantage/nonzero_fraction"] > 0 for row in whole.metrics)
+    resume(parts.run_dir, ["steps=3"])
     assert fingerprint(parts.run_dir) == fingerprint(whole.run_dir)
 
 
