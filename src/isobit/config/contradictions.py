@@ -2,11 +2,24 @@
 the whole of a config contradicts (`schema.py`)."""
 
 from isobit.config.sections import AdapterConfig, ReferenceConfig
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
 from isobit.rl.optim.schedule import OptimizerSettings
 
-__all__ = ["check_adapter", "check_kl", "check_loss", "check_reference"]
+__all__ = ["check_adapter", "check_kl", "check_loss", "check_observations", "check_reference"]
+
+
+def check_observations(algorithm: Objective, environment: EnvironmentConfig) -> None:
+    """Raise IsobitError where what an environment says is to be learned, and none says anything
+    between two turns."""
+    if algorithm.observation_coefficient == 0 or (environment.used and environment.max_turns > 1):
+        return
+    why = "ends with the first answer (max_turns: 1)" if environment.used else "is not there"
+    raise IsobitError(
+        "algorithm.observation_coefficient learns what an environment says behind an answer, and "
+        f"the environment {why}: set environment.tools, factory or mcp and max_turns, or leave it out"
+    )
 
 
 def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:

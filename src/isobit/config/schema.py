@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from isobit.config.contradictions import check_adapter, check_kl, check_loss, check_reference
+from isobit.config.contradictions import (
+    check_adapter,
+    check_kl,
+    check_loss,
+    check_observations,
+    check_reference,
+)
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
@@ -183,6 +189,7 @@ class Config:
         check_reference(self.reference, algorithm, adapted=self.adapter is not None)
         check_kl(algorithm)
         check_loss(algorithm)
+        check_observations(algorithm, self.environment)
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "

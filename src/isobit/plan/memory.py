@@ -260,6 +260,8 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
         )
+    if job.algorithm.observation_coefficient > 0 and config.adapter is None:
+        taken += 4 * job.model.vocab_size * job.model.hidden_size  # the head's second gradient
     if job.sampled is not None and job.sampled.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them

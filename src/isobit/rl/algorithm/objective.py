@@ -241,6 +241,13 @@ class Objective:
     entropy_coefficient_max: Annotated[
         float, above(0), "the largest coefficient, under entropy_target"
     ] = 1.0
+    observation_coefficient: Annotated[
+        float,
+        at_least(0),
+        "weight in the loss of the cross-entropy of what an environment says behind the model's "
+        "answers, its mean over these tokens of an optimizer step (ECHO, arXiv 2605.24517, which "
+        "takes 0.05); the prompt is not among them. 0: none",
+    ] = 0.0
     router_replay: Annotated[
         bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"
     ] = False

@@ -55,8 +55,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the
     learner's flow, as of `forward_compared`."""
-    found = forward_compared(model, packed, temperature, filtering, tape, recompute, None)
-    return found[:2]
+    return forward_compared(model, packed, temperature, filtering, tape, recompute, None)[:2]
 
 
 def forward_compared(
@@ -67,9 +66,10 @@ def forward_compared(
     tape: RouteTape | None,
     recompute: Recompute,
     compared: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(log-probability, entropy, what `compared` makes of hidden rows, if it is given) of every
-    trained token of a packed batch, [C] float32, by the learner's flow.
+    trained token of a packed batch, [C] float32, by the learner's flow; and the log-probability of
+    what is `observed` in it, if it is, [K] float32, at temperature 1 and unfiltered.
 
     All are on the CPU, wherever the model is: what an algorithm does with single tokens happens
     there. Here a learner waits for a GPU, once per micro-batch. `tape` and `recompute` are those of
@@ -85,7 +85,12 @@ def forward_compared(
         rows, targets, temperature, filtering=filtering, context=context
     )
     distance = None if compared is None else compared(rows).cpu()
-    found = logprobs.cpu(), entropy.cpu(), distance
+    observed = None
+    if packed.observed is not None:
+        before = Copies.of(packed.observed.rows, len(hidden)).to(device)
+        said = copied(hidden, before, model.ops), packed.observed.targets.to(device)
+        observed = transformer.head_logprobs(*said)[0].cpu()
+    found = logprobs.cpu(), entropy.cpu(), distance, observed
     model.ops.raise_faults()
     return found
 
@@ -93,13 +98,14 @@ def forward_compared(
 @dataclass(frozen=True, eq=False)
 class Computed:
     """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32,
-    and the divergence from a teacher, if there is one; the routers' tape of a mixture of
-    experts."""
+    and the divergence from a teacher, if there is one; the log-probability of K tokens that were
+    `observed`, [K] float32, if these are learned; the routers' tape of a mixture of experts."""
 
     packed: PackedBatch
     logprobs: Tensor
     entropy: Tensor
     divergence: Tensor | None = None
+    observed: Tensor | None = None
     tape: RouteTape | None = None
 
 
@@ -110,7 +116,7 @@ class PolicyForward:
     those that sampled, so that the routers' own choices are compared with the rollout's.
     `recompute`: keep only each layer's inputs for a backward. `plain`: of a reference, or
     supervised: no top-k or top-p, and what routers do is not looked at. `teacher`: whose
-    distribution the policy's is compared with."""
+    distribution the policy's is compared with. `observes`: with what environments said."""
 
     model: Model
     objective: ResolvedObjective
@@ -120,10 +126,11 @@ class PolicyForward:
     share_prompts: bool = False
     plain: bool = False
     teacher: Teacher | None = None
+    observes: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
         model, objective, compared = self.model, self.objective, self._compared(samples)
-        experts, packed = model.config.routed, pack(samples, self.share_prompts)
+        experts, packed = model.config.routed, pack(samples, self.share_prompts, self.observes)
         if self.plain:
             found = forward(model, packed, objective.temperature, recompute=self.recompute)
             return Computed(packed, *found)

@@ -28,6 +28,7 @@ from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_polic
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.batch import OptimizerBatch
 from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
+from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.learner.routing import (
     BatchLoad,
     RoutingTotals,
@@ -201,7 +202,8 @@ class Differentiation:
     ) -> MicroBatch:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
         objective, routing, totals = one.objective, RoutingTotals(), Totals()
-        found = replace(policy, totals=routing)(_samples(one, index))
+        observes = bool(one.observation_weights)
+        found = replace(policy, totals=routing, observes=observes)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
         inputs = replace(inputs, divergence=found.divergence)
@@ -218,6 +220,11 @@ class Differentiation:
         if inputs.reference_logprobs is not None and objective.kl_coefficient > 0:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
+        if found.observed is not None:
+            weights = _observation_weights(one, index, found.packed)
+            cross_entropy = -found.observed
+            total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
+            totals.observe(cross_entropy[weights > 0])
         with adding_in_place(() if self._sum.hooked else self._leaves.values()):
             total.backward()
         totals.count(loss, outputs, found.entropy, kl)
@@ -275,6 +282,14 @@ class Differentiation:
 def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
     """Those of a micro-batch."""
     return [one.samples[i] for i in one.update.micro_batches[number]]
+
+
+def _observation_weights(one: OptimizerBatch, number: int, packed: PackedBatch) -> Tensor:
+    """Of the tokens that environments said in a micro-batch, [K] float32; 0 where a sample's are
+    not learned."""
+    assert packed.observed is not None
+    of_samples = [one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[number]]
+    return torch.tensor(of_samples)[packed.observed.sequence]
 
 
 class _NotFinite(Exception):
