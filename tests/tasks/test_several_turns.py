@@ -134,7 +134,7 @@ def test_a_game() -> None:
 @pytest.mark.parametrize(("careless", "share"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)])
 def test_careless_demonstrations_are_of_the_whole_range(careless: float, share: float) -> None:
     """In their share, where a hint rules out a part of it; without, all heed what was heard."""
-    shown = task("guess", demonstrations=True, careless=careless)
+    shown = task("guess", demonstrations=True, careless=careless, train_size=8000)
     against = expected = 0.0
     for example in shown.train.examples:
         low, high = map(int, asked(example).split("-"))
@@ -146,7 +146,7 @@ def test_careless_demonstrations_are_of_the_whole_range(careless: float, share: 
         assert low <= guess <= high
         against += not first <= guess <= last
         expected += 1 - (last - first + 1) / (high - low + 1)
-    assert against / expected == pytest.approx(share, rel=0.05)
+    assert against / expected == pytest.approx(share, rel=0.1)
 
 
 @pytest.mark.parametrize(
