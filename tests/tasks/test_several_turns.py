@@ -15,7 +15,7 @@ from isobit.rewards.sandbox.launch import check_cage
 from isobit.run.directory import read_jsonl
 from isobit.tasks import Task, TaskSettings, load_task
 from isobit.tasks.calculator import python
-from isobit.tasks.guess import Guess, left_after
+from isobit.tasks.guess import Guess
 from isobit.tasks.lookup import KINDS, NOTHING, Library, corpus_of
 from isobit.tasks.turns import correct
 from isobit.training.train import train
@@ -129,24 +129,6 @@ def test_a_game() -> None:
     assert missed[-1].done
     assert missed[-1].reward == math.log(15 / 6) / math.log(15)
     assert play(["11"], True)[0].reward == 1.0
-
-
-@pytest.mark.parametrize(("careless", "share"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)])
-def test_careless_demonstrations_are_of_the_whole_range(careless: float, share: float) -> None:
-    """In their share, where a hint rules out a part of it; without, all heed what was heard."""
-    shown = task("guess", demonstrations=True, careless=careless, train_size=8000)
-    against = expected = 0.0
-    for example in shown.train.examples:
-        low, high = map(int, asked(example).split("-"))
-        first, last = low, high
-        said = [str(message["content"]) for message in example.prompt]  # type: ignore[index]
-        for guess, hint in zip(map(int, said[1::2]), said[2::2]):
-            first, last = left_after(first, last, guess, guess + (1 if hint == ">" else -1))
-        guess = int(example.columns["guess"])
-        assert low <= guess <= high
-        against += not first <= guess <= last
-        expected += 1 - (last - first + 1) / (high - low + 1)
-    assert against / expected == pytest.approx(share, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ two: `sparse` is 1 for the secret and 0 otherwise; `dense` is the part of the se
 guesses have shown, log(numbers / numbers left) / log(numbers), which is 1 for the secret as well.
 
 Held out are ranges that are never trained on. With `demonstrations` the examples are single turns
-for supervised training: games so far, each with a guess at random among what is left, or in a share
-of them that are `careless`, in the whole range.
+for supervised training: games so far, each with a guess at random among what is left.
 """
 
 import math
@@ -34,7 +33,6 @@ from isobit.tasks.turns import user_says
 
 DEFAULT_HELD_OUT_SIZE = 256
 _HELD_OUT_RANGES = 8  # one of so many
-_PARTS = 1 << 20  # that a share is counted in
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,6 @@ class GuessOptions:
     demonstrations: Annotated[
         bool, "examples are single turns to learn from: a guess at random among what is left"
     ] = False
-    careless: Annotated[
-        float,
-        at_least(0),
-        at_most(1),
-        "of demonstrations: the share of guesses at random in the whole range, whatever was heard",
-    ] = 0.0
     train_size: Annotated[int, at_least(1), at_most(1_000_000), "examples to train on"] = 4_000
     seed: SEED = 0
 
@@ -109,17 +101,14 @@ def _game(options: GuessOptions, lows: list[int], index: int, draws: Iterator[in
 
 
 def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> list[Example]:
-    """Single turns of games in which each guess is one at random among what is left, or where it is
-    careless, of all."""
+    """Single turns of games in which each guess is one at random among what is left."""
     draws, found = draws_of(options.seed, stream + 2), list[Example]()
     while len(found) < size:
         game = _game(options, lows, 0, draws)
-        lowest, highest, secret = (game.columns[key] for key in ("low", "high", "secret"))
-        low, high, chat = lowest, highest, [user_says(f"{lowest}-{highest}")]
+        low, high, secret = (game.columns[key] for key in ("low", "high", "secret"))
+        chat = [user_says(f"{low}-{high}")]
         for _ in range(options.guesses):
-            careless = options.careless > 0 and next(draws) % _PARTS < options.careless * _PARTS
-            first, last = (lowest, highest) if careless else (low, high)
-            guess = first + next(draws) % (last - first + 1)
+            guess = low + next(draws) % (high - low + 1)
             found.append(Example(len(found), list(chat), {"guess": str(guess)}))
             if guess == secret:
                 break
