@@ -418,6 +418,11 @@ class SftConfig:
     seed: Annotated[int, at_least(0), below(2**63)] = 0
 
     @property
+    def prompts_per_step(self) -> int:
+        """Examples of an optimizer step, by the name that they have in a run that samples."""
+        return self.batch_size
+
+    @property
     def of_pairs(self) -> bool:
         """Whether the loss is of two answers, of which one is preferred."""
         return self.loss in ("dpo", "ipo")

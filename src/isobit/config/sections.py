@@ -5,14 +5,14 @@ Left out: sections that are declared where they are used (`schema.py` names them
 contradicts across sections (`schema.py` too).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobit.data.dataset import check_variables
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.evaluation.early_stop import StopConfig
+from isobit.evaluation.early_stop import StopConfig, check_metric
 from isobit.options.declare import (
     Example,
     Formerly,
@@ -326,6 +326,11 @@ class EvaluationConfig(StopConfig):
         "metric that chooses the best model; larger is better. auto: accuracy/held_out, and "
         "reward/held_out where two models have the same accuracy",
     ] = "auto"
+
+    def check_metrics(self, known: Sequence[str]) -> None:
+        """And for the best model, which may be chosen by two."""
+        check_metric("best_by", self.best_by, [*known, "auto"])
+        super().check_metrics(known)
 
     def __post_init__(self) -> None:
         self.check_stop(self.every)
