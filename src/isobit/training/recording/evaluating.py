@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from isobit.config import Config, SftConfig
 from isobit.errors import IsobitError
 from isobit.evaluation.best import Best
-from isobit.evaluation.early_stop import STOPPED, EarlyStop
 from isobit.evaluation.result import Question
 from isobit.rl.learner.learner import Learner
 from isobit.tasks import Task
@@ -74,7 +73,7 @@ class HeldOut(Protocol):
 
 class Evaluating:
     """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on; `write`
-    takes the rows of what was answered. `stop`: whether an evaluation has ended the run."""
+    takes the rows of what was answered."""
 
     def __init__(
         self,
@@ -96,7 +95,6 @@ class Evaluating:
         self._policy, self._learner, self._state = policy, learner, state
         self._meter, self._saver, self._best = meter, saver, best
         self._note, self._write = note, write
-        self.stop = EarlyStop(config.evaluation)
 
     def metrics(self, last: bool) -> dict[str, float]:
         """Of the present step, if it is due or the `last`; else none."""
@@ -112,6 +110,4 @@ class Evaluating:
         self._note(f"step {step}: {line}")
         self._write(rows_of(step, answered))
         self._best.consider(step, found)
-        if self.stop.consider(step, found):
-            found[STOPPED] = 1.0
         return found

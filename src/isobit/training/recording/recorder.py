@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
+from isobit.evaluation.early_stop import STOPPED, EarlyStop
 from isobit.monitor.screen import Display, Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
@@ -61,18 +62,19 @@ class Recorder:
         self._evaluating, self._memory = evaluating, memory
         self._display, self._trackers, self._callbacks = display, trackers, callbacks
         self._certificate = Certificate(config, trained.model)
+        self._stop = EarlyStop(config.evaluation)
 
     @property
     def ended(self) -> str | None:
         """Why the run ends before its last step, in words; None while it goes on."""
-        return self._evaluating.stop.reason
+        return self._stop.reason
 
     def begin(self) -> None:
         """Know what a run that goes on had done. Record the state before the first step, or the
         step whose evaluation had failed."""
         state, saver, first = self._state, self._saver, self._trained.ranks.first
         for row in read_jsonl(self._run.directory / METRICS, warn if first else lambda line: None):
-            self._evaluating.stop.consider(int(row["step"]), row)
+            self._stop.consider(int(row["step"]), row)
             if first:
                 self._display.history.add(row)
         if saver.saved_step is None:
@@ -157,7 +159,10 @@ class Recorder:
     ) -> dict[str, float]:
         """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
         there is nothing."""
-        values = {"step": self._state.step, **(measured or {}), **self._evaluating.metrics(last)}
+        step = self._state.step
+        values = {"step": step, **(measured or {}), **self._evaluating.metrics(last)}
+        if self._stop.consider(step, values):
+            values[STOPPED] = 1.0
         if len(values) > 1:
             self._run.write_metrics(values)
             self._trackers.poll()
