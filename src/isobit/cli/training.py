@@ -262,8 +262,9 @@ def compare(
     """Train under several precision flows with the same data and seeds, and compare them in a table
     and a page.
 
-    \b isobit compare configs/compare-recipes.yaml isobit compare configs/quickstart.yaml steps=50
-    --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+    \b
+    isobit compare configs/compare-recipes.yaml
+    isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3
 
     After an interruption the same command continues; finished runs are not repeated.
     """

@@ -25,13 +25,13 @@ class StopConfig:
     stop_by: Annotated[str, "the metric that stop_at and patience look at"] = "accuracy/held_out"
     stop_at: Annotated[
         float | None,
-        "the run ends as soon as an evaluation after a step reaches this: at least, or of a loss at "
-        "most",
+        "the run ends as soon as an evaluation reaches this value; a loss reaches it from "
+        "above. The evaluation before the first step does not count",
     ] = None
     patience: Annotated[
         int | None,
         at_least(1),
-        "the run ends after so many evaluations in a row that were not better than the best before",
+        "the run ends after this many evaluations in a row without a new best",
     ] = None
 
     @property
