@@ -20,7 +20,7 @@ from isobit.training.sft.opening import open_supervised, open_supervised_again
 from isobit.training.train import resume, train, train_supervised
 from tests import warm
 from tests.distributed.threads import run as on_ranks
-from tests.runs import fingerprint, killed_after, write_config
+from tests.runs import fingerprint, killed_after, without_memory, write_config
 
 STEPS = 6
 
@@ -196,14 +196,7 @@ def test_ranks_that_the_command_starts_train_the_same_bits(
         ended = warm.start(["isobit", "sft", *words, "--quiet"], tmp_path).wait()
         assert ended.returncode == 0, ended.stderr
     found, wanted = fingerprint(tmp_path / "run"), unbroken[1]
-    assert _without_memory(found) == _without_memory(wanted)
-
-
-def _without_memory(found: dict[str, Any]) -> dict[str, Any]:
-    """Each of several ranks holds its part of the moments alone."""
-    rows = json.loads(found["metrics"])
-    kept = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
-    return {**found, "metrics": kept}
+    assert without_memory(found) == without_memory(wanted)
 
 
 def test_an_adapter_is_saved_and_goes_on(tmp_path: Path, base_model: Path) -> None:
@@ -247,6 +240,7 @@ def test_what_cannot_go_on_is_refused(
         resume(tmp_path / "run", ["steps=3"])
     where = {"dir": str(tmp_path / "rl")}
     path = write_config(tmp_path, base_model, steps=1, run=where)
-    reinforced = train(load_config(path), quiet=True)
-    with pytest.raises(IsobitError, match=r"a run of `isobit train`; go on with"):
-        resume(reinforced.run_dir)
+    train(load_config(path), quiet=True)
+    ended = warm.start(["isobit", "sft", "--resume", "rl"], tmp_path).wait()
+    assert ended.returncode == 2, ended.stderr
+    assert "rl is a run of `isobit train`; go on with: isobit train --resume rl" in ended.stderr
