@@ -17,6 +17,7 @@ DryRun = Annotated[
         "--dry-run", help="check everything, show the memory plan and the first prompt, and stop"
     ),
 ]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")]
 
 
 @app.command()
@@ -43,9 +44,7 @@ def train(
         Path | None,
         typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
-    ] = None,
+    out: Out = None,
     dry_run: DryRun = False,
     redo: Annotated[
         bool,
@@ -160,9 +159,7 @@ def sft(
             "steps, ranks, run.* and tracking.* (except run.dir)",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
-    ] = None,
+    out: Out = None,
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
