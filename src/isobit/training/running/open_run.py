@@ -25,6 +25,7 @@ from isobit.training.loop import Rollouts
 from isobit.training.measuring.meter import Meter
 from isobit.training.objects import OnStep
 from isobit.training.policy import Policy
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import Evaluating, HeldOut
 from isobit.training.recording.recorder import Learned, Recorder
 from isobit.training.resolved import keep
@@ -136,7 +137,7 @@ class OpenRun:
             parts.memory_metrics,
             self.display,
             self.trackers,
-            callbacks if self.ranks.first else (),
+            [*callbacks, *named_callbacks(config.run.callbacks)] if self.ranks.first else (),
         )
         self._stack = ExitStack()
 

@@ -23,7 +23,7 @@ from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
-from isobit.training.rollouts.partial import PartialGroups, PartialRollouts
+from isobit.training.rollouts.partial import AgedRollouts, PartialGroups, PartialRollouts
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.rollouts.serving import ServedRollouts
 from isobit.training.rollouts.sources import (
@@ -73,6 +73,9 @@ class Session(OpenRun):
         batches = self._batches(recorded, ahead)
         self._beside = batches if isinstance(batches, AsyncRollouts) else None
         self.rollouts: Rollouts = ReplayedRollouts(batches, state, replay)
+        if ahead and self.config.partial.used:
+            oldest = self.config.partial.max_staleness
+            self.rollouts = AgedRollouts(self.rollouts, state, oldest)
         if parts.serving is not None:
             self.rollouts = ServedRollouts(self.rollouts, parts.serving, state)
         measures = objects.measures if self.ranks.first else ()
