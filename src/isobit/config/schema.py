@@ -331,7 +331,9 @@ class ArchitectureConfig:
     ] = "qwen3"
     hidden_size: Annotated[int, at_least(8), "width of the residual stream"] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[int | None, at_least(1), "of a layer of a mixture of experts"] = None
+    num_experts: Annotated[
+        int | None, at_least(1), "experts of each layer; default: the layers are dense"
+    ] = None
     experts_per_token: Annotated[
         int | None, at_least(1), "experts that a token is sent to; default: 2"
     ] = None
@@ -410,18 +412,22 @@ class SftConfig:
     loss: Annotated[
         str,
         OneOf(("cross_entropy", "dpo", "ipo", "kto")),
-        "of right answers; or against the model that the run began with: dpo and ipo of pairs, "
-        "columns prompt, chosen and rejected; kto of answers that are desirable or not, columns "
-        "prompt, completion and label, true or false",
+        "cross_entropy: of right answers. The others compare with the model that the run began "
+        "with. dpo and ipo: pairs of answers, in the columns prompt, chosen and rejected. kto: "
+        "answers that are desirable or not, in the columns prompt, completion and label (true "
+        "or false)",
     ] = "cross_entropy"
     beta: Annotated[
-        float, above(0), "of dpo, ipo and kto: how near the model stays to the one it began with"
+        float,
+        above(0),
+        "for dpo, ipo and kto: the larger it is, the nearer the model stays "
+        "to the one it began with",
     ] = 0.1
     desirable_weight: Annotated[
-        float, at_least(0), "of kto: weight of the loss of desirable answers"
+        float, at_least(0), "for kto: weight of the loss of desirable answers"
     ] = 1.0
     undesirable_weight: Annotated[
-        float, at_least(0), "of kto: weight of the loss of the others"
+        float, at_least(0), "for kto: weight of the loss of the others"
     ] = 1.0
     reference: ReferenceSync = ReferenceSync()
     turns: Annotated[
@@ -439,6 +445,11 @@ class SftConfig:
         int, at_least(1), "processes that train together on this machine, as of `isobit train`"
     ] = 1
     seed: Annotated[int, at_least(0), below(2**63)] = 0
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Examples of an optimizer step, by the name that they have in a run that samples."""
+        return self.batch_size
 
     @property
     def of_pairs(self) -> bool:
