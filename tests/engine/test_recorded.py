@@ -3,7 +3,6 @@ log-probabilities, and what is in the cache; by the base and by several adapters
 
 from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -204,10 +203,15 @@ def by_adapters(engine: Engine, names: list[str | None], tokens: int = 14) -> Ou
 
 @pytest.mark.parametrize(
     ("preset", "refused"),
-    [("bf16", None), ("fp8", None), ("float32", "tolist of a tensor"), ("nvfp4", ANY)],
+    [
+        ("bf16", None),
+        ("fp8", None),
+        ("float32", "tolist of a tensor"),
+        ("nvfp4", "__bool__ of a tensor"),
+    ],
 )
 def test_steps_of_adapters_are_recorded(
-    preset: str, refused: object, make_engine: MakeEngine, replays: list[str | None]
+    preset: str, refused: str | None, make_engine: MakeEngine, replays: list[str | None]
 ) -> None:
     """One engine for all batches, so that a recording of one serves the others. Where the factors
     are not read from memory, steps are computed anew."""
@@ -218,8 +222,8 @@ def test_steps_of_adapters_are_recorded(
     for batch in names:
         found.append(by_adapters(plain, batch))
         assert by_adapters(recorded, batch) == found[-1]
-    assert len(replays) > 10
-    assert all(each == refused for each in set(replays))
+    assert replays
+    assert set(replays) == {refused}
     assert all(one != other for place, one in enumerate(found) for other in found[:place])
 
 
