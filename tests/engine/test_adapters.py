@@ -114,8 +114,9 @@ def _each_is_as_it_is_alone(folder: Path, backend: str, consistency: str, precis
 
 
 def test_a_mixed_batch_is_multiplied_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that leaves the bits; and which rows are whose is found once for all weights that have
-    the same adapters. The control may not multiply rows together."""
+    """Where that leaves the bits: C++ then finds rows and adapters in a table. The control may not
+    multiply rows together; which are whose is found once for all weights that have the same
+    adapters."""
     model = served(folder)
     ops = model.transformer.ops["rollout"]
     found, splits, once = list[object](), list[int](), list[int]()
@@ -140,13 +141,13 @@ def test_a_mixed_batch_is_multiplied_once(folder: Path, monkeypatch: pytest.Monk
             patch.setattr(Rows, "_split", noted)
             if not allowed:
                 patch.setattr(type(ops), "rounds_last", lambda self, a, b: False)
-            engine = Engine(model, page_size=4, prefix_cache=False)
+            engine = Engine(model, page_size=4, prefix_cache=False, cuda_graphs=False)
             found.append(drawn(engine.generate(PROMPTS, SAMPLING, range(6), adapters=NAMES)))
             once.append(counts["products"])
             splits.append(counts["splits"])
     assert found[0] == found[1]
     assert once[0] < 0.8 * once[1]
-    assert 0 < splits[0] == splits[1] < once[0] / 2
+    assert splits[0] == 0 < splits[1] < once[0] / 2
 
 
 def test_neither_preemption_nor_pages_of_ones_own_change_a_bit(folder: Path) -> None:

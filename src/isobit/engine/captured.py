@@ -16,6 +16,7 @@ from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.build import library
 from isobit.kernels.native.recording import Recording
 from isobit.model import Model
+from isobit.model.adapters.multi_lora import FIXED_ROWS
 
 
 class Graph(Protocol):
@@ -71,7 +72,7 @@ class RecordedCalls:
     """The calls of C++ operators, made again from one call; what cannot be recorded
     (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is."""
 
-    asynchronous, most_rows = False, 64
+    asynchronous, most_rows = False, FIXED_ROWS
 
     def __init__(self, peer: Any) -> None:
         self._arena: Arena = Arena() if peer is None else peer._arena
@@ -92,10 +93,12 @@ class RecordedCalls:
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
     """How decode steps are captured; None: not at all. By operators that never wait for a GPU, or
-    those in C++; not where rows are of several adapters, which are other rows in each step."""
+    those in C++. Where rows are of several adapters, which are other rows in each step, only by
+    the latter, which read them from memory."""
     ops = model.transformer.ops["rollout"]
-    if not wanted or model.transformer.served is not None:
+    if not wanted:
         return None
     if ops.device.type == "cuda":
-        return CudaGraph if ops.backend == "triton" else None
+        several = model.transformer.served is not None
+        return CudaGraph if ops.backend == "triton" and not several else None
     return RecordedCalls if isinstance(ops, NativeBase) else None

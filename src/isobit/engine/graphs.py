@@ -142,6 +142,7 @@ class DecodeGraphs:
             max_rows + 1, dtype=torch.int64, device=device
         )  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
+        self._adapters = np.full(max_rows, -1)
         buffers = self._ints, self._table, self._tokens, self._logprobs
         self._hosts = [_Host(buffers, self.asynchronous) for _ in range(2)]
         self._graphs: dict[tuple[int, int, Kinds, int], Graph] = {}
@@ -173,9 +174,16 @@ class DecodeGraphs:
             self.clear()
         self._storage, self._stores, self._padded = storage, stores, 0
 
-    def launch(self, rows: DecodeRows, which: Rows, source: Rows | None = None) -> Launch:
-        """Start a step of the table's rows `which`. With `source` it is the step after the one that
-        is under way, whose row source[r] has the token that row r continues with."""
+    def launch(
+        self,
+        rows: DecodeRows,
+        which: Rows,
+        source: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> Launch:
+        """Start a step of the table's rows `which`, by the adapters of these numbers, where the
+        model serves several. With `source` it is the step after the one that is under way, whose row
+        source[r] has the token that row r continues with."""
         positions = rows.position[which] + (source is not None)
         count, most = self.ladder[bisect_left(self.ladder, which.size)], int(positions.max()) + 1
         context = self.smallest_context
@@ -193,6 +201,9 @@ class DecodeGraphs:
             # a token drawn from NaN may be any; the host stops there, and what is under way must
             # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
+        if adapters is not None and (served := self._transformer.served) is not None:
+            self._adapters[:count] = adapters
+            served.take(self._adapters[:count], count, self._ops.device)
         if graph is not None:
             graph.replay()
         else:
@@ -226,10 +237,12 @@ class DecodeGraphs:
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
         tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
         settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
-        draws = Draws(keys, settings, kinds)
+        draws, adapters = Draws(keys, settings, kinds), self._adapters[:count]
 
         def step() -> None:
-            hidden = self._transformer.hidden(tokens, layout, self._stores, use="rollout")
+            hidden = self._transformer.hidden(
+                tokens, layout, self._stores, use="rollout", adapters=adapters
+            )
             drawn, logprobs = draw(hidden, weight, draws, self._ops)
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)

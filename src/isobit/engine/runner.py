@@ -245,7 +245,9 @@ class Runner:
         ):
             return None
         count = plan.decode + plan.num_drafted
-        return self.graphs.launch(plan.rows(self.scheduler.rows), np.arange(count))
+        numbers = adapter_numbers(plan, self.scheduler, self.model.transformer.served)
+        rows = plan.rows(self.scheduler.rows)
+        return self.graphs.launch(rows, np.arange(count), adapters=numbers)
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -406,9 +407,7 @@ class Model:
         """The hidden states of sequences, none of which is empty, one after the other."""
         tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         numbers = (
-            None
-            if adapter is None
-            else torch.full(tokens.shape, self._multi_lora().number(adapter))
+            None if adapter is None else np.full(len(tokens), self._multi_lora().number(adapter))
         )
         layout = Layout.packed([len(row) for row in rows])
         return self.transformer.hidden(tokens, layout, use=use, adapters=numbers)

@@ -31,7 +31,7 @@ from isobit.kernels import (
 )
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.adapters.multi_lora import MultiLora, Numbers
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
@@ -269,13 +269,13 @@ class Transformer:
         *,
         recompute: Recompute = False,
         calibrating: bool = False,
-        adapters: Tensor | None = None,
+        adapters: Numbers | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
-        `adapters` [T] int64, on the CPU, are the numbers of those that are `served`. The other
+        `adapters` [T] int64 are the numbers of those that are `served`. The other
         arguments are described in `Pass`.
         """
         ops = self.ops[use]

@@ -20,7 +20,8 @@ struct LowRankFactors {
     double scale;
 };
 
-// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i]. `product`: the
+// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i], or of
+// none where that is null. `product`: the
 // one to float32 that they are added to; null: `total` has it already. x in BF16; null: the product's, E4M3 codes by rows.
 // `out` [T, columns] in BF16 is the sums, rounded.
 struct LowRank {

@@ -8,10 +8,15 @@ the order of `low_rank.py`. Sums of rows with an adapter stay in float32 until t
 added. Rows without one are multiplied with them where that leaves their bits (`Ops.rounds_last`),
 and else once more. Of experts, rows are sorted by expert and adapter. Adapters come and go between
 forwards. Left out: gradients, for which there is one adapter.
+
+Where C++ takes the factors by their addresses, these, the rows and their offsets lie in a `Table`
+that is filled before the forward, in the same memory for every one of few rows. So a decode step
+can be recorded (`engine/captured.py`), and made again for other adapters.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +29,10 @@ from isobit.errors import IsobitError, brief
 from isobit.kernels import Factors, Operand, Ops, Stacked, picked
 from isobit.model.adapters.low_rank import product
 from isobit.model.weights.stored import Weight
+
+Numbers = NDArray[np.int64]
+FIXED_ROWS = 64
+"""Forwards of up to so many rows have their table in the same memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +70,54 @@ class Rows:
         return found, torch.cat([none, *others])
 
 
+class Table:
+    """Memory for what C++ reads of a forward of up to R rows: `rows` [R], sorted by the number of
+    their adapter, `offsets` [R + 1] of adapters among them, and of each weight the `addresses` [R]
+    of its factors of these adapters, 0 for none; int64 on the CPU. Adapters that a forward does not
+    have are there, without rows."""
+
+    def __init__(self, weights: int, most: int) -> None:
+        self._addresses = np.zeros((weights, most), np.int64)
+        self._rows, self._offsets = np.zeros(most, np.int64), np.zeros(most + 1, np.int64)
+        self.rows, self.offsets = torch.from_numpy(self._rows), torch.from_numpy(self._offsets)
+        self.addresses = list(torch.from_numpy(self._addresses))
+
+    def fill(
+        self, order: NDArray[np.int64], starts: NDArray[np.int64], of: Sequence[NDArray[np.int64]]
+    ) -> None:
+        """The rows in their order, where each adapter's begin, and its address by weight."""
+        count, groups = len(order), len(starts)
+        self._rows[:count], self._offsets[:groups], self._offsets[groups:] = order, starts, count
+        self.forget()
+        self._addresses[:, :groups] = np.stack(of, 1)
+
+    def forget(self) -> None:
+        """All addresses."""
+        self._addresses[:] = 0
+
+
 @dataclass(eq=False)
 class MultiLora:
     """The numbers of the adapters that are served, by name, their factors by weight, and the rows
     of the present forward by number; those of the base alone have -1."""
 
     names: dict[str, int] = field(default_factory=dict)
-    rows: Rows | None = None
+    table: Table | None = None
+    count: int = 0
+    """Rows of the present forward."""
+    has_addresses: bool = True
+    """Whether all factors do, which depends on the operators."""
     _given: NDArray[np.int64] | None = None
+    _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _rows: Rows | None = None
+    _columns: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     _by_expert: tuple[Tensor, Rows] | None = None
     _weights: "dict[str, AdapterRows]" = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
 
     def of(self, weight: str) -> "AdapterRows":
         """What multiplies rows by a weight, for all adapters that will ever be served."""
-        return self._weights.setdefault(weight, AdapterRows(self))
+        return self._weights.setdefault(weight, AdapterRows(self, len(self._weights)))
 
     def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:
         """Serve one more adapter, whose `factors` of a weight are asked for. Raises IsobitError for
@@ -87,15 +129,19 @@ class MultiLora:
             )
         made = {weight: factors(weight) for weight in self._weights}
         number = self._used[name] = self.names[name] = len(self._used)
-        for weight, found in made.items():
+        column = self._columns[number] = np.zeros(len(made), np.int64)
+        for place, (weight, found) in enumerate(made.items()):
             if found is not None:
                 self._weights[weight].factors[number] = found
+                column[place] = found.address
+                self.has_addresses = self.has_addresses and found.address != 0
 
     def leave(self, name: str) -> None:
         """Serve an adapter no longer, and free its factors. Raises IsobitError for one that is not
         served."""
         number = self.number(name)
-        del self.names[name]
+        del self.names[name], self._columns[number]
+        self._fixed.forget()
         for rows in self._weights.values():
             rows.factors.pop(number, None)
 
@@ -109,18 +155,36 @@ class MultiLora:
             )
         return self.names[name]
 
-    def take(self, numbers: Tensor | None, count: int, device: torch.device) -> None:
-        """The numbers [T] int64, on the CPU, of a forward's `count` rows; None: all are the
-        base's."""
-        given = np.full(count, -1) if numbers is None else numbers.numpy()
-        self._given, self._by_expert = given, None
-        rows = np.argsort(given, kind="stable")
-        in_order = given[rows]
-        starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
-        offsets = torch.from_numpy(np.append(starts, count))
-        self.rows = Rows(
-            tuple(in_order[starts].tolist()), torch.from_numpy(rows).to(device), offsets
-        )
+    def take(self, numbers: Numbers | None, count: int, device: torch.device) -> None:
+        """The numbers [T] int64 of a forward's `count` rows, which are on a device; None: all are
+        the base's. A recording does not see it, and has it done again by its caller."""
+        given = np.full(count, -1) if numbers is None else numbers
+        self._given, self._device, self.count = given, device, count
+        self._rows = self._by_expert = None
+        order, starts = _sorted(given)
+        fixed = count <= FIXED_ROWS
+        self.table = self._fixed if fixed else Table(len(self._weights), count)
+        none = np.zeros(len(self._weights), np.int64)
+        of = [none if n < 0 else self._columns[n] for n in given[order[starts]].tolist()]
+        self.table.fill(order, starts, of)
+
+    @cached_property
+    def _fixed(self) -> Table:
+        return Table(len(self._weights), FIXED_ROWS)
+
+    @property
+    def rows(self) -> Rows:
+        """Of the present forward. Its numbers are read from a tensor, so that a recorder sees that
+        the forward depends on them."""
+        if self._rows is None:
+            assert self._given is not None
+            order, starts = _sorted(self._given)
+            self._rows = Rows(
+                tuple(torch.from_numpy(self._given[order[starts]]).tolist()),
+                torch.from_numpy(order).to(self._device),
+                torch.from_numpy(np.append(starts, self.count)),
+            )
+        return self._rows
 
     def by_expert(self, token: Tensor, offsets: Tensor) -> Rows:
         """The places [T k] of rows that are sorted by expert, by the (expert, number) of each.
@@ -144,17 +208,33 @@ class MultiLora:
         return self._by_expert[1]
 
 
+def _sorted(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows by their number, and where those of each begin."""
+    order = np.argsort(numbers, kind="stable")
+    in_order = numbers[order]
+    return order, np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
+
+
 @dataclass(frozen=True, eq=False)
 class AdapterRows:
-    """A weight's factors by the number of their adapter."""
+    """A weight's factors by the number of their adapter. `place`: which of the weights it is."""
 
     serving: MultiLora
+    place: int
     factors: dict[int, Factors] = field(default_factory=dict)
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         """y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
-        adapted = self.serving.rows
-        assert adapted is not None
+        serving = self.serving
+        by_address = serving.has_addresses and dtype == torch.bfloat16
+        if by_address and ops.rounds_last(x, weight.prepared):
+            table, count = serving.table, serving.count
+            assert table is not None
+            return ops.adapted_product(
+                x, weight.prepared, weight.bias, table.addresses[self.place][:count],
+                table.rows[:count], table.offsets[: count + 1], dtype,
+            )  # fmt: skip
+        adapted = serving.rows
         known = tuple(number in self.factors for number in adapted.numbers)
         if not any(known):
             return product(x, weight, ops, dtype)[0]
