@@ -4,6 +4,7 @@ alone."""
 import shutil
 from collections import Counter
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -323,6 +324,37 @@ def test_adapters_come_and_go_while_requests_are_open(folder: Path) -> None:
     assert [ours == theirs for ours, theirs in zip(other, wanted)] == [
         name != "a" for name in NAMES
     ]
+
+
+def test_a_name_is_given_once_also_by_two_threads_at_a_time() -> None:
+    """While the factors of the first are made. The control: another name; and a name is free again
+    where its factors cannot be made."""
+    serving, said = MultiLora(), list[str]()
+    serving.of("w")
+
+    def entered(name: str) -> None:
+        try:
+            serving.enter(name, lambda weight: None)
+        except IsobitError as error:
+            said.append(f"{name}: {error}")
+
+    def meanwhile(weight: str) -> None:
+        for name in ("a", "b"):
+            thread = Thread(target=entered, args=(name,))
+            thread.start()
+            thread.join()
+
+    def broken(weight: str) -> None:
+        raise IsobitError("cannot be read")
+
+    serving.enter("a", meanwhile)
+    with pytest.raises(IsobitError, match="cannot be read"):
+        serving.enter("c", broken)
+    serving.enter("c", lambda weight: None)
+    assert len(said) == 1
+    assert said[0].startswith("a: adapter: the name 'a' was given to another one before")
+    assert sorted(serving.names) == ["a", "b", "c"]
+    assert len(set(serving.names.values())) == 3
 
 
 def test_an_adapter_that_left_is_said_and_its_name_is_used_up(folder: Path) -> None:

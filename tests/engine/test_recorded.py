@@ -1,10 +1,9 @@
 """Decode steps that a CPU has recorded give every bit of those that it computes anew: tokens,
-log-probabilities, and what is in the cache; by the base and by several adapters."""
+log-probabilities, and what is in the cache."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,15 +11,12 @@ from isobit.engine.captured import RecordedCalls
 from isobit.engine.engine import Engine
 from isobit.engine.graphs import DecodeGraphs
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError, NonFiniteError
+from isobit.errors import NonFiniteError
 from isobit.kernels.native import available
-from isobit.kernels.native.recording import Recording
 from isobit.model import Model
-from isobit.model.adapters.multi_lora import MultiLora, Table
-from isobit.model.adapters.targets import NewAdapter, new_adapter
 from tests.models import ALPHABET, tiny_model
 
-from .helpers import Outcome, fresh, outcome, rollout, scale, tiny
+from .helpers import Outcome, fresh, rollout, scale, tiny
 from .test_graphs import STOPPING
 from .test_invariance import PROMPT_IDS, PROMPTS, SAMPLING
 
@@ -32,21 +28,6 @@ PRESETS = {
     "nvfp4": "__bool__ of a tensor",  # its codes are made in PyTorch
 }  # fmt: skip
 """And why a step is computed anew there."""
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Of every step that was made again, why it was computed anew; and several contexts."""
-    found: list[str | None] = []
-    run = Recording.run
-
-    def counted(self: Recording) -> None:
-        found.append(self.refused)
-        run(self)
-
-    monkeypatch.setattr(Recording, "run", counted)
-    monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)
-    return found
 
 
 def both(
@@ -164,151 +145,3 @@ def test_nan_stops_a_recorded_step_as_it_stops_a_plain_one(
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert replays
-
-
-SOME = ["q_proj", "down_proj"]
-ADAPTERS = {
-    "a": NewAdapter(4, 8, seed=1), "b": NewAdapter(3, 2, SOME, seed=2),
-    "wide": NewAdapter(40, 8, seed=3),
-}  # fmt: skip
-BATCHES = {
-    "one": ["a"] * 8, "several": ["a", "b", "wide", "b", "a", "b", "wide", "a"],
-    "and the base": [None, "a", None, "b", "b", None, "wide", "a"], "the base": [None] * 8,
-}  # fmt: skip
-
-
-def add(model: Model, name: str, given: NewAdapter) -> None:
-    """An adapter whose B is not 0."""
-    made = new_adapter(model.config, given)
-    random = torch.Generator().manual_seed(given.seed)
-    for factors in made.tensors.values():
-        factors.copy_(0.2 * torch.randn(factors.shape, generator=random))
-    model.transformer.add_adapter(name, made)
-
-
-def serving(preset: str | None) -> Model:
-    model = tiny(preset, "native").serving({})
-    for name, given in ADAPTERS.items():
-        add(model, name, given)
-    return model
-
-
-def by_adapters(engine: Engine, names: list[str | None], tokens: int = 14) -> Outcome:
-    sampling = replace(SAMPLING, max_new_tokens=tokens)
-    return outcome(engine.generate(PROMPTS, sampling, PROMPT_IDS, adapters=names))
-
-
-@pytest.mark.parametrize(
-    ("preset", "refused"),
-    [
-        ("bf16", None),
-        ("fp8", None),
-        ("float32", "tolist of a tensor"),
-        ("nvfp4", "__bool__ of a tensor"),
-    ],
-)
-def test_steps_of_adapters_are_recorded(
-    preset: str, refused: str | None, make_engine: MakeEngine, replays: list[str | None]
-) -> None:
-    """One engine for all batches, so that a recording of one serves the others. Where the factors
-    are not read from memory, steps are computed anew."""
-    model = serving(preset)
-    plain, recorded = make_engine(model, cuda_graphs=False), make_engine(model)
-    names = BATCHES.values() if refused is None else [BATCHES["and the base"]]
-    found = []
-    for batch in names:
-        found.append(by_adapters(plain, batch))
-        assert by_adapters(recorded, batch) == found[-1]
-    assert replays
-    assert set(replays) == {refused}
-    assert all(one != other for place, one in enumerate(found) for other in found[:place])
-
-
-def test_adapters_come_and_go_between_recorded_steps(
-    make_engine: MakeEngine, replays: list[str | None]
-) -> None:
-    """Others take the places of those that left, in the recordings that there are."""
-    model = serving("fp8")
-    engine, plain = make_engine(model), make_engine(model, cuda_graphs=False)
-    names = BATCHES["and the base"]
-    before = by_adapters(engine, names)
-    captured = engine.graphs.num_captured if engine.graphs is not None else 0
-    model.remove_adapter("a")
-    add(model, "new", replace(ADAPTERS["a"], seed=9))
-    others = ["new" if name == "a" else name for name in names]
-    after = by_adapters(engine, others)
-    assert after == by_adapters(plain, others)
-    assert {key for key, drawn in after.items() if drawn != before[key]} == {
-        key for key in after if names[PROMPT_IDS.index(key[0])] == "a"
-    }
-    assert engine.graphs is not None
-    assert engine.graphs.num_captured == captured > 0
-    assert set(replays) == {None}
-
-
-def test_an_adapter_comes_while_requests_are_open(
-    make_engine: MakeEngine, replays: list[str | None]
-) -> None:
-    found = []
-    for captures in (False, True):
-        model, drawn = serving("fp8"), dict[int, list[int]]()
-        engine = make_engine(model, cuda_graphs=captures)
-        sampling = replace(SAMPLING, n=1, max_new_tokens=30, ignore_eos=True)
-        asked = {engine.submit(PROMPTS[0], sampling, 0): 0}
-        for place, name in enumerate(["a", "late", "b", None], 1):
-            for _ in range(4):
-                engine.step()
-            if name == "late":
-                add(model, name, NewAdapter(8, 16, seed=7))
-            asked[engine.submit(PROMPTS[place], sampling, place, adapter=name)] = place
-        while engine.num_open:
-            drawn |= {asked[request]: done.token_ids for request, done in engine.step()}
-        found.append(drawn)
-    assert found[0] == found[1]
-    assert len(found[0]) == 5
-    assert replays
-
-
-def test_a_recorded_step_reads_no_adapter_that_left(make_engine: MakeEngine) -> None:
-    """Its addresses are forgotten, and an open request by it gets an error and not a step."""
-    model = serving("fp8")
-    engine = make_engine(model)
-    request = engine.submit(PROMPTS[0], SAMPLING, adapter="a")
-    for _ in range(4):
-        engine.step()
-    served = model.transformer.served
-    assert served is not None
-    assert served.table is not None
-    assert any(x.any() for x in served.table.addresses)
-    model.remove_adapter("a")
-    assert not any(x.any() for x in served.table.addresses)
-    with pytest.raises(IsobitError, match="'a' is not served any more; cancel its requests"):
-        engine.step()
-    engine.cancel(request)
-
-
-@pytest.mark.parametrize("what", ["addresses", "rows"])
-def test_negative_control_a_table_that_is_stale(
-    what: str,
-    make_engine: MakeEngine,
-    replays: list[str | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Other adapters, or rows of them, than those of the step that was recorded."""
-    model = serving("fp8")
-    engine, plain = make_engine(model), make_engine(model, cuda_graphs=False)
-    names, others = BATCHES["and the base"], BATCHES["several"]
-    by_adapters(engine, names)
-    wanted, take, fill = by_adapters(plain, others), MultiLora.take, Table.fill
-    if what == "addresses":
-        monkeypatch.setattr(
-            Table, "fill", lambda self, order, starts, of: fill(self, order, starts, of[::-1])
-        )
-    else:
-        monkeypatch.setattr(
-            MultiLora,
-            "take",
-            lambda self, numbers, *rest: take(self, np.roll(numbers, 1), *rest),
-        )
-    assert by_adapters(engine, others) != wanted
-    assert set(replays) == {None}

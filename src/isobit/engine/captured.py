@@ -16,7 +16,6 @@ from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.build import library
 from isobit.kernels.native.recording import Recording
 from isobit.model import Model
-from isobit.model.adapters.multi_lora import FIXED_ROWS
 
 
 class Graph(Protocol):
@@ -72,7 +71,7 @@ class RecordedCalls:
     """The calls of C++ operators, made again from one call; what cannot be recorded
     (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is."""
 
-    asynchronous, most_rows = False, FIXED_ROWS
+    asynchronous, most_rows = False, 64
 
     def __init__(self, peer: Any) -> None:
         self._arena: Arena = Arena() if peer is None else peer._arena

@@ -155,7 +155,7 @@ class Ops(Protocol):
         rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
         rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
         twice; offsets int64 on the CPU. Where the product `rounds_last` to bfloat16, `adapters` may
-        be their addresses, int64, contiguous, 0 for none: all is then read when it is computed."""
+        be their addresses [G] int64, 0 for none: all is then read when it is computed."""
 
     def add_low_rank(
         self,

@@ -144,12 +144,12 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
     std::vector<Strip> strips;
     int64_t size = 0, work = 0;
     for (int64_t i = 0; i < g.count; i++)
-        if (g.adapters[i]) size += (g.offsets[i + 1] - g.offsets[i]) * g.adapters[i]->ranks;
+        if (const LowRankFactors* own = g.adapters[i * g.adapter_step]) size += (g.offsets[i + 1] - g.offsets[i]) * own->ranks;
     uint16_t* u = (uint16_t*)scratch.get(size / 4 + 1);
     std::vector<const LowRankFactors*> adapter(g.rows_of_x, nullptr);
     std::vector<const uint16_t*> u_of(g.rows_of_x, nullptr);
     for (int64_t i = 0; i < g.count; i++) {
-        const LowRankFactors* own = g.adapters[i];
+        const LowRankFactors* own = g.adapters[i * g.adapter_step];
         if (!own) continue;
         work += (g.offsets[i + 1] - g.offsets[i]) * own->ranks;
         for (int64_t at = g.offsets[i]; at < g.offsets[i + 1]; at += STRIP) {

@@ -188,13 +188,13 @@ class OrderedProducts:
     ) -> None:
         rows = rows.contiguous()
         assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous())
-        assert factors.is_contiguous()
         # a pointer of ctypes keeps what it points to, also in a recording
         product, total = (None, sums) if isinstance(sums, Tensor) else (ctypes.pointer(sums), None)
         arguments = LowRankArguments(
             product, pointer(x), inner, out.shape[0], inner, pointer(total), out.data_ptr(),
             out.shape[1], rows.data_ptr(), offsets.data_ptr(), factors.data_ptr(),
-            factors.shape[0], torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+            factors.stride(0), factors.shape[0], torch.get_num_threads(), self._isa,
+            self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
 
