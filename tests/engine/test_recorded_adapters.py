@@ -18,6 +18,7 @@ from isobit.kernels.native import available
 from isobit.kernels.native.recording import Recording
 from isobit.model import Model
 from isobit.model.adapters import multi_lora
+from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import AdapterRows, Assignment, MultiLora
 from isobit.model.adapters.targets import NewAdapter, new_adapter
 
@@ -43,13 +44,14 @@ BATCHES: dict[str, Names] = {
 }
 
 
-def add(model: Model, name: str, given: NewAdapter) -> None:
+def add(model: Model, name: str, given: NewAdapter) -> Adapter:
     """An adapter whose B is not 0."""
     made = new_adapter(model.config, given)
     random = torch.Generator().manual_seed(given.seed)
     for factors in made.tensors.values():
         factors.copy_(0.2 * torch.randn(factors.shape, generator=random))
     model.transformer.add_adapter(name, made)
+    return made
 
 
 def serving(preset: str = "fp8") -> Model:
@@ -108,16 +110,22 @@ def test_recorded_steps_give_the_bits_of_plain_ones(
 def test_others_take_the_places_of_those_that_left(
     make_engine: MakeEngine, replays: list[str | None]
 ) -> None:
-    """In the recordings that there are. The rows of those that stayed have the bits that they
-    had."""
+    """In the recordings that there are. Rows of those that stayed have the bits that they had; so
+    has one whose factors are trained on, until it is served anew by another name."""
     model = serving()
+    trained = add(model, "x", ADAPTERS["a"])
     engine, plain = make_engine(model), make_engine(model, cuda_graphs=False)
-    before = by_adapters(engine, MIXED)
+    names: Names = ["x" if name == "a" else name for name in MIXED]
+    before = by_adapters(engine, names)
+    assert before == by_adapters(plain, MIXED)
     assert engine.graphs is not None
     captured = engine.graphs.num_captured
-    model.remove_adapter("a")
-    add(model, "new", replace(ADAPTERS["a"], seed=9))
-    names = ["new" if name == "a" else name for name in MIXED]
+    for factors in trained.tensors.values():
+        factors.mul_(2.0)
+    assert by_adapters(engine, names) == before
+    model.remove_adapter("x")
+    model.transformer.add_adapter("new", trained)
+    names = ["new" if name == "x" else name for name in names]
     after = by_adapters(engine, names)
     assert after == by_adapters(plain, names)
     assert {key for key, drawn in after.items() if drawn != before[key]} == {
