@@ -146,7 +146,7 @@ class Ops(Protocol):
         x: Operand,
         weight: Prepared,
         bias: Tensor | None,
-        adapters: "Sequence[Factors]",
+        adapters: "Sequence[Factors] | Tensor",
         rows: Tensor,
         offsets: Tensor,
         dtype: torch.dtype,
@@ -154,7 +154,8 @@ class Ops(Protocol):
         """`product` to float32, plus what adapters make of x [T, K] in `dtype`, each of its own
         rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
         rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
-        twice; offsets int64 on the CPU."""
+        twice; offsets int64 on the CPU. Where the product `rounds_last` to bfloat16, `adapters` may
+        be their addresses [G] int64, 0 for none: all is then read when it is computed."""
 
     def add_low_rank(
         self,

@@ -164,9 +164,11 @@ class LowRankArguments(ctypes.Structure):
     """`struct LowRank` of low_rank.h."""
 
     _fields_ = [
-        ("product", _P), ("x", _P), ("x_row", _I), ("rows_of_x", _I), ("k", _I), ("total", _P),
+        ("product", ctypes.POINTER(ProductArguments)), ("x", _P), ("x_row", _I),
+        ("rows_of_x", _I), ("k", _I), ("total", _P),
         ("out", _P), ("columns", _I), ("rows", _P), ("offsets", _P), ("adapters", _P),
-        ("count", _I), ("threads", _I), ("isa", _I), ("isa_of_few", _I), ("order", _I),
+        ("adapter_step", _I), ("count", _I), ("threads", _I), ("isa", _I), ("isa_of_few", _I),
+        ("order", _I),
     ]  # fmt: skip
 
 

@@ -151,11 +151,11 @@ class OrderedProducts:
         a: Operand,
         b: Operand | Packed,
         bias: Tensor | None,
-        factors: Sequence[int],
+        factors: Tensor,
         rows: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """As `Ops.adapted_product`, in BF16, of the structs at these addresses."""
+        """As `Ops.adapted_product`, in BF16, of the structs at these addresses, int64."""
         out = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=torch.bfloat16)
         product, _kept = self._arguments(a, b, bias, out)
         product.out_kind = KINDS[torch.float32]
@@ -168,7 +168,7 @@ class OrderedProducts:
         return out
 
     def add_low_rank(
-        self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
+        self, total: Tensor, x: Tensor, factors: Tensor, rows: Tensor, offsets: Tensor
     ) -> Tensor:
         """As `Ops.add_low_rank`, of x [T, K] BF16, contiguous."""
         assert total.is_contiguous()
@@ -181,21 +181,20 @@ class OrderedProducts:
         out: Tensor,
         x: Tensor | None,
         inner: int,
-        factors: Sequence[int],
+        factors: Tensor,
         rows: Tensor,
         offsets: Tensor,
         sums: Tensor | ProductArguments,
     ) -> None:
         rows = rows.contiguous()
         assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous())
-        addresses = (ctypes.c_void_p * len(factors))(*factors)
-        product, total = (
-            (None, sums) if isinstance(sums, Tensor) else (ctypes.addressof(sums), None)
-        )
+        # a pointer of ctypes keeps what it points to, also in a recording
+        product, total = (None, sums) if isinstance(sums, Tensor) else (ctypes.pointer(sums), None)
         arguments = LowRankArguments(
             product, pointer(x), inner, out.shape[0], inner, pointer(total), out.data_ptr(),
-            out.shape[1], rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses),
-            len(factors), torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+            out.shape[1], rows.data_ptr(), offsets.data_ptr(), factors.data_ptr(),
+            factors.stride(0), factors.shape[0], torch.get_num_threads(), self._isa,
+            self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
 
