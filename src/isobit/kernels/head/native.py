@@ -2,7 +2,9 @@
 own memory, between the products that `definition.py` names; the weight's gradient, of several
 chunks of rows, is written once. Left out: entropy's gradient, and filtered logits."""
 
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -69,14 +71,26 @@ def _gradient(
 ) -> Tensor:
     """By the logits [T, V], BF16, in the first half of the memory of each of their rows."""
     assert logits.is_contiguous()
-    if temperature != 1:
-        logits /= temperature
-    probabilities = torch.softmax(logits, -1, out=logits)
-    factor, tokens = (dlogprobs / temperature).contiguous(), tokens.contiguous()
     rows, count = logits.shape
     assert not rows or (int(tokens.min()) >= 0 and int(tokens.max()) < count)
+    if temperature != 1:
+        logits /= temperature
+    if apart := not _softmax_is_pytorchs(ops.lib, count):
+        torch.softmax(logits, -1, out=logits)
+    factor, tokens = (dlogprobs / temperature).contiguous(), tokens.contiguous()
     ops.lib.isobit_logits_gradient(
-        probabilities.data_ptr(), tokens.data_ptr(), factor.data_ptr(), rows, count,
+        logits.data_ptr(), int(apart), tokens.data_ptr(), factor.data_ptr(), rows, count,
         torch.get_num_threads(),
     )  # fmt: skip
     return logits.view(torch.bfloat16)[:, :count]
+
+
+@cache
+def _softmax_is_pytorchs(lib: ctypes.CDLL, count: int) -> bool:
+    """Whether the softmax of rows of `count` in C++ has the bits of PyTorch's, which depend on the
+    processor and on PyTorch's version: of logits that are close to each other, and far apart."""
+    x = torch.randn(6, count, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([0.01, 1.0, 5.0, 20.0, 60.0, 1000.0]).unsqueeze(1)
+    found, wanted = x.clone(), torch.softmax(x, -1)
+    lib.isobit_softmax(found.data_ptr(), *x.shape, torch.get_num_threads())
+    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
