@@ -179,7 +179,7 @@ def gradients(
         taken.append(
             {
                 n: p.grad.clone()
-                for n, p in learner.optimizer.parameters.items()
+                for n, p in learner.optimizer.holders.items()
                 if p.grad is not None
             }
         )

@@ -58,7 +58,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]
         samples = roll_out(model)
         objective = for_precision(ResolvedObjective(max_new_tokens=5), model.precision)
         settings = OptimizerSettings(gradient_sum_group=gradient_sum_group, share_prompts=False)
-        optimizer = ShardedOptimizer(model.named_parameters(), settings)
+        optimizer = ShardedOptimizer.of(model, settings)
         options |= {"micro_batch_tokens": micro_batch_tokens, "recompute": recompute}
         learner = Learner(model, optimizer, objective, **options)
         with monkeypatch.context() as patch:
@@ -113,6 +113,7 @@ def test_head_and_embedding_too(
     model = tiny_model("fp8", scale=4, masters=masters, tie_embeddings=tied)
     options = {"micro_batch_tokens": micro_batch_tokens}
     wanted = learned(model, False, **options)
+    assert set(wanted) == set(model.named_parameters())
     whole = _rows_of_embeddings(monkeypatch, model)
     assert same_bits(learned(model, True, **options), wanted)
     vocabulary = model.config.vocab_size
