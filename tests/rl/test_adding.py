@@ -126,7 +126,7 @@ def test_head_and_embedding_too(
 def _rows_of_embeddings(monkeypatch: pytest.MonkeyPatch, model: Model) -> list[int]:
     """How many rows gradients of embeddings have, one number for each from now on."""
     ops, found = type(model.ops), list[int]()
-    backward = ops.embedding_backward
+    backward = model.ops.embedding_backward
 
     def counted(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         found.append(count)

@@ -265,7 +265,7 @@ def remake(
             master, offset = masters.parameters[name], offsets.get(name, 0.0)
             into = rows_of(target, shards.own(name))
             if put is None and isinstance(target, Tensor) and not offset:
-                into.copy_(master.detach())  # which rounds, without a second copy
+                write(into, master.detach())  # which rounds, without a second copy
             else:
                 made = made_like(target, master, ops, name, largest.get(name), offset)
                 (put or write)(into, made)
