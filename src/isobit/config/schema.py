@@ -168,12 +168,8 @@ class Config:
         check_adapter(self.adapter, self.optimizer)
         if self.serve.port is not None:
             self._check_serve()
-        if sampling.filtered and algorithm.kl_coefficient:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
-                "top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
+        if sampling.filtered:
+            self._check_filtered()
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -224,16 +220,36 @@ class Config:
                 "recompute_old_logprobs: never makes equal"
             )
 
+    def _check_filtered(self) -> None:
+        """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
+        if self.algorithm.kl_coefficient:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+                "top_p: 1, min_p: 0, repetition_penalty: 1"
+            )
+        if self.algorithm.weighs_places:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+                "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+                "min_p: 0, repetition_penalty: 1, or another advantage"
+            )
+
     def _check_partial(self) -> None:
         """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        if self.partial.used and self.rollouts_ahead > self.partial.max_staleness:
+            raise IsobitError(
+                f"rollouts_ahead {self.rollouts_ahead} exceeds partial.max_staleness "
+                f"{self.partial.max_staleness}: no token would be young enough to learn from"
+            )
         replayed = self.algorithm.router_replay
         self.partial.check(
             [
-                ("rollouts_ahead", self.rollouts_ahead > 0, "rollouts_ahead: 0"),
                 ("fleet.engines", self.fleet.engines > 0, "fleet.engines: 0"),
                 ("environment", self.environment.used, "no tools and no environment"),
                 ("replay", self.replay.groups_per_step > 0, "replay.groups_per_step: 0"),
                 ("algorithm.router_replay", replayed, "algorithm.router_replay: false"),
+                ("algorithm.advantage: otb", self.algorithm.weighs_places, "another advantage"),
             ]
         )
 
