@@ -395,6 +395,24 @@ class Ops(Protocol):
         `into` the weight's is added to it, as in `gradient_product`; one that is not `trained` has
         none."""
 
+    def head_backward_kept(
+        self,
+        dlogprobs: Tensor,
+        logits: Sequence[Tensor],
+        hidden: Tensor,
+        weight: Prepared,
+        tokens: Tensor,
+        temperature: float,
+        dentropy: Tensor | None = None,
+        into: Tensor | None = None,
+        from_zero: bool = False,
+        trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`head_backward` of rows whose logits, [rows, V] float32 each, were kept in chunks, and are
+        overwritten: the bits of `head_backward` of each chunk in turn, which adds to the weight's
+        gradient of those before. That is added to `into`, or with `from_zero` to 0, as to an `into`
+        of zeros."""
+
     def head_sample(
         self,
         hidden: Tensor,

@@ -317,14 +317,13 @@ class Transformer:
         chunk: int | None = None,
         filtering: Filtering | None = None,
         context: Context | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T,
-        vocabulary] at once."""
-        rows = chunk if chunk is not None else self.head_rows
-        head = self._working[use].outside.head
-        return head_logprobs(
-            hidden, head, targets, temperature, rows, self.ops[use], filtering, context
-        )
+        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T, vocabulary]
+        at once only to `keep` them for the backward."""
+        rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
+        given = self._working[use].outside.head, targets, temperature, rows, ops
+        return head_logprobs(hidden, *given, filtering, context, keep)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """[T] float32, of the learner's logits from another model's, in chunks of rows."""

@@ -66,5 +66,6 @@ class Composed(Ops):
     embedding_backward = staticmethod(head.embedding_backward)
     head_logprobs = head.head_logprobs
     head_backward = head.head_backward
+    head_backward_kept = head.head_backward_kept
     head_sample = head.head_sample
     square_sums = staticmethod(optim.square_sums)

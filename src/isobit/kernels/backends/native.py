@@ -87,6 +87,7 @@ class NativeOps(NativeBase, Composed):
     delta_rule = delta.delta_rule
     delta_rule_backward = delta.delta_rule_backward
     head_backward = head.head_backward
+    head_backward_kept = head.head_backward_kept
     token_logprobs = sampling.token_logprobs
     sample = sampling.sample
     square_sums = optim.square_sums

@@ -39,6 +39,7 @@ ORDERS = (TDP32, VDP32)
 """`enum Order` of ordered.h."""
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
+_REPLACES, _ADDS, _FROM_ZERO = 0, 1, 2
 _DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
 """The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
 _PAGES = LargePages()
@@ -124,6 +125,26 @@ class OrderedProducts:
         ]
         each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
         self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
+        return result
+
+    def summed(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        into: Tensor | None = None,
+        from_zero: bool = False,
+    ) -> Tensor:
+        """The sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N] float32:
+        the bits of `product` and of additions to the first one's result. `into`: it is added to
+        that; `from_zero`: to 0, as with an `into` of zeros."""
+        assert all(x.dtype == torch.bfloat16 for pair in pairs for x in pair)
+        shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
+        result = torch.empty(shape) if into is None else into
+        assert result.shape == shape
+        assert result.is_contiguous()
+        given = [self._arguments(a, b, None, result) for a, b in pairs]
+        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
+        begins = _ADDS if into is not None else _FROM_ZERO if from_zero else _REPLACES
+        self._lib.isobit_ordered_sum(ctypes.byref(each), len(given), begins)
         return result
 
     def low_rank_factors(

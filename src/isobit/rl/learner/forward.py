@@ -12,6 +12,7 @@ from isobit.kernels import Copies
 from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
+from isobit.model.forward.head import most_kept
 from isobit.model.forward.head_divergence import Other
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
@@ -81,8 +82,9 @@ def forward_compared(
     )
     rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
     targets, context = packed.targets.to(device), packed.context.to(device)
+    keep = len(rows) <= most_kept(len(hidden), model.config.hidden_size)
     logprobs, entropy = transformer.head_logprobs(
-        rows, targets, temperature, filtering=filtering, context=context
+        rows, targets, temperature, filtering=filtering, context=context, keep=keep
     )
     distance = None if compared is None else compared(rows).cpu()
     observed = None

@@ -11,7 +11,7 @@ out: which samples are in the batch, and the update.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -225,10 +225,22 @@ class Differentiation:
             cross_entropy = -found.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
-        with adding_in_place(() if self._sum.hooked else self._leaves.values()):
+        with self._adding(policy, found.packed.tokens):
             total.backward()
         totals.count(loss, outputs, found.entropy, kl)
         return MicroBatch(totals, routing, found.logprobs.detach())
+
+    def _adding(self, policy: PolicyForward, tokens: Tensor) -> AbstractContextManager[None]:
+        """Inside, the backward of a micro-batch of these tokens adds to gradients where they are."""
+        if self._sum.hooked:
+            return adding_in_place(())
+        # beside a teacher's the head has two gradients a backward
+        apart = () if policy.teacher is None else ("embed", "head")
+        masters = [leaf for name, leaf in self._leaves.items() if name not in apart]
+        config, tied = policy.model.config, self._leaves.get("embed")
+        if tied is None or not config.tie_embeddings or tied.device.type != "cpu":
+            return adding_in_place(masters)
+        return adding_in_place(masters, tied, tokens)
 
     @torch.no_grad()
     def _forward(
