@@ -27,7 +27,13 @@ from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_policy
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.batch import OptimizerBatch
-from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
+from isobit.rl.learner.forward import (
+    Computed,
+    MicroBatch,
+    PolicyForward,
+    gather_micro_batches,
+    logprobs_of,
+)
 from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.learner.routing import (
     BatchLoad,
@@ -225,22 +231,23 @@ class Differentiation:
             cross_entropy = -found.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
-        with self._adding(policy, found.packed.tokens):
+        with self._adding(policy, found):
             total.backward()
         totals.count(loss, outputs, found.entropy, kl)
         return MicroBatch(totals, routing, found.logprobs.detach())
 
-    def _adding(self, policy: PolicyForward, tokens: Tensor) -> AbstractContextManager[None]:
-        """Inside, the backward of a micro-batch of these tokens adds to gradients where they are."""
+    def _adding(self, policy: PolicyForward, found: Computed) -> AbstractContextManager[None]:
+        """Inside, the backward of a micro-batch adds to gradients where they are."""
         if self._sum.hooked:
             return adding_in_place(())
-        # beside a teacher's the head has two gradients a backward
-        apart = () if policy.teacher is None else ("embed", "head")
+        # the head that is used twice has two gradients a backward
+        twice = policy.teacher is not None or found.observed is not None
+        apart = ("embed", "head") if twice else ()
         masters = [leaf for name, leaf in self._leaves.items() if name not in apart]
         config, tied = policy.model.config, self._leaves.get("embed")
         if tied is None or not config.tie_embeddings or tied.device.type != "cpu":
             return adding_in_place(masters)
-        return adding_in_place(masters, tied, tokens)
+        return adding_in_place(masters, tied, found.packed.tokens)
 
     @torch.no_grad()
     def _forward(
