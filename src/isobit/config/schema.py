@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from isobit.config.contradictions import (
     check_adapter,
     check_kl,
+    check_kto,
     check_loss,
     check_observations,
     check_reference,
@@ -418,10 +419,7 @@ class SftConfig:
         "or false)",
     ] = "cross_entropy"
     beta: Annotated[
-        float,
-        above(0),
-        "for dpo, ipo and kto: the larger it is, the nearer the model stays "
-        "to the one it began with",
+        float, above(0), "for dpo, ipo and kto: a larger one keeps the model nearer to the first"
     ] = 0.1
     desirable_weight: Annotated[
         float, at_least(0), "for kto: weight of the loss of desirable answers"
@@ -474,15 +472,7 @@ class SftConfig:
             )
         if self.compares and self.turns == "all":
             raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
-        weights = (self.desirable_weight, self.undesirable_weight)
-        if self.loss != "kto" and weights != (1, 1):
-            raise IsobitError(
-                f"desirable_weight and undesirable_weight are of loss: kto, and loss is {self.loss}: "
-                "leave them out"
-            )
-        if self.loss == "kto" and (self.batch_size < 2 or not any(weights)):
-            what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
-            raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
+        check_kto(self.loss, self.batch_size, (self.desirable_weight, self.undesirable_weight))
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"
