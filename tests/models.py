@@ -89,6 +89,7 @@ def tiny_model(
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 64,
+        "tie_embeddings": True,
         "experts": {
             "qwen3_moe": Experts(5, 2, 24),
             "qwen3_5_moe_text": Experts(5, 2, 24, shared=40),
@@ -115,7 +116,6 @@ def tiny_model(
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
         o_bias=FAMILIES[family].biased,
         qk_norm=FAMILIES[family].qk_norm,
-        tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,
     )
     model = Model.init(config, tokenizer, precision, seed, backend, level(backend), ranks, masters)

@@ -27,8 +27,7 @@ from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.running.result import TrainResult
 from isobit.training.session.opening import open_session
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
@@ -395,7 +394,7 @@ def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None
             "batch_size": 16,
             "out": str(tmp_path / f"sft {rate}"),
         }
-        found = supervised_run(load_sft_config(values), quiet=True)
+        found = train_supervised(load_sft_config(values), quiet=True)
         model = Model.load(all_checkpoints(found.run_dir / "checkpoints")[-1], "fp8")
         assert model.transformer.adapter is not None
         ids = [

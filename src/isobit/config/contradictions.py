@@ -2,11 +2,31 @@
 the whole of a config contradicts (`schema.py`)."""
 
 from isobit.config.sections import AdapterConfig, ReferenceConfig
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
 from isobit.rl.optim.schedule import OptimizerSettings
 
-__all__ = ["check_adapter", "check_kl", "check_loss", "check_reference"]
+__all__ = [
+    "check_adapter",
+    "check_kl",
+    "check_kto",
+    "check_loss",
+    "check_observations",
+    "check_reference",
+]
+
+
+def check_observations(algorithm: Objective, environment: EnvironmentConfig) -> None:
+    """Raise IsobitError where what an environment says is to be learned, and none says anything
+    between two turns."""
+    if algorithm.observation_coefficient == 0 or (environment.used and environment.max_turns > 1):
+        return
+    why = "ends with the first answer (max_turns: 1)" if environment.used else "is not there"
+    raise IsobitError(
+        "algorithm.observation_coefficient learns what an environment says behind an answer, and "
+        f"the environment {why}: set environment.tools, factory or mcp and max_turns, or leave it out"
+    )
 
 
 def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
@@ -16,6 +36,18 @@ def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -
             "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
             "each; set optimizer.name: adamw, or leave the adapter out"
         )
+
+
+def check_kto(loss: str, batch_size: int, weights: tuple[float, float]) -> None:
+    """Raise IsobitError where the weights of answers have no meaning, or KTO lacks what it needs."""
+    if loss != "kto" and weights != (1, 1):
+        raise IsobitError(
+            f"desirable_weight and undesirable_weight are of loss: kto, and loss is {loss}: "
+            "leave them out"
+        )
+    if loss == "kto" and (batch_size < 2 or not any(weights)):
+        what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
+        raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
 
 
 def check_loss(algorithm: Objective) -> None:

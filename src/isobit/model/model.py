@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -405,13 +406,12 @@ class Model:
     def _packed_hidden(self, rows: list[list[int]], use: str, adapter: str | None) -> Tensor:
         """The hidden states of sequences, none of which is empty, one after the other."""
         tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        numbers = (
-            None
-            if adapter is None
-            else torch.full(tokens.shape, self._multi_lora().number(adapter))
-        )
+        adapters = None
+        if adapter is not None:
+            served = self._multi_lora()
+            adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
-        return self.transformer.hidden(tokens, layout, use=use, adapters=numbers)
+        return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ come from (`model.py`).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from isobit.kernels import (
 )
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.adapters.multi_lora import Assignment, MultiLora
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
@@ -270,18 +270,16 @@ class Transformer:
         *,
         recompute: Recompute = False,
         calibrating: bool = False,
-        adapters: Tensor | None = None,
+        adapters: Assignment | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
-        `adapters` [T] int64, on the CPU, are the numbers of those that are `served`. The other
+        `adapters`: which rows are by which of those that are `served`; None: by none. The other
         arguments are described in `Pass`.
         """
         ops = self.ops[use]
-        if self.served is not None and use == "rollout":
-            self.served.take(adapters, len(tokens), ops.device)
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
         one = Pass(
             config=self.config,
@@ -296,7 +294,9 @@ class Transformer:
             recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
         )
-        return forward(tokens, self._working[use], one)
+        served = self.served if use == "rollout" else None
+        with nullcontext() if served is None else served.forward(len(tokens), adapters):
+            return forward(tokens, self._working[use], one)
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
@@ -318,12 +318,13 @@ class Transformer:
         chunk: int | None = None,
         filtering: Filtering | None = None,
         context: Context | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T,
-        vocabulary] at once."""
-        rows = chunk if chunk is not None else self.head_rows
-        given = self._working[use].outside.head, targets, temperature, rows, self.ops[use]
-        return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap)
+        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T, vocabulary]
+        at once only to `keep` them for the backward."""
+        rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
+        given = self._working[use].outside.head, targets, temperature, rows, ops
+        return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap, keep)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """[T] float32, of the learner's logits from another model's, in chunks of rows."""

@@ -22,7 +22,7 @@ from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
 from isobit.model.adapters.targets import targeted
-from isobit.model.forward.head import head_rows
+from isobit.model.forward.head import head_rows, most_kept
 from isobit.model.forward.head_divergence import WORKING_BYTES as DIVERGENCE_BYTES
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.masters import MASTERS
@@ -255,11 +255,16 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
-    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged)
+    kept = 0
+    if job.machine.host and config.adapter is None:
+        kept = 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
+    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged, kept)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
         )
+    if job.algorithm.observation_coefficient > 0 and config.adapter is None:
+        taken += 4 * job.model.vocab_size * job.model.hidden_size  # the head's second gradient
     if job.sampled is not None and job.sampled.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them

@@ -31,8 +31,7 @@ def in_steps(config: _Config, prompts: int) -> _Config:
     up; one without `epochs` as it is."""
     if config.epochs is None:
         return config
-    each = config.batch_size if isinstance(config, SftConfig) else config.prompts_per_step
-    steps = math.ceil(Fraction(str(config.epochs)) * prompts / each)
+    steps = math.ceil(Fraction(str(config.epochs)) * prompts / config.prompts_per_step)
     return replace(config, steps=steps, epochs=None)
 
 

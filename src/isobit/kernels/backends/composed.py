@@ -68,5 +68,6 @@ class Composed(Ops):
     cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = head.head_logprobs
     head_backward = head.head_backward
+    head_backward_kept = head.head_backward_kept
     head_sample = head.head_sample
     square_sums = staticmethod(optim.square_sums)

@@ -26,6 +26,7 @@ from isobit.kernels.delta.triton import backward as delta_backward
 from isobit.kernels.delta.triton import convolution
 from isobit.kernels.delta.triton import forward as delta
 from isobit.kernels.experts.triton import grouped, routing
+from isobit.kernels.head import definition as head_definition
 from isobit.kernels.head import triton as head
 from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
@@ -228,6 +229,7 @@ class TritonOps(Ops):
     cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = staticmethod(head.head_logprobs)
     head_backward = head.head_backward
+    head_backward_kept = head_definition.head_backward_kept
     head_sample = staticmethod(head.head_sample)
     token_logprobs = staticmethod(sampling.token_logprobs)
     sample = staticmethod(sampling.sample)

@@ -262,16 +262,15 @@ def remake(
 
     def make() -> None:
         for name, target in targets.values():
-            if shards.owned(name):
-                made = made_like(
-                    target,
-                    masters.parameters[name],
-                    ops,
-                    name,
-                    largest.get(name),
-                    offsets.get(name, 0.0),
-                )
-                (put or write)(rows_of(target, shards.own(name)), made)
+            if not shards.owned(name):
+                continue
+            master, offset = masters.parameters[name], offsets.get(name, 0.0)
+            into = rows_of(target, shards.own(name))
+            if put is None and isinstance(target, Tensor) and not offset:
+                write(into, master.detach())  # which rounds, without a second copy
+            else:
+                made = made_like(target, master, ops, name, largest.get(name), offset)
+                (put or write)(into, made)
         if shards.ranks.size > 1:
             ops.raise_faults()
 
