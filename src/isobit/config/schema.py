@@ -297,6 +297,8 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if not self.presets:
             raise OptionError(("presets",), "expected at least 1 of them")
+        if len(set(self.presets)) < len(self.presets):
+            raise OptionError(("presets",), "one of them is there twice")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from isobit.errors import IsobitError, printable
 from isobit.evaluation.comparison import adapters_table, compare, comparison_json, comparison_table
 from isobit.evaluation.result import Result, read_result, write_result
 from isobit.evaluation.summary import summarize, summary_json, summary_table
+from isobit.run import durable
 
 _SAVED = ".json"
 
@@ -50,8 +51,8 @@ def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool
 
 def check_out(out: Path | None) -> None:
     """Raise IsobitError if a result could not be written there, before it is computed."""
-    if out is not None and not out.parent.is_dir():
-        raise IsobitError(f"--out {out}: there is no directory {out.parent}")
+    if out is not None:
+        durable.check_new_file(out, "--out")
 
 
 def _content(result: Result, against: Result | None = None) -> dict[str, Any]:

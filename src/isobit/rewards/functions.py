@@ -138,7 +138,7 @@ def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[in
     `float` takes, text aside: also booleans, numpy's numbers and tensors of one element.
     """
     if (
-        isinstance(result, str | bytes | dict)
+        isinstance(result, str | bytes | dict | set | frozenset)
         or not hasattr(result, "__len__")
         or not hasattr(result, "__iter__")
     ):

@@ -8,6 +8,34 @@ out: what order of writes makes a run whole (`checkpoints.py`, `directory.py`).
 import os
 from pathlib import Path
 
+from isobit.errors import IsobitError, brief
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Raise IsobitError where no file could be written at a path, which an `option` names, before
+    what it is for has been computed."""
+    said = f"{option} {brief(path, 300)}"
+    if path.is_dir():
+        raise IsobitError(f"{said}: a directory; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise IsobitError(f"{said}: there is no directory {brief(path.parent, 300)}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise IsobitError(f"{said}: the directory {brief(path.parent, 300)} cannot be written to")
+
+
+def check_new_folder(path: Path, option: str) -> None:
+    """Raise IsobitError unless a path, which an `option` names, is free: nothing there, or an empty
+    directory, which is replaced."""
+    said = f"{option} {brief(path, 300)}"
+    if path.is_symlink():
+        raise IsobitError(f"{said}: a link; give the directory itself")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise IsobitError(
+            f"{brief(path, 300)} exists and is not empty; choose another directory ({option})"
+        )
+    if path.name in ("", ".."):
+        raise IsobitError(f"{said}: give the directory by a name of its own")
+
 
 def flush(path: Path) -> None:
     """Have the disk take a file's bytes, or a directory's names."""

@@ -6,6 +6,7 @@ line: so a run's checkpoint is evaluated as training evaluated it. Left out: wha
 """
 
 import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,7 +17,7 @@ from isobit.cli.commands.serving import open_serving
 from isobit.config import Config, load_any_run_config, parse_config
 from isobit.data.answers import answer_in
 from isobit.data.dataset import Example
-from isobit.errors import IsobitError, brief, listed
+from isobit.errors import IsobitError, brief, listed, printable
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
@@ -30,6 +31,7 @@ from isobit.tasks import Task, load_task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,
+    endings,
     fit_prompts,
     say_ends,
     say_special_tokens,
@@ -211,6 +213,8 @@ def _ask(
         else Model.load(path, *flow, rules=rules)
     )
     say_ends(model)
+    for line in endings(model, plan.asked):
+        print(printable(line), file=sys.stderr)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
     environments, dialogue = processes.environments, None

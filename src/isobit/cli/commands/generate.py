@@ -16,7 +16,7 @@ from isobit.engine.types import Completion, Sampling
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
-from isobit.training.rollouts.lengths import say_ends
+from isobit.training.rollouts.lengths import endings, say_ends
 
 
 def print_completions(
@@ -49,6 +49,13 @@ def print_completions(
             path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules
         )
     say_ends(model)
+    for line in endings(model, sampling):
+        print(printable(line), file=sys.stderr)
+    if sampling.greedy and sampling.n > 1:
+        print(
+            "warning: temperature 0 is greedy: the completions of a prompt are equal",
+            file=sys.stderr,
+        )
     chat = chat or (tools is not None and tools.used)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:

@@ -68,10 +68,9 @@ class Display:
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
-        if (
-            warning := self.history.no_progress.line
-        ) is not None and self.history.no_progress.steps == PATIENCE:
-            self.note(f"step {self.history.step}: {warning}")
+        for found in (self.history.no_progress, self.history.cut_off):
+            if found.steps == PATIENCE:
+                self.note(f"step {self.history.step}: {found.line}")
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:
                 self._drawn = now

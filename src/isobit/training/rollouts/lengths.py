@@ -6,18 +6,21 @@ leaves. A prompt that cannot be encoded, such as a chat that the model's templat
 dropped: it is an error, with its row.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isobit.config import SamplingConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
-from isobit.errors import IsobitError, printable
+from isobit.engine.types import Sampling
+from isobit.errors import IsobitError, listed, printable
 from isobit.model import Model
 from isobit.model.described import Described
 from isobit.tasks import Task, TaskSettings
+
+_ESCAPED = re.compile(r"\\[ntr](?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,39 @@ def say_ends(model: Model | Described) -> None:
         print(printable(model.tokenizer.ends), file=sys.stderr)
 
 
-def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
-    """A warning where no completion can end before its limit, or None."""
-    if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
+def endings(model: Model | Described, sampling: Sampling) -> list[str]:
+    """Warnings where no completion can end before its limit, or a stop string cannot come."""
+    found = [line for stop in sampling.stop if (line := _impossible(stop, model)) is not None]
+    line = _endless(model, sampling)
+    return [*found, *([] if line is None else [line])]
+
+
+def _impossible(stop: str, model: Model | Described) -> str | None:
+    """A warning about a stop string that no completion has, or None. A shell, and YAML without
+    double quotes, leave it as it stands."""
+    if (written := _ESCAPED.search(stop)) is not None:
+        means = {"n": "a line end", "t": "a tab", "r": "a carriage return"}[written[0][1]]
+        return (
+            f"warning: stop {stop!r} has a backslash and the letter {written[0][1]} in it; for "
+            f"{means} write it in double quotes in YAML, or as $'{written[0]}' in a shell"
+        )
+    try:
+        model.tokenizer.encode(stop, add_special=False)
+    except IsobitError:
+        return f"warning: stop {stop!r} never comes: the model's vocabulary cannot write it"
+    return None
+
+
+def _endless(model: Model | Described, sampling: Sampling) -> str | None:
+    ids = model.tokenizer.eos_ids
+    if sampling.stop or sampling.ignore_eos or any(0 <= i < model.config.vocab_size for i in ids):
         return None
+    if ids:
+        return (
+            f"warning: the model's end-of-sequence ids {listed(ids)} are not in its vocabulary of "
+            f"{model.config.vocab_size:,}, so every completion runs to {sampling.max_new_tokens} "
+            "tokens; correct eos_token_id in generation_config.json, or give sampling.stop"
+        )
     return (
         "warning: the model names no end-of-sequence token (eos_token_id in "
         "generation_config.json or config.json, eos_token in tokenizer_config.json), so every "

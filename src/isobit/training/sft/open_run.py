@@ -15,6 +15,7 @@ from isobit.training.loop import Rollouts
 from isobit.training.policy import Policy
 from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
+from isobit.training.running.cautions import supervised_cautions
 from isobit.training.running.machine import ranks_caution
 from isobit.training.running.open_run import OpenRun
 from isobit.training.sampled_ahead import SampledAhead
@@ -128,6 +129,7 @@ class SupervisedRun(OpenRun):
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
         yield rank_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
+        yield from supervised_cautions(self.config, self.parts.train)
 
     def memory_metrics(self) -> dict[str, float]:
         """What is allocated, in MiB."""
