@@ -1,12 +1,15 @@
 """A user's mistake: one clear line on stderr, exit code 2, nothing written; the same message from
 Python."""
 
+import errno
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from isobit import cli
+from isobit.cli.app import lines_of_stdin
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
@@ -633,3 +637,139 @@ def prompts(folder: Path) -> Path:
     path = folder / "asked.jsonl"
     path.write_text('{"prompt": "1+1="}\n')
     return path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["--halp"], "No such option: --halp"),
+        (
+            ["train", "c.yaml", "--fast"],
+            "given without dashes, such as fast=VALUE; isobit train --help",
+        ),
+        (["train", "c.yaml", "--steps=5"], "given without dashes, such as steps=VALUE"),
+        (["generate"], "Missing argument 'MODEL|RUN'"),
+        (["generate", "m", "--prompt"], "requires an argument"),
+        (["generate", "m", "-n", "many"], "'many' is not a valid int"),
+        (["generate", "m", "--max-turns", "0"], "0 is not in the range 1<=x<=4000"),
+        (["verify", "run", "--samples", "0"], "0 is not in the range x>=1"),
+        (["doctor", "now"], "unexpected extra argument"),
+    ],
+)
+def test_what_typer_refuses_is_one_line_too(
+    refused: Callable[..., str], words: list[str], said: str
+) -> None:
+    assert said in refused(*words)
+
+
+def test_without_a_command_there_is_help(run_isobit: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run_isobit()
+    assert code == 2
+    assert "Usage: isobit" in out + err
+    assert run_isobit("--help")[0] == run_isobit("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "model", "--to", "."], "--to .: give the directory by a name of its own"),
+        (["export", "model", "--to", "link"], "--to link: a link; give the directory itself"),
+        (["export", "model", "--to", "o", "--best"], "--best: model is no run"),
+        (["report", "run", "--out", "."], "--out .: a directory; give the name of a file in it"),
+        (["report", "run", "--out", "gone/a.html"], "there is no directory gone"),
+        (["eval", "model", "--out", "empty"], "--out empty: a directory; give the name of a file"),
+        (["eval", "--completions", "a", "--out", ""], "--out .: a directory; give the name"),
+        (["generate", "model", "--prompt", "1", "--parser", "json"], "--parser says how calls of"),
+        (
+            ["generate", "model", "--prompt", "1", "--chat-template", "t.jinja"],
+            "--chat-template: without --chat prompts are text, which no template renders",
+        ),
+        (
+            ["generate", "model", "--prompt", "1", "--chat-template-kwargs", "a=1"],
+            "--chat-template-kwargs: without --chat prompts are text",
+        ),
+    ],
+)
+def test_places_and_options_that_nothing_could_come_of(
+    config: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
+) -> None:
+    """Before anything is computed."""
+    folder = config.parent
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("empty")
+    if words == ["export", "model", "--to", "."]:  # which is empty
+        words = ["export", "../model", "--to", "."]
+        monkeypatch.chdir(folder / "empty")
+    assert said in refused(*words)
+
+
+class _Full(io.RawIOBase):
+    """A disk without room."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_stdout_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["isobit", "--version"])
+    full = io.TextIOWrapper(io.BufferedWriter(_Full()), encoding="utf-8")  # type: ignore[arg-type]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr(sys, "stdout", full)
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "isobit: cannot write stdout: No space left on device\n"
+    with suppress(OSError):
+        full.detach()
+
+
+def test_a_locale_that_lacks_a_character_costs_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written as JSON escapes it, so that --json stays JSON."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["isobit", "--help"])
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+        patched.setattr(cli, "app", lambda **_: print('{"text": "1 ü 😀"}'))
+        cli.main()
+    assert written.getvalue() == b'{"text": "1 \\u00fc \\ud83d\\ude00"}\n'
+    assert json.loads(written.getvalue()) == {"text": "1 ü 😀"}
+
+
+def test_standard_input_that_cannot_be_read(
+    config: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", config.parent / "model"]
+    for given, message in (
+        (None, "no prompt: give --prompt, or lines on standard input"),
+        (b"", "no prompt: give --prompt, or lines on standard input"),
+        (b"1+1=\n\xff\n", "standard input, line 2: not UTF-8 text"),
+    ):
+        stream = None if given is None else io.TextIOWrapper(io.BytesIO(given), encoding="ascii")
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert message in refused(*words)
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_of_standard_input(monkeypatch: pytest.MonkeyPatch, line_end: str) -> None:
+    data = ("\ufeff" + line_end.join(("1+1=", "ü\u2028", ""))).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+    assert lines_of_stdin() == ["1+1=", "ü\u2028"]
+
+
+@pytest.mark.parametrize("key", ["run.dir=~/x", "task.path=~/x.jsonl", "model.path=~/m"])
+def test_a_home_directory_is_written_whole(
+    config: Path, refused: Callable[..., str], key: str
+) -> None:
+    said = refused("train", config, "task.name=file", "task.options={}", key)
+    assert "~ is not read as the home directory here: write the whole path" in said

@@ -1,9 +1,11 @@
 """Every format gives the same examples, and whatever cannot be read is named in one line."""
 
+import bz2
 import datetime
 import decimal
 import gzip
 import json
+import lzma
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -458,6 +460,21 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     (
         text_file(gzip.compress(b"hello"), "rows.gz"),
         "rows.gz: cannot tell its format from name or content",
+    ),
+    (text_file(bz2.compress(b"hello"), "rows.jsonl.bz2"), "rows.jsonl.bz2: packed by bzip2, which"),
+    (
+        text_file(lzma.compress(b"hello"), "rows"),
+        "rows: packed by xz, which is not read; unpack it",
+    ),
+    (text_file(b"PK\x03\x04....", "rows.xlsx"), "rows.xlsx: packed by zip, which is not read"),
+    (text_file(b"\x28\xb5\x2f\xfd....", "rows.jsonl.zst"), "rows.jsonl.zst: packed by zstd, which"),
+    (
+        text_file(b'{"prompt": "a"}\n{"prompt": "b", "x": {"y": 1, "y": 2}}\n', "rows.jsonl"),
+        "rows.jsonl:2: malformed JSON: key 'y' comes twice in one object",
+    ),
+    (
+        text_file(b'[{"prompt": "a", "prompt": "b"}]', "rows.json"),
+        "rows.json: malformed JSON: key 'prompt' comes twice in one object",
     ),
     (
         text_file(gzip.compress(b'{"prompt": 1}'), "rows.jsonl.gz"),

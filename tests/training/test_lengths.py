@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from isobit.config import load_config
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks import TaskSettings, load_task
-from isobit.training.rollouts.lengths import fit_prompts
+from isobit.training.rollouts.lengths import endings, fit_prompts
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
@@ -285,6 +286,15 @@ def test_a_model_that_cannot_end_a_completion_is_said(
     assert said(endless, "sampling.stop=['=']") == ""
     assert said(endless, "sampling.ignore_eos=true") == ""
     assert said(base_model) == ""
+
+
+def test_ends_that_the_vocabulary_does_not_have_are_said(base_model: Path) -> None:
+    """The control: one of several that it has."""
+    model = Model.load(base_model)
+    for ids, told in (((9999,), True), ((-1, 500), True), ((9999, 2), False)):
+        model.tokenizer.eos_ids = ids
+        found = endings(model, Sampling())
+        assert any("are not in its vocabulary of 17" in line for line in found) == told
 
 
 @pytest.mark.parametrize("rule", ["escape", "allow", "refuse"])
