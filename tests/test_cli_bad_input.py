@@ -723,9 +723,10 @@ def test_a_full_disk_behind_stdout_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["isobit", "--version"])
     full = io.TextIOWrapper(io.BufferedWriter(_Full()), encoding="utf-8")  # type: ignore[arg-type]
-    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+    with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
-        cli.main()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "isobit: cannot write stdout: No space left on device\n"
     with suppress(OSError):
@@ -738,10 +739,11 @@ def test_a_locale_that_lacks_a_character_costs_no_output(
     """It is written as JSON escapes it, so that --json stays JSON."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "argv", ["isobit", "--help"])
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+    with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
         patched.setattr(cli, "app", lambda **_: print('{"text": "1 ü 😀"}'))
-        cli.main()
+        with pytest.raises(SystemExit):
+            cli.main()
     assert written.getvalue() == b'{"text": "1 \\u00fc \\ud83d\\ude00"}\n'
     assert json.loads(written.getvalue()) == {"text": "1 ü 😀"}
 

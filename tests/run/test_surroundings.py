@@ -48,7 +48,5 @@ def test_a_number_of_the_environment(
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", " 1", "\u0661"])
 def test_what_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("LOCAL_RANK", given)
-    with pytest.raises(
-        IsobitError, match="LOCAL_RANK=.* in the environment: expected a whole number"
-    ):
+    with pytest.raises(IsobitError, match=r"LOCAL_RANK=.* in the environment: expected a"):
         number_in("LOCAL_RANK")
