@@ -646,9 +646,9 @@ def prompts(folder: Path) -> Path:
         (["--halp"], "No such option: --halp"),
         (
             ["train", "c.yaml", "--fast"],
-            "given without dashes, such as fast=VALUE; isobit train --help",
+            "given without dashes, such as steps=5; isobit train --help",
         ),
-        (["train", "c.yaml", "--steps=5"], "given without dashes, such as steps=VALUE"),
+        (["train", "c.yaml", "--steps=5"], "given without dashes, such as steps=5"),
         (["generate"], "Missing argument 'MODEL|RUN'"),
         (["generate", "m", "--prompt"], "requires an argument"),
         (["generate", "m", "-n", "many"], "'many' is not a valid int"),
@@ -738,9 +738,10 @@ def test_a_locale_that_lacks_a_character_costs_no_output(
 ) -> None:
     """It is written as JSON escapes it, so that --json stays JSON."""
     written = io.BytesIO()
+    narrow = io.TextIOWrapper(written, encoding="ascii")
     monkeypatch.setattr(sys, "argv", ["isobit", "--help"])
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+        patched.setattr(sys, "stdout", narrow)
         patched.setattr(cli, "app", lambda **_: print('{"text": "1 ü 😀"}'))
         with pytest.raises(SystemExit):
             cli.main()
@@ -769,9 +770,9 @@ def test_lines_of_standard_input(monkeypatch: pytest.MonkeyPatch, line_end: str)
     assert lines_of_stdin() == ["1+1=", "ü\u2028"]
 
 
-@pytest.mark.parametrize("key", ["run.dir=~/x", "task.path=~/x.jsonl", "model.path=~/m"])
+@pytest.mark.parametrize("key", ["run.dir=~/x", "task={path: ~/x.jsonl}", "model.path=~/m"])
 def test_a_home_directory_is_written_whole(
     config: Path, refused: Callable[..., str], key: str
 ) -> None:
-    said = refused("train", config, "task.name=file", "task.options={}", key)
+    said = refused("train", config, key)
     assert "~ is not read as the home directory here: write the whole path" in said

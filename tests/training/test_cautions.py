@@ -95,6 +95,14 @@ def test_fewer_prompts_than_a_step_asks(
     assert said(config, capsys, "prompts_per_step=3") == []
 
 
+def test_a_column_that_is_the_same_in_all_rows(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(tmp_path / "rows.jsonl", *["1+1="] * 5)
+    (line,) = said(own(tmp_path, base_model, {"path": data}), capsys)
+    assert f"all 5 training prompts are the same, that of {data}:1" in line
+
+
 def test_one_row(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = own(tmp_path, base_model, {"path": rows(tmp_path / "rows.jsonl", "1+1=")})
     (line,) = said(config, capsys)
@@ -169,6 +177,9 @@ def test_held_out_prompts_that_are_trained_on(
         ),
         ("sampling.stop=['ü']", "stop 'ü' never comes: the model's vocabulary cannot write it"),
         ("sampling.stop=['=']", None),
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate 0.5 is large"),
+        ("adapter={rank: 2}", None),
+        ("adapter={rank: 2} optimizer.learning_rate=1e-6", "1e-06 is small for an adapter"),
         ("evaluation={every: 1}", None),
     ],
 )
@@ -184,7 +195,9 @@ def test_settings_that_do_nothing(
         config.write_text(config.read_text().replace(":digits", ":digits\n    weight: 0"))
         found = said(config, capsys)
     else:
-        found = said(write_config(tmp_path, base_model), capsys, given)
+        several = given.split(" optimizer.", 1)
+        overrides = [several[0], *(f"optimizer.{each}" for each in several[1:])]
+        found = said(write_config(tmp_path, base_model), capsys, *overrides)
     assert len(found) == (line is not None)
     assert line is None or line in found[0]
 

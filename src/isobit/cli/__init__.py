@@ -124,9 +124,8 @@ def _one_line(error: Any) -> IsobitError:
         sys.exit(error.exit_code)
     command = "isobit" if error.ctx is None else error.ctx.command_path
     said = " ".join(error.format_message().split()).rstrip(".")
-    option = str(getattr(error, "option_name", "")).lstrip("-")
     if said.startswith("No such option") and command.rpartition(" ")[2] in _OF_CONFIGS:
-        said += f"; a key of the config is given without dashes, such as {option}=VALUE"
+        said += "; a key of the config is given without dashes, such as steps=5"
     return IsobitError(f"{said}; {command} --help says what there is")
 
 

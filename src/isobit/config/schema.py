@@ -56,7 +56,12 @@ from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.partial import PartialSettings
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.run.rows import MOST_STEPS
 from isobit.tasks import TASKS, TaskSettings
+
+_OF_COMPARISONS = {"precision": "presets", "seed": "first_seed and seeds", "run.dir": "out"}
+MOST_OF_A_STEP = 1 << 22
+"""Completions or examples of a step: more are a slip of the pen, which no machine would end."""
 
 
 def _name_or_path(text: str) -> str:
@@ -90,7 +95,9 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
-    steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    steps: Annotated[
+        int, at_least(1), below(MOST_STEPS), "batches of rollouts; the run ends after the last"
+    ] = 100
     epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
@@ -194,6 +201,12 @@ class Config:
             raise IsobitError(
                 f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
                 "steps is an epoch: give steps"
+            )
+        if (sampled := self.prompts_per_step * sampling.group_size) > MOST_OF_A_STEP:
+            raise IsobitError(
+                f"prompts_per_step {self.prompts_per_step:,} x sampling.group_size "
+                f"{sampling.group_size:,} are {sampled:,} completions in a step; give at most "
+                f"{MOST_OF_A_STEP:,}"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
@@ -299,6 +312,11 @@ class CompareConfig:
             raise OptionError(("presets",), "expected at least 1 of them")
         if len(set(self.presets)) < len(self.presets):
             raise OptionError(("presets",), "one of them is there twice")
+        for change in self.changes:
+            if (key := change.partition("=")[0]) in _OF_COMPARISONS:
+                raise IsobitError(
+                    f"changes: {key}: a comparison sets it for each run, by {_OF_COMPARISONS[key]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -383,9 +401,11 @@ class SftConfig:
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
-    steps: Annotated[int, at_least(1)] = 100
+    steps: Annotated[int, at_least(1), below(MOST_STEPS)] = 100
     epochs: Annotated[float | None, above(0), EPOCHS] = None
-    batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
+    batch_size: Annotated[
+        int, at_least(1), at_most(MOST_OF_A_STEP), "examples per optimizer step"
+    ] = 64
     loss: Annotated[
         str,
         OneOf(("cross_entropy", "dpo", "ipo", "kto")),

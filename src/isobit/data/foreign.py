@@ -100,6 +100,8 @@ def reason_of(error: Exception) -> str:
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises BadJson."""
+    if text.startswith("\ufeff"):
+        raise BadJson("it begins with a byte order mark; save it as UTF-8 without one")
     try:
         long = _whole if _LONG_NUMBER.search(text) else None
         value = json.loads(text, parse_int=long, object_pairs_hook=_object)

@@ -171,8 +171,11 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
         if source.format in ("auto", "dataset")
         else f"{source.format} files"
     )
+    documents = [entry.name for entry in _entries(folder) if entry.suffix.lower() == ".json"]
     inside = (
-        f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one"
+        f"; it has {listed(documents)}: name the file itself, if its rows are there"
+        if documents and source.format in ("auto", "jsonl") and not folders
+        else f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one"
         if folders
         else ""
     )

@@ -20,23 +20,28 @@ def is_saved(path: Path) -> bool:
 
 
 def show(result: Result, against: Result | None, out: Path | None) -> None:
-    """Print it, and write it to `out`. Raises IsobitError for results that cannot be compared."""
+    """Write it to `out`, and print it. Raises IsobitError for results that cannot be compared."""
     if against is None:
-        print(printable(f"{result.model}\n\n{summary_table(result)}"))
+        text = f"{result.model}\n\n{summary_table(result)}"
     else:
-        print(printable(comparison_table(result, against)))
-    if out is not None:
-        write_result(out, _content(result, against))
+        text = comparison_table(result, against)
+    try:  # each also where the other fails
+        if out is not None:
+            write_result(out, _content(result, against))
+    finally:
+        print(printable(text))
 
 
 def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None) -> None:
     """Print a model alone and with each of several adapters; write each result to a file of its
     own: the model's to `out`, an adapter's beside it, with the adapter's name after a hyphen."""
-    print(printable(adapters_table(base, adapters)))
-    if out is not None:
-        write_result(out, _content(base))
-        for name, result in adapters.items():
-            write_result(out.with_name(f"{out.stem}-{name}{out.suffix}"), _content(result))
+    try:
+        if out is not None:
+            write_result(out, _content(base))
+            for name, result in adapters.items():
+                write_result(out.with_name(f"{out.stem}-{name}{out.suffix}"), _content(result))
+    finally:
+        print(printable(adapters_table(base, adapters)))
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:

@@ -135,6 +135,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
+    _check_used(config, request)
     now = date_of({} if run is None else runs.began_by(run))
     folders = {
         path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)
@@ -192,6 +193,22 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
                 for answerer, questions in zip((folders[path], *adapters.values()), answered):
                     results.append(_result(str(answerer), config, questions, processes))
     return results
+
+
+def _check_used(config: Config, request: Request) -> None:
+    """Raise IsobitError for an option that nothing would read: of samples where there are none, and
+    of a model where a column is scored."""
+    asked, kept = (request.given.get(section, {}) for section in ("evaluation", "sampling"))
+    given = [name for name in ("num_samples", "pass_at", *_SAMPLED) if name in {*asked, *kept}]
+    options = [f"--{name.replace('_', '-')}" for name in given]
+    named = options[0].replace("--num-samples", "-n") if options else ""
+    if request.completions is not None and given:
+        raise IsobitError(f"{named}: with --completions nothing is sampled; leave it out")
+    if not config.evaluation.num_samples and given not in ([], ["repetition_penalty"]):
+        raise IsobitError(
+            f"{named} is for samples, and the greedy completion is the only one; give -n, such as "
+            "-n 8, or leave it out"
+        )
 
 
 def _ask(

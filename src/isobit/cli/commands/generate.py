@@ -16,6 +16,8 @@ from isobit.engine.types import Completion, Sampling
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
+from isobit.model.adapters.peft import check_served
+from isobit.model.hub.checkpoint import model_folder
 from isobit.training.rollouts.lengths import endings, say_ends
 
 
@@ -45,9 +47,10 @@ def print_completions(
     if several:
         model = open_serving(path, several, flow, rules)
     else:
-        model = Model.load(
-            path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules
-        )
+        adapter = next(iter((adapters or {}).values()), None)
+        if adapter is not None:
+            check_served(model_folder(adapter, "adapter"), model_folder(path))
+        model = Model.load(path, *flow, adapter=adapter, rules=rules)
     say_ends(model)
     for line in endings(model, sampling):
         print(printable(line), file=sys.stderr)

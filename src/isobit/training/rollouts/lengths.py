@@ -15,7 +15,7 @@ from typing import Any
 from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError, listed, printable
+from isobit.errors import IsobitError, printable
 from isobit.model import Model
 from isobit.model.described import Described
 from isobit.tasks import Task, TaskSettings
@@ -53,9 +53,12 @@ def fit_prompts(
             f"model's context of {context}"
         )
     lengths: dict[int, int] = {}
+    seen: set[int] = set()
 
     def problem(example: Example) -> str | None:
-        tokens = len(encode_prompt(example, model, tools))
+        ids = encode_prompt(example, model, tools)
+        seen.add(hash(tuple(ids)))
+        tokens = len(ids)
         if tokens > room:
             left = (
                 f"the model's context of {context} leaves {room} beside "
@@ -67,12 +70,26 @@ def fit_prompts(
 
     held_out = keep(task.held_out, problem, limits, "held-out", quiet)
     lengths.clear()
+    seen.clear()
     train = keep(task.train, problem, limits, "training", quiet)
     if not quiet:
+        _say_alike(train, len(seen))
         say_ends(model)
         say_special_tokens([*train.examples, *held_out.examples], model)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
+
+
+def _say_alike(train: Dataset, distinct: int) -> None:
+    """Say on stderr where prompts that differ are the same tokens, as under a template that leaves
+    the messages out."""
+    first, *others = train.examples
+    if distinct == 1 and any(other.prompt != first.prompt for other in others):
+        print(
+            f"warning: all {len(train):,} training prompts are the same tokens: the chat template "
+            "writes nothing of what they say",
+            file=sys.stderr,
+        )
 
 
 def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
@@ -121,15 +138,8 @@ def _impossible(stop: str, model: Model | Described) -> str | None:
 
 
 def _endless(model: Model | Described, sampling: Sampling) -> str | None:
-    ids = model.tokenizer.eos_ids
-    if sampling.stop or sampling.ignore_eos or any(0 <= i < model.config.vocab_size for i in ids):
+    if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
         return None
-    if ids:
-        return (
-            f"warning: the model's end-of-sequence ids {listed(ids)} are not in its vocabulary of "
-            f"{model.config.vocab_size:,}, so every completion runs to {sampling.max_new_tokens} "
-            "tokens; correct eos_token_id in generation_config.json, or give sampling.stop"
-        )
     return (
         "warning: the model names no end-of-sequence token (eos_token_id in "
         "generation_config.json or config.json, eos_token in tokenizer_config.json), so every "

@@ -13,6 +13,7 @@ from isobit.config import Config, SftConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.options.declare import options_of
 from isobit.rl.algorithm.objective import OBJECTIVES, Objective
+from isobit.rl.optim.schedule import OptimizerSettings
 
 _SWITCHED = (
     ("overlong_penalty", "overlong_buffer"),
@@ -22,6 +23,7 @@ _SWITCHED = (
     ("entropy_coefficient_max", "entropy_target"),
 )
 """Of `algorithm`: a key, and the one without which nothing reads it."""
+_LARGE_RATE = 0.1
 _OF_LOSSES = (("sapo_temperatures", "sapo"), ("vespo_k", "vespo"), ("vespo_lambda", "vespo"))
 
 
@@ -46,8 +48,19 @@ def without_effect(config: Config | SftConfig, example: Example) -> Iterator[str
         yield from _of_algorithm(config.algorithm)
 
 
-def of_warmup(config: Config | SftConfig) -> Iterator[str]:
-    """Where the rate never reaches its peak."""
+def of_rate(config: Config | SftConfig) -> Iterator[str]:
+    """Where the learning rate is far from what works, or never reaches its peak."""
+    rate = config.optimizer.learning_rate
+    if rate >= _LARGE_RATE:
+        yield (
+            f"optimizer.learning_rate {rate:g} is large: in each step every weight may move by as "
+            "much; 1e-6 to 1e-3 are usual"
+        )
+    if config.adapter is not None and rate <= OptimizerSettings.learning_rate:
+        yield (
+            f"optimizer.learning_rate {rate:g} is small for an adapter, whose factors begin at 0; "
+            "about 1e-4 is usual"
+        )
     if config.optimizer.warmup_steps >= config.steps:
         yield (
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the "
@@ -57,13 +70,29 @@ def of_warmup(config: Config | SftConfig) -> Iterator[str]:
 
 def supervised_cautions(config: SftConfig, train: Dataset) -> list[str]:
     """Warnings of a supervised run."""
-    found = [*of_warmup(config), *without_effect(config, train.examples[0])]
+    found = [*of_rate(config), *without_effect(config, train.examples[0])]
+    found += _of_answers(config, train)
     if len(train) < config.batch_size:
         found.append(
             f"{len(train)} training examples for batch_size {config.batch_size}: a step learns from "
             f"the same example up to {-(-config.batch_size // len(train))} times"
         )
     return [f"warning: {line}" for line in found]
+
+
+def _of_answers(config: SftConfig, train: Dataset) -> Iterator[str]:
+    if not config.compares and config.beta != SftConfig.beta:
+        yield f"beta has no effect under loss: {config.loss}"
+    rows = [example.columns for example in train.examples]
+    alike = [row.get("chosen") == row.get("rejected") for row in rows]
+    if config.of_pairs and any(alike):
+        yield (
+            f"{sum(alike):,} of {len(rows):,} pairs have the same answer twice, the first "
+            f"{train.examples[alike.index(True)].place}: nothing is learned from these"
+        )
+    labels = {row.get("label") for row in rows}
+    if config.loss == "kto" and len(labels) == 1:
+        yield f"the label of all {len(rows):,} training answers is {str(labels.pop()).lower()}"
 
 
 def _of_sections(config: Config) -> Iterator[str]:

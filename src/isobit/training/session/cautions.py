@@ -17,7 +17,7 @@ from isobit.model.hub.config import ModelConfig
 from isobit.options.consistency import level
 from isobit.precision import precision_from
 from isobit.tasks import Task
-from isobit.training.running.cautions import of_warmup, without_effect
+from isobit.training.running.cautions import of_rate, without_effect
 from isobit.training.running.machine import ranks_caution
 
 
@@ -45,8 +45,13 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
             "prompt up to "
             f"{-(-wanted // prompts)} times; with prompts_per_step={prompts} it would ask each once"
         )
-    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
     known = {_said(example) for example in task.train.examples}
+    if len(known) == 1 < prompts:
+        yield (
+            f"all {prompts:,} training prompts are the same, that of "
+            f"{task.train.examples[0].place}: is another column the prompt (task.columns)?"
+        )
+    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
     if both := [example for example in asked if _said(example) in known]:
         yield (
             f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first "
@@ -75,7 +80,7 @@ def _said(example: Example) -> str:
 
 
 def _of_steps(config: Config) -> Iterator[str]:
-    yield from of_warmup(config)
+    yield from of_rate(config)
     round_, most = config.partial.tokens_per_round, config.sampling.max_new_tokens
     if round_ >= most:
         yield (
