@@ -381,6 +381,12 @@ def no_data(folder: Path) -> Path:
     return folder / "set"
 
 
+def a_document(folder: Path) -> Path:
+    (folder / "folder").mkdir()
+    (folder / "folder" / "data.json").write_text('[{"prompt": "a"}]')
+    return folder / "folder"
+
+
 def an_empty_directory(folder: Path) -> Path:
     (folder / "set").mkdir()
     return folder / "set"
@@ -433,6 +439,11 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         "or what save_to_disk writes; it has the folders main, socratic: name one",
     ),
     (an_empty_directory, "no data in this directory"),
+    (
+        a_document,
+        "folder: no data in this directory: expected Parquet, JSONL or CSV files, or what "
+        "save_to_disk writes; it has data.json: name the file itself, if its rows are there",
+    ),
     (no_train, "has several splits; say which with task.split; known: easy, hard"),
     (half_saved, "saved: not a whole dataset of save_to_disk: "),
     (broken_splits, "dataset_dict.json: does not list the splits"),

@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from isobit.config import load_config
-from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks import TaskSettings, load_task
-from isobit.training.rollouts.lengths import endings, fit_prompts
+from isobit.training.rollouts.lengths import fit_prompts
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
@@ -288,13 +287,22 @@ def test_a_model_that_cannot_end_a_completion_is_said(
     assert said(base_model) == ""
 
 
-def test_ends_that_the_vocabulary_does_not_have_are_said(base_model: Path) -> None:
-    """The control: one of several that it has."""
-    model = Model.load(base_model)
-    for ids, told in (((9999,), True), ((-1, 500), True), ((9999, 2), False)):
-        model.tokenizer.eos_ids = ids
-        found = endings(model, Sampling())
-        assert any("are not in its vocabulary of 17" in line for line in found) == told
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [("hello", True), ("{% for m in messages %}{{ m.content }}{% endfor %}", False)],
+)
+def test_a_template_that_leaves_the_messages_out_is_said(
+    run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    template: str,
+    told: bool,
+) -> None:
+    config = run(["one", "two", "three"], chat=True)
+    Path("own.jinja").write_text(template)
+    parts = open_parts(load_config(config, ["model.chat_template=own.jinja"]), quiet=False)
+    parts.processes.close()
+    said = "training prompts are the same tokens: the chat template writes nothing of what they say"
+    assert (said in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize("rule", ["escape", "allow", "refuse"])

@@ -92,12 +92,8 @@ def generate(
         raise IsobitError(
             "--parser says how calls of tools are read; give --tools, or leave it out"
         )
-    if (chat_template is not None or chat_template_kwargs) and not (chat or tools):
-        given = "--chat-template" if chat_template is not None else "--chat-template-kwargs"
-        raise IsobitError(
-            f"{given}: without --chat prompts are text, which no template renders; give --chat, or "
-            "leave it out"
-        )
+    if not (chat or tools):
+        _refuse_template(chat_template, chat_template_kwargs)
     prompts = list(prompt) if prompt else lines_of_stdin()
     numbers = n, max_new_tokens, temperature, top_k, top_p, min_p, seed
     sampling = Sampling(*numbers, tuple(stop or ()), repetition_penalty=repetition_penalty)
@@ -113,6 +109,16 @@ def generate(
         as_json=as_json,
         tools=EnvironmentConfig(tools=tuple(tools or ()), max_turns=max_turns, parser=parser),
     )
+
+
+def _refuse_template(template: Path | None, variables: list[str] | None) -> None:
+    """Raise IsobitError for a template of prompts that are text."""
+    if template is not None or variables:
+        given = "--chat-template" if template is not None else "--chat-template-kwargs"
+        raise IsobitError(
+            f"{given}: without --chat prompts are text, which no template renders; give --chat, or "
+            "leave it out"
+        )
 
 
 @app.command()

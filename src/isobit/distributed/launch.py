@@ -94,7 +94,12 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, or the part of it that is of today's ranks."""
     from torch.distributed.rendezvous import rendezvous
 
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if not os.environ.get("MASTER_ADDR") or not number_in("MASTER_PORT"):
+        raise IsobitError(
+            "RANK and WORLD_SIZE are set in the environment, and not where the ranks meet: set "
+            "MASTER_ADDR and MASTER_PORT, as torchrun does, or unset the former"
+        )
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         return _of_this_life(store, rank, size, timeout_s)

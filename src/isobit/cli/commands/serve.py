@@ -1,16 +1,13 @@
 """`isobit serve`: a model and its adapters over HTTP. Left out: the server itself
 (`serve/app.py`)."""
 
-import errno
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobit.cli.commands.serving import open_frozen
-from isobit.data.foreign import reason_of
 from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
@@ -58,7 +55,7 @@ def serve_model(
         )
     full = train == "full"
     called = path.resolve().name if name is None else name
-    _check_place(host, port, grace, called, adapters)
+    _check_names(grace, called, adapters)
     if train not in (None, "adapters", "full"):
         raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
     if state is not None and not train:
@@ -97,11 +94,9 @@ def serve_model(
             kept.close()
 
 
-def _check_place(
-    host: str, port: int, grace: float, called: str, adapters: Mapping[str, Path]
-) -> None:
+def _check_names(grace: float, called: str, adapters: Mapping[str, Path]) -> None:
     """Raise IsobitError, before a model is read, where nothing could be served under these names,
-    or at this address."""
+    or ended in this time."""
     if not 0 <= grace <= _MOST_GRACE:
         raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
     if not called.strip() or called in adapters:
@@ -109,13 +104,6 @@ def _check_place(
             "an adapter has it too" if called in adapters else "expected a name that is not empty"
         )
         raise IsobitError(f"--name {called!r}: {what}; clients ask for the model by it")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except (OSError, UnicodeError) as error:
-        taken = getattr(error, "errno", None) == errno.EADDRINUSE
-        why = "; is it in use?" if taken else f": {reason_of(error)}"
-        raise IsobitError(f"--port {port}: cannot listen on {host}{why}") from None
 
 
 def _opened(

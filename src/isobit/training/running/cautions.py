@@ -129,5 +129,6 @@ def _of_algorithm(algorithm: Objective) -> Iterator[str]:
 
 def _changed(section: Any) -> list[str]:
     """The keys of a section that have another value than the default."""
-    options = options_of(type(section))
+    kind: type = type(section)
+    options = options_of(kind)
     return [key for key, option in options.items() if getattr(section, key) != option.default]
