@@ -64,14 +64,14 @@ quickstart: $(VENV)/.installed
 	$(NEXT)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-full: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --full
+	$(BIN)/python -m pytest -n 3 --dist worksteal --full
 
 # All of it, or what the changes since a revision can reach: make test-rest SINCE=origin/main
 test-rest: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --rest $(if $(SINCE),--since $(SINCE))
+	$(BIN)/python -m pytest -n 3 --dist worksteal --rest $(if $(SINCE),--since $(SINCE))
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.sanitizers

@@ -28,14 +28,16 @@ _FLOWS = (
     ("fp8", "bitwise"),
     ("fp8", "exact"),
     ("fp8", "fast"),
+    ("nvfp4", "bitwise"),
 )
-_FEW_FLOWS = (("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
+_FEW_FLOWS = tuple(flow for flow in _FLOWS if flow not in (("bf16", "fast"), ("fp8", "exact")))
 
 
 @dataclass(frozen=True)
 class Case:
     """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8`
-    over BF16 there, without matrix units; `over_llamacpp`: over eight bits a weight there."""
+    over BF16 there, without matrix units; `over_llamacpp`: over eight bits a weight there, and for
+    `nvfp4` over four."""
 
     hidden: int
     layers: int
@@ -109,16 +111,16 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
     result.rows.append(
         row(case.name, "weights read by isobit fp8 bitwise", [fp8], case.gigabytes, "GB")
     )
-    aims = {"transformers bfloat16": case.over_transformers} | {
-        name: aim
-        for name, aim in ((VLLM.name, case.over_vllm), (LLAMACPP[0].name, case.over_llamacpp))
-        if name in others
-    }
-    for peer, aim in aims.items():
-        ratio = result.median(peer, case.name) / fp8
-        result.claims.append(
-            Claim(f"{case.name}: isobit fp8 bitwise over {peer}", ratio, ">=", aim)
-        )
+    for peer, precision, aim in (
+        ("transformers bfloat16", "fp8", case.over_transformers),
+        (VLLM.name, "fp8", case.over_vllm),
+        (LLAMACPP[0].name, "fp8", case.over_llamacpp),
+        (LLAMACPP[1].name, "nvfp4", case.over_llamacpp),
+    ):
+        if peer in contestants:
+            name = f"isobit {precision} bitwise"
+            ratio = result.median(peer, case.name) / result.median(name, case.name)
+            result.claims.append(Claim(f"{case.name}: {name} over {peer}", ratio, ">=", aim))
     ratio = result.median("isobit fp8 fast", case.name) / fp8
     result.claims.append(Claim(f"{case.name}: isobit fp8, bitwise over fast", ratio, ">=", 0.9))
 

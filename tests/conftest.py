@@ -1,10 +1,11 @@
 """What the tests share: a tiny base model on disk, the real model beside the checkout, one cache
 for compiled kernels."""
 
+import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,13 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 @pytest.fixture(autouse=True)
 def _threads() -> None:
     torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_given_back() -> Iterator[None]:
+    """After each file, what the heap keeps free (`isobit.kernels.native.heap`): else a worker holds
+    the most that any of its tests ever took, several GB, to its end."""
+    yield
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,11 +177,19 @@ def can_reach(test: Path, changed: set[str] | None) -> bool:
     return bool(changed) and (found is None or any(ROOT / name in found for name in changed))
 
 
-def digest(paths: Iterable[Path], *words: str) -> str:
-    """SHA-256 of files, by name and content, and of some words."""
+def sums(*folders: str) -> dict[Path, bytes]:
+    """SHA-256 of every file below some folders of the tree, by path."""
+    places = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {
+        path: hashlib.sha256(path.read_bytes()).digest()
+        for path in places
+        if "__pycache__" not in path.parts
+    }
+
+
+def digest(paths: Iterable[Path], known: Mapping[Path, bytes], *words: str) -> str:
+    """SHA-256 of files, by name and content (`sums`), and of some words."""
     whole = hashlib.sha256("\n".join(words).encode())
     for path in sorted(paths):
-        whole.update(
-            f"\n{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest()
-        )
+        whole.update(f"\n{path.relative_to(ROOT)}\n".encode() + known[path])
     return whole.hexdigest()

@@ -3,43 +3,44 @@ nothing.
 
 - Where a test has three parameters or more, `make test` runs a covering of all pairs of their
   values (`pairwise.py`).
-- Triton's cases, in its interpreter and its compiler, are run by `make test` if anything that they
-  reach has changed since they passed here: a digest of it is kept in `.pytest_cache`. A fresh
-  checkout has none, and runs them.
+- A file of tests is left out by `make test` if nothing that it reaches (`reach.py`) has changed
+  since all tests passed here: digests are kept in `.pytest_cache`. What starts a command or reads
+  the documents reaches everything, and always runs; of Triton's cases, in its interpreter and its
+  compiler, it is known what they reach. A fresh checkout has no digests, and runs all.
 - What is marked slow is left to `make test-rest`, which runs all that `make test` leaves out.
 """
 
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models import SHARED
 from tests.pairwise import covering
-from tests.reach import ROOT, can_reach, changed_since, digest, reached
+from tests.reach import ROOT, can_reach, changed_since, digest, reached, reached_by_test, sums
 
 _COMPILED = ("test_kernel_table", "test_offsets", "test_small_heads")
 TRITON = (
     ROOT / "tests/kernels/triton",
     *(ROOT / f"tests/kernels/{name}.py" for name in _COMPILED),
 )
-WORKERS = ("-n", "2", "--dist", "worksteal")
+WORKERS = ("-n", "3", "--dist", "worksteal")
+"""Three on two cores: tests wait for processes for a fifth of their time."""
 FAST, FULL = (*WORKERS, "-m", "not slow"), (*WORKERS, "--full")
-"""What follows `python -m pytest` in the Makefile, for `test` and `test-full`: only after these a
-digest is kept, and only in the first Triton's cases may be left out."""
-_PASSED = "isobit/triton"
+"""What follows `python -m pytest` in the Makefile, for `test` and `test-full`: only after these
+digests are kept, and only in the first files may be left out."""
+_PASSED = "isobit/passed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of this suite."""
     group = parser.getgroup("isobit")
-    group.addoption(
-        "--full", action="store_true", help="every combination of parameters, and Triton's cases"
-    )
+    group.addoption("--full", action="store_true", help="every combination of parameters")
     group.addoption("--rest", action="store_true", help="only what `make test` leaves out")
     group.addoption(
         "--since",
@@ -47,44 +48,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="REVISION",
         help="only files that a change since then can reach",
     )
-    group.addoption(
-        "--without-triton", action="store_true", help="leave out the cases of Triton's interpreter"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What the whole suite leaves out; its workers are told."""
-    command, told = _command(config), getattr(config, "workerinput", {})
-    config.option.without_triton |= told.get("without_triton", False)
+    """Which files are left out; workers are told."""
+    command = _command(config)
+    config.stash[_UNCHANGED] = frozenset(getattr(config, "workerinput", {}).get("unchanged", ()))
     if command in (FAST, FULL):
-        now = triton_digest()
-        passed = config.cache.get(_PASSED, "")
-        config.option.without_triton |= command == FAST and passed == now
-        config.stash[_KEY] = now
+        now, passed = digests(), config.cache.get(_PASSED, {})
+        if command == FAST:
+            same = (file for file, known in now.items() if passed.get(file) == known)
+            config.stash[_UNCHANGED] = frozenset(same)
+        config.stash[_NOW] = now
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's
 def pytest_configure_node(node: Any) -> None:
-    """A worker is given the arguments of the command, and not what was set since."""
-    node.workerinput["without_triton"] = node.config.option.without_triton
+    """A worker is given the arguments of the command, and not what was found since."""
+    node.workerinput["unchanged"] = sorted(node.config.stash[_UNCHANGED])
 
 
-_KEY = pytest.StashKey[str]()
+_UNCHANGED = pytest.StashKey[frozenset[str]]()
+_NOW = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """That Triton's cases are left out, and why."""
-    without = _command(config) == FAST and config.option.without_triton
-    return (
-        "Triton's cases passed here, and nothing that they reach has changed since"
-        if without
-        else None
-    )
+    """How many files are left out, and why."""
+    count = len(config.stash[_UNCHANGED])
+    why = "passed here, and nothing that they reach has changed since; all run: make test-full"
+    return f"{count} files of tests {why}" if count else None
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where all has passed, what Triton's cases have reached is written down."""
-    now = session.config.stash.get(_KEY, None)
+    """Where all has passed, what every file of tests has reached is written down."""
+    now = session.config.stash.get(_NOW, None)
     if exitstatus == 0 and now:
         session.config.cache.set(_PASSED, now)
 
@@ -94,25 +91,41 @@ def _command(config: pytest.Config) -> tuple[str, ...]:
     return () if worker else tuple(map(str, config.invocation_params.args))
 
 
-def triton_digest() -> str:
-    """Of the sources that Triton's cases reach, of all operators, of what they compile for the page
-    of kernels, and of the versions that run them."""
-    tests = [
-        path for place in TRITON for path in (place.rglob("*.py") if place.is_dir() else [place])
-    ]
-    own = [ROOT / name for name in ("tests/conftest.py", "tests/models.py", "docs/gpu.md")]
-    folders = [ROOT / name for name in ("src/isobit/kernels", "src/isobit/precision", "benchmarks")]
-    files = {path for folder in folders for path in folder.rglob("*.*") if path.is_file()}
-    versions = [f"{name} {_version(name)}" for name in ("torch", "triton", "numpy")]
-    sources = reached([*tests, ROOT / "tests/models.py"]) | files | {*own}
-    return digest({path for path in sources if path.suffix != ".pyc"}, sys.version, *versions)
+def digests() -> dict[str, str]:
+    """Of every file of tests that cannot reach everything: of the Python that it reaches, of all
+    else in the source and the tests, such as operators in C++, and of what runs it."""
+    known = sums("src/isobit", "tests", "benchmarks", "docs")
+    files = [path for path in known if path.name.startswith("test_") and path.suffix == ".py"]
+    source, tests = ROOT / "src", ROOT / "tests"
+    around = {
+        path for path in known if path.suffix != ".py" and {source, tests} & {*path.parents}
+    } | {tests / "conftest.py", source / "isobit/__init__.py", source / "isobit/__main__.py"}
+    words, found = _what_runs_them(), {}
+    triton = _reached_by_triton([path for path in files if is_triton(path)], set(known))
+    for path in files:
+        reach = triton if is_triton(path) else reached_by_test(path)
+        if reach is not None:
+            name = path.relative_to(ROOT).as_posix()
+            found[name] = digest(reach | around, known, name, *words)
+    return found
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
+def _reached_by_triton(files: Sequence[Path], known: set[Path]) -> set[Path]:
+    """What Triton's cases reach: the sources, all operators, and what they compile for the page of
+    kernels."""
+    folders = {ROOT / name for name in ("src/isobit/kernels", "src/isobit/precision", "benchmarks")}
+    own = {ROOT / "docs/gpu.md"} | {path for path in known if folders & {*path.parents}}
+    return own | reached([*files, ROOT / "tests/models.py"])
+
+
+def _what_runs_them() -> list[str]:
+    """Python, every installed package, the processor, and whether the data beside the checkout is
+    there."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    packages = sorted({f"{each.name} {each.version}" for each in distributions()})
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags"))})
+    return [sys.version, *packages, *processor, str(SHARED.is_dir())]
 
 
 def is_slow(item: pytest.Item) -> bool:
@@ -134,8 +147,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if item.nodeid not in fast]
     elif not option.full:
         kept = paired(items)
-    if option.without_triton:
-        kept = [item for item in kept if not is_triton(item.path)]
+    unchanged = {ROOT / name for name in config.stash[_UNCHANGED]}
+    kept = [item for item in kept if item.path not in unchanged]
     if option.since:
         changed = changed_since(option.since)
         kept = [item for item in kept if can_reach(item.path, changed)]

@@ -36,6 +36,7 @@ def test_llamacpp_is_given_every_tensor_under_a_name_of_its_own(tmp_path: Path) 
         named("model.layers.0.mlp.experts.0.up_proj.weight")
 
 
+@pytest.mark.slow
 def test_learning_is_timed_beside_autocast() -> None:
     """Of a model of one layer, with every contestant, and a claim for each preset."""
     pytest.importorskip("transformers")

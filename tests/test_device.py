@@ -23,6 +23,7 @@ from isobit.rl.optim import eight_bit
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
+from tests.models import slow_where
 from tests.rl.supervised import supervised_update
 
 from .models import tiny_model
@@ -36,6 +37,9 @@ CASES = [
     ("fp8[kv_cache=e4m3-calibrated,kv_calibration=learner]", "llama", {}),
     ("mxfp8", "llama", {}),
 ]
+
+
+QUICK_CASES = slow_where(CASES, lambda precision, *_: precision != "fp8")
 
 
 def on(ops: Ops, precision: str, family: str = "qwen3") -> Model:
@@ -94,7 +98,9 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.float().contiguous().view(torch.int32).flatten().tolist()
 
 
-@pytest.mark.parametrize(("precision", "family", "changes"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("precision", "family", "changes"), QUICK_CASES, ids=lambda value: str(value)
+)
 def test_learning_has_the_bits_of_the_cpu(
     precision: str, family: str, changes: dict[str, float]
 ) -> None:

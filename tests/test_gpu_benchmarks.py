@@ -103,6 +103,7 @@ def _python(code: str, tmp_path: Path, **environment: str) -> "subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_stages_need_little(tmp_path: Path) -> None:
     """A machine with a GPU may have PyTorch, Triton and not much else: neither packages nor
     configurations are read."""
@@ -292,6 +293,7 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     assert targets(tmp_path)[1].measured == NOT_MEASURED, "what another GPU did is not beside it"
 
 
+@pytest.mark.slow
 def test_the_targets_of_memory_are_possible() -> None:
     """What the plan counts for each part keeps its target; the former one, of the whole, did not
     hold."""

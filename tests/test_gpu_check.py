@@ -32,6 +32,7 @@ def _both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(self_check, "_all", of_attention)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_both_sides")
 @pytest.mark.parametrize(
     ("card", "side", "says"),
@@ -53,6 +54,7 @@ def test_the_script_goes_on_in_the_way_that_keeps_bits(
     assert attention.keys_first() == plan._tokens_first == (side == EXCHANGED)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_both_sides")
 def test_a_card_that_neither_side_helps_is_named(tmp_path: Path) -> None:
     results = Results(tmp_path, "one", rehearsal=True)

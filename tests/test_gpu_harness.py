@@ -495,6 +495,7 @@ def test_compiled_kernels_are_carried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / "small").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_floors_are_of_what_this_machine_reached(tmp_path: Path) -> None:
     bench = _bench(tmp_path, "ceilings")
     assert bench.rates is None, "no other GPU's numbers"
@@ -575,7 +576,8 @@ def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return bench
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_every_test_is_a_case_and_is_not_run_twice(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -745,6 +747,7 @@ def _idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_idle")
 def test_kernels_that_do_nothing_pass_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from isobit.precision.flow import LINEAR_LAYERS
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_page_has_what_fits() -> None:
     page = (ROOT / "docs/how-to/plan.md").read_text()
     lines = fits.table()
@@ -33,6 +34,7 @@ def test_the_page_by_hardware_has_what_one_gpu_trains(monkeypatch: pytest.Monkey
     assert "\n".join(fits.largest()) not in page
 
 
+@pytest.mark.slow
 def test_the_page_by_hardware_has_what_the_largest_gpu_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,7 +17,15 @@ from tests import reach, selection
 from tests.pairwise import covering
 from tests.reach import ROOT
 
+TRITON, ENGINE = "tests/kernels/triton/test_norm.py", "tests/engine/test_engine.py"
+QUANTIZE, SELECTION = "tests/precision/test_quantize.py", "tests/test_selection.py"
 SHAPES = [(2, 2), (4, 3), (2, 2, 2), (4, 4, 4), (6, 6, 2), (2, 3, 4, 5), (3, 3, 3, 3, 3)]
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, str]:
+    """The digests of the files as they are."""
+    return selection.digests()
 
 
 def missing(rows: list[tuple[int, ...]], shape: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
@@ -95,64 +103,73 @@ def test_make_test_and_the_rest_are_the_whole(tmp_path: Path) -> None:
     assert one == {"test_three[0-2-3-1]"}, "a case that is asked for runs"
 
 
-def test_the_makefile_has_the_commands_after_which_tritons_cases_may_be_left_out() -> None:
+def test_the_makefile_has_the_commands_after_which_files_may_be_left_out() -> None:
     text = (ROOT / "Makefile").read_text()
     for words in (selection.FAST, selection.FULL):
         quoted = " ".join(f'"{word}"' if " " in word else word for word in words)
         assert f"-m pytest {quoted}\n" in text
 
 
-class Kept(dict[str, str]):
+class Kept(dict[str, Any]):
     """pytest's cache."""
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: Any) -> None:
         self[key] = value
 
 
-def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> bool:
-    """Whether a run of pytest after these words leaves Triton's cases out; it ends with this
-    status."""
+def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> list[str]:
+    """The files that a run of pytest after these words leaves out; it ends with this status."""
     config: Any = SimpleNamespace(
         invocation_params=SimpleNamespace(args=words),
-        option=SimpleNamespace(without_triton=False),
         cache=kept,
         stash=pytest.Stash(),
         **more,
     )
     selection.pytest_configure(config)
-    without = bool(config.option.without_triton)
     node = SimpleNamespace(config=config, workerinput={})
     selection.pytest_configure_node(node)
-    assert node.workerinput == {"without_triton": without}
-    if not hasattr(config, "workerinput"):
-        assert bool(selection.pytest_report_header(config)) == without
+    without = node.workerinput["unchanged"]
+    assert bool(selection.pytest_report_header(config)) == bool(without)
     selection.pytest_sessionfinish(cast("pytest.Session", SimpleNamespace(config=config)), status)
-    return without
+    return cast("list[str]", without)
 
 
-def test_tritons_cases_are_left_out_only_where_the_whole_suite_has_passed(
+def test_files_are_left_out_only_where_the_whole_suite_has_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    digests = ["first"]
-    monkeypatch.setattr(selection, "triton_digest", lambda: digests[-1])
+    found = {"a": "1", "b": "1"}
+    monkeypatch.setattr(selection, "digests", found.copy)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     kept, fast, full = Kept(), selection.FAST, selection.FULL
     for words in ((*fast, "-k", "a"), (*fast, "tests/rl"), fast[:-2], ()):
         assert not session(kept, words, 0)
-    assert not session(kept, fast, 0, workerinput={"without_triton": False})
-    assert session(kept, fast, 0, workerinput={"without_triton": True})
+    assert not session(kept, fast, 0, workerinput={})
+    assert session(kept, fast, 0, workerinput={"unchanged": ["b"]}) == ["b"]
     assert not session(kept, fast, 1)
     assert not kept, "only the whole counts, and only where all has passed"
     assert not session(kept, fast, 0)
-    assert session(kept, fast, 1)
+    assert session(kept, fast, 1) == ["a", "b"]
     assert not session(kept, full, 0)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k a")
     assert not session(kept, fast, 0)
     monkeypatch.delenv("PYTEST_ADDOPTS")
-    digests.append("second")
-    assert not session(kept, fast, 1)
+    found["b"] = "2"
+    assert session(kept, fast, 1) == ["a"]
     assert not session(kept, full, 0)
-    assert session(kept, fast, 0)
+    assert session(kept, fast, 0) == ["a", "b"]
+
+
+def test_a_file_that_is_left_out_has_no_case(tmp_path: Path) -> None:
+    items = [SimpleNamespace(path=ROOT / f"tests/test_{name}.py", nodeid=name) for name in "ab"]
+    stash = pytest.Stash()
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    option = SimpleNamespace(rest=False, full=True, since="")
+    config: Any = SimpleNamespace(
+        stash=stash, hook=hook, option=option, workerinput={"unchanged": ["tests/test_b.py"]}
+    )
+    selection.pytest_configure(config)
+    selection.select(config, cast("list[pytest.Item]", items))
+    assert [item.nodeid for item in items] == ["a"]
 
 
 def test_tritons_cases_are_where_they_are_looked_for() -> None:
@@ -164,24 +181,46 @@ def test_tritons_cases_are_where_they_are_looked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "noticed"),
+    ("file", "noticed", "not_noticed"),
     [
-        ("src/isobit/kernels/norms/triton/norm.py", True),
-        ("src/isobit/precision/quantize.py", True),
-        ("src/isobit/kernels/native/interface.cpp", True),
-        ("tests/kernels/triton/helpers.py", True),
-        ("src/isobit/errors.py", True),
-        ("src/isobit/training/loop.py", False),
+        ("src/isobit/kernels/norms/triton/norm.py", {TRITON, ENGINE}, {QUANTIZE}),
+        ("src/isobit/precision/quantize.py", {TRITON, ENGINE, QUANTIZE}, set()),
+        ("src/isobit/kernels/native/interface.cpp", {TRITON, ENGINE, QUANTIZE}, set()),
+        ("tests/kernels/triton/helpers.py", {TRITON}, {ENGINE, QUANTIZE}),
+        ("tests/engine/helpers.py", {ENGINE}, {TRITON, QUANTIZE}),
+        ("src/isobit/errors.py", {TRITON, ENGINE, QUANTIZE}, set()),
+        ("tests/conftest.py", {TRITON, ENGINE, QUANTIZE}, set()),
+        ("src/isobit/training/loop.py", set(), {TRITON, ENGINE, QUANTIZE}),
     ],
 )
-def test_a_change_that_tritons_cases_reach_has_another_digest(
-    file: str, noticed: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_a_file_reaches_changes_its_digest(
+    file: str,
+    noticed: set[str],
+    not_noticed: set[str],
+    before: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, read = selection.triton_digest(), Path.read_bytes
+    read = Path.read_bytes
     changed = lambda path: read(path) + b"\n" if path == ROOT / file else read(path)  # noqa: E731
     monkeypatch.setattr(Path, "read_bytes", changed)
     assert (ROOT / file).is_file()
-    assert (selection.triton_digest() != before) is noticed
+    now = selection.digests()
+    assert now.keys() == before.keys()
+    differing = {name for name in now if now[name] != before[name]}
+    assert differing >= noticed
+    assert not differing & not_noticed
+
+
+def test_what_runs_them_is_in_their_digests(
+    before: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version", "another")
+    assert not set(before.items()) & set(selection.digests().items())
+
+
+def test_what_starts_commands_is_always_run(before: dict[str, str]) -> None:
+    assert not before.keys() & {"tests/test_docs.py", "tests/test_resume.py", SELECTION}
+    assert len(before) > 150
 
 
 @pytest.mark.parametrize(

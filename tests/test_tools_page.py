@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from isobit.model.text.appending import Appending
 from isobit.model.text.tool_formats.table import FORMATS
 from tests.model.test_appending import of_file, templates_of_trl
@@ -21,6 +23,7 @@ def test_every_format_is_in_the_table_and_reads_its_call() -> None:
         assert [(each.name, each.arguments) for each in reply.calls] == [("add", '{"a": 1}')]
 
 
+@pytest.mark.slow
 def test_the_counts_of_templates_are_those_that_are_found() -> None:
     def kind(refusal: str | None) -> str:
         if refusal is None:

@@ -33,7 +33,7 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
 from tests.distributed.threads import WHOLE_BLOCKS, run
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 
 SETTINGS = OptimizerSettings(learning_rate=2e-3, total_steps=8)
 KINDS = {
@@ -42,6 +42,7 @@ KINDS = {
     "mixture": ("qwen3_moe", SETTINGS),
     "8-bit moments": ("qwen3", replace(SETTINGS, state="8bit")),
 }
+QUICK_KINDS = slow_where(list(KINDS), lambda kind: kind == "8-bit moments")
 
 
 def of_kind(kind: str) -> tuple[str, OptimizerSettings]:
@@ -185,7 +186,7 @@ def test_a_model_has_the_bytes_of_safetensors_own_writer(
         assert hashes(folder) == hashes(tmp_path / "1")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(
     tmp_path: Path, kind: str
 ) -> None:
@@ -218,7 +219,7 @@ def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(
         assert checkpoints.damage(path) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
     """Saved by 4, loaded and saved by 3, 1 and 2; and what they learn then is what one rank would
     have learned."""

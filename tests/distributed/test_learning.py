@@ -22,7 +22,7 @@ from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.threads import WHOLE_BLOCKS, Meeting, ThreadRanks, run
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, roll_out
 
 SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps=8)
@@ -188,6 +188,7 @@ def test_control_rows_in_the_order_of_ranks_are_other_weights() -> None:
         )
 
 
+@pytest.mark.slow
 def test_groups_of_micro_batches_are_another_sum_that_is_the_same_everywhere() -> None:
     """Of ten micro-batches in each optimizer batch; groups of all of them are no groups."""
     given: dict[str, Any] = {"precision": "fp8", "family": "qwen3", "steps": 1, "tokens": 1}
@@ -233,7 +234,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    slow_where(
+        list(VARIANTS),
+        lambda variant: (
+            variant not in ("gradients checked", "BF16 masters, 8-bit moments", "separate engines")
+        ),
+    ),
+)
 def test_variants_learn_the_same_on_two_and_three_ranks(variant: str, size: int) -> None:
     given = {"precision": "fp8", "family": "qwen3"} | VARIANTS[variant]
     samples = roll_out(model_of(given["precision"], given["family"]))

@@ -27,6 +27,7 @@ from tests.distributed.sessions import (
     written,
 )
 from tests.distributed.threads import ThreadRanks, run
+from tests.models import slow_where
 
 VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8": ("qwen3", []),
@@ -107,6 +108,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
 }
 
 
+QUICK = ("fp8", "mixture of experts", "BF16 masters", "adapter", "partial", "curriculum")
 SIZES = {"fp8": (1, 2, 3, 4), "mixture of experts": (2, 3), "fp8-unified": (4,)}
 """Those of `make test` that are not 3, which divides nothing evenly."""
 OTHERS = dict.fromkeys(VARIANTS, (2,)) | {"mixture of experts": (1, 4), "fp8-unified": (3,)}
@@ -115,7 +117,10 @@ OTHERS = dict.fromkeys(VARIANTS, (2,)) | {"mixture of experts": (1, 4), "fp8-uni
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        *((name, SIZES.get(name, (3,))) for name in VARIANTS),
+        *slow_where(
+            [(name, SIZES.get(name, (3,))) for name in VARIANTS],
+            lambda name, _: name not in QUICK,
+        ),
         *(
             pytest.param(name, sizes, marks=pytest.mark.slow)
             for name, sizes in OTHERS.items()

@@ -75,6 +75,7 @@ def test_every_estimate_is_the_on_policy_gradient_where_nothing_differs(base_mod
         on_policy(model, sampled(Model.load(base_model, "fp8-rollout"), PROMPTS, 4, 6, 0))
 
 
+@pytest.mark.slow
 def test_a_model_is_measured(stories: Path) -> None:
     job = Job(stories, ["Once upon a time", "One day"], 4, 4, [64, 32], 0)
     (found,) = run(job, ["fp8-rollout"], lambda line: None)

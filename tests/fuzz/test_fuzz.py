@@ -87,7 +87,9 @@ def _settings_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
         (_activation_scale_per_tensor, QUICK, 3, "log-probabilities are not the learner's"),
         (_stale_weights, QUICK, 3, "log-probabilities are not the learner's"),
         (_tokens_by_place_in_the_call, QUICK, 1, "have other tokens under the second schedule"),
-        (_settings_of_the_last_row, SEED, 1, "beside other requests"),
+        pytest.param(
+            _settings_of_the_last_row, SEED, 1, "beside other requests", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_negative_control_a_broken_part_is_found(

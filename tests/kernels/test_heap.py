@@ -34,6 +34,7 @@ def ran(**variables: str) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
 def test_large_tensors_get_the_same_memory_again() -> None:
     """Once told, eight tensors of 64 MiB in turn meet no fresh page; before, and where a variable

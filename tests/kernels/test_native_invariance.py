@@ -238,6 +238,7 @@ def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> 
     assert len(addresses) < 50  # or this did not test what it says
 
 
+@pytest.mark.slow
 def test_no_compiler_is_a_reason_and_not_a_crash(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

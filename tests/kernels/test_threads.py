@@ -80,6 +80,7 @@ def spun(first: str, **variables: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_pytorchs_threads_do_not_spin_where_torch_was_imported_first() -> None:
     """They sleep through the rests. The controls: without isobit they spin through them, and as
     long as a user says."""

@@ -83,6 +83,7 @@ def test_what_fits_is_given_no_advice() -> None:
     assert "optimizer.state=8bit" in advice(barely, plan(barely)), "where little is left, it is"
 
 
+@pytest.mark.slow
 def test_a_mixture_is_advised_to_adapt_its_attention() -> None:
     """Factors of all its experts would take several times as much."""
     keys = [key for change in changes(job("Qwen3-30B-A3B", card="h100")) for key in change.keys]

@@ -174,6 +174,7 @@ def test_learning_takes_what_was_planned(
     assert family != "qwen3" or planned[1] < 0.75 * planned[0]
 
 
+@pytest.mark.slow
 def test_learning_takes_what_was_planned_of_two_small_models(tmp_path: Path) -> None:
     """The same without waiting."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 6, "head_dim": 64}
@@ -248,6 +249,7 @@ def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) 
     assert measured != pytest.approx(_of_a_step(job.on(ranks // 2)), rel=0.1), "the control"
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> None:
     """To 10 %: what a step takes beyond the weights, where the head is its largest part. The control
     is the plan of a loss without a bonus; one of the user's own may use the entropy."""

@@ -190,6 +190,7 @@ def test_a_run_goes_on_in_a_server_of_its_kind(
     assert f"a run of it goes on with {other}" in said(monkeypatch, capsys, *given)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Tinker's client needs Python 3.11")
 def test_it_trains_all_weights(folder: Path, tmp_path: Path) -> None:
     tinker = pytest.importorskip("tinker")
@@ -221,6 +222,7 @@ for missing in ("uvicorn", "starlette", "prometheus_client"):
 """
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_says_what_to_install(folder: Path) -> None:
     words = [sys.executable, "-c", WITHOUT, str(folder / "base")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

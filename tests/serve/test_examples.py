@@ -40,6 +40,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_grpo_learns_and_no_log_probability_differs(trainer: tuple[Running, Path]) -> None:
     server, where = trainer
     printed = run("tinker_grpo.py", server.url, str(where / "token"), "8")

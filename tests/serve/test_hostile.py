@@ -130,6 +130,7 @@ def test_negative_control_a_wrong_answer(
         run(open_server, 300, 1)
 
 
+@pytest.mark.slow
 def test_hostile_requests_to_a_server_that_trains_the_whole_model(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ tinker: Any = pytest.importorskip("tinker")
 from . import kills  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_client_ends_with_the_same_adapter_whenever_its_server_is_killed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

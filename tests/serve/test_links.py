@@ -49,6 +49,7 @@ def command(server: Running, folder: Path, *words: str) -> "subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_the_official_command_downloads_a_checkpoint(
     trainer: Running, client: Any, rest: Any, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ pytest.importorskip("tinker")
 from . import load
 
 
+@pytest.mark.slow
 def test_each_answer_under_load_is_the_one_alone(
     folder: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

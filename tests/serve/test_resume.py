@@ -177,6 +177,7 @@ def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Pat
         assert answer(server, step(server, runs[1], 1)).status_code == 200
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_the_state_whole_and_open_requests_to_the_next_server(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def replaced(server: Running, name: str, folder: Path) -> None:
     assert isinstance(done[0], Done)
 
 
+@pytest.mark.slow
 def test_a_client_of_an_untested_version_is_told_of_once(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

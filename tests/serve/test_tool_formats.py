@@ -308,6 +308,7 @@ def test_texts_whose_quotes_are_not_escaped_are_arguments_whole(written: str, te
         assert calls_of(reply) == [("f", {"a": text, "b": 1}), ("g", {"c": text})]
 
 
+@pytest.mark.slow
 def test_long_answers_are_read_at_once() -> None:
     """Many marks and large arguments; no quadratic time shows as a test that never ends."""
     many = 50_000

@@ -354,6 +354,7 @@ def test_a_rank_above_a_matrix_is_warned_of(tmp_path: Path, models: Path) -> Non
             assert (line in said.output) == (rank > min(sides)), said.output
 
 
+@pytest.mark.slow
 def test_commands_take_the_run_and_its_folder(tmp_path: Path, models: Path) -> None:
     """By `isobit`: train, then generate and evaluate with the run's directory, its checkpoint, and
     the model with it as the adapter; the control is the model alone."""

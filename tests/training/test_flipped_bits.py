@@ -24,7 +24,7 @@ from isobit.training.running.result import TrainResult
 from isobit.training.saving.saver import Saver
 from isobit.training.session.open_run import Session
 from isobit.training.train import resume, train
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 from tests.training.test_scoring import reward_model
@@ -189,7 +189,10 @@ def undisturbed(run: Train) -> Callable[[str], dict[str, object]]:
     return cache(lambda override: fingerprint(run(override).run_dir))
 
 
-@pytest.mark.parametrize(("flip", "when", "override", "named", "last"), FLIPS)
+@pytest.mark.parametrize(
+    ("flip", "when", "override", "named", "last"),
+    slow_where(FLIPS, lambda flip, when, *_: when[1] == "evaluate" or when[2] > 2),
+)
 def test_a_run_ends_before_it_is_saved_and_goes_on_as_if_nothing_had_happened(
     flip: Flip,
     when: tuple[type, str, int],

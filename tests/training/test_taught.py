@@ -149,6 +149,7 @@ def test_a_text_is_cut_as_trl_cuts_it(prompt: str, answer: str) -> None:
     assert (list(sample.prompt_ids), list(sample.completion_ids)) == theirs
 
 
+@pytest.mark.slow
 def test_every_template_that_trl_carries() -> None:
     """Where an answer is written as it is sampled; the others are refused, as is a template for
     images."""

@@ -69,12 +69,14 @@ class CudaGraph:
 
 class RecordedCalls:
     """The calls of C++ operators, made again from one call; what cannot be recorded
-    (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is."""
+    (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is.
+    Recording takes as long as several steps, so a step is recorded when it is needed again."""
 
     asynchronous, most_rows = False, 64
 
     def __init__(self, peer: Any) -> None:
         self._arena: Arena = Arena() if peer is None else peer._arena
+        self._function: Callable[[], None] | None = None
         self._recording: Recording | None = None
 
     @property
@@ -83,11 +85,15 @@ class RecordedCalls:
         return None if self._recording is None else self._recording.refused
 
     def capture(self, function: Callable[[], None]) -> None:
-        self._recording = Recording(function, library(), self._arena)
+        self._function = function
+        function()
 
     def replay(self) -> None:
-        assert self._recording is not None
-        self._recording.run()
+        assert self._function is not None
+        if self._recording is None:
+            self._recording = Recording(self._function, library(), self._arena)
+        else:
+            self._recording.run()
 
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:

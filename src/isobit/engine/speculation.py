@@ -11,9 +11,10 @@ Only speed depends on what is decided here, and no clock is read, so a run that 
 the same.
 
 A row costs less than a step: a step of R rows takes as long as `FIXED_ROWS` + R of its rows would
-without what a step costs in any case. So the row of a draft pays where it counts more often than
-R / (FIXED_ROWS + R). How often it does is known of guesses of its kind, also of some that were not
-drafted: the sampled token says whether they were right.
+without what a step costs in any case, and a draft takes `DRAFT_ROWS`, since it is looked for. So it
+pays where it counts more often than DRAFT_ROWS * R / (FIXED_ROWS + R). How often it does is known
+of guesses of its kind, also of some that were not drafted: the sampled token says whether they were
+right.
 
 Left out: models whose layers keep states that a row overwrites (linear attention), and flows in
 which a row's bits depend on its batch. Where there are drafts no step is launched ahead of its tokens.
@@ -34,10 +35,11 @@ from isobit.model import Model, ModelConfig
 from isobit.precision import Precision
 
 FIXED_ROWS = 4
+DRAFT_ROWS = 1.3
 MOST_DRAFTED = 16
 """Tokens of one sequence in one step, where their number is not given."""
-MOST_ROWS = 64
-"""A step with more rows than this drafts nothing by itself: hardly any row would pay."""
+MOST_ROWS = int(FIXED_ROWS / (DRAFT_ROWS - 1))
+"""A step with more rows than this drafts nothing by itself: what is always right would not pay."""
 KEPT_TEXTS = 32
 """Of a prompt, the newest."""
 KEPT_TOKENS, INDEXED_TOKENS = 2**22, 2**19
@@ -132,7 +134,7 @@ class Speculation:
             nonlocal likely, pays
             likely *= self._right[kind] / self._tried[kind]
             computed = rows + len(drafted)
-            pays = not self._auto or likely * (FIXED_ROWS + computed) >= computed
+            pays = not self._auto or likely * (FIXED_ROWS + computed) >= DRAFT_ROWS * computed
             self._passed[kind] = 0 if pays else (self._passed[kind] + 1) % _LOOKED_AT
             return pays or not self._passed[kind]
 

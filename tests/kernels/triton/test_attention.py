@@ -13,6 +13,7 @@ from isobit.kernels.attention.definition import attend
 from isobit.kernels.attention.triton import forward as implementation
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
+from tests.models import slow_where
 
 from ..helpers import draw, same
 from .helpers import DEVICE, HAS_GPU, moved, short_splits
@@ -154,7 +155,10 @@ COMPANIES = {
 
 
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_where(["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated"], lambda kind: kind != "e4m3 fp32"),
+)
 def test_a_rows_bits_do_not_depend_on_its_company(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +186,9 @@ def test_a_rows_bits_do_not_depend_on_its_company(
     reason="16 keys are no long side of a GPU's instruction; its own tiles are compared below",
 )
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    "kind", slow_where(list(STORES), lambda kind: kind not in ("bf16", "e4m3 ue8m0", "int8"))
+)
 def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

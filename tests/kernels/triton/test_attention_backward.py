@@ -13,6 +13,8 @@ C = Σ|dout||out| of a query and a key:
   there: 2 · u.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.attention.triton import backward as implementation
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
+from tests.models import slow_where
 
 from ..helpers import draw, same
 from ..test_shared_keys import Case as SharedCase
@@ -205,8 +208,13 @@ def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(
     assert all(same(x, y) for x, y in zip(run(case), found))
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("cache", ["bf16", "fp32", "int8"])
+@pytest.mark.parametrize(
+    ("cache", "window"),
+    slow_where(
+        list(product(["bf16", "fp32", "int8"], [None, 20])),
+        lambda cache, window: (cache == "fp32") == (window is None),
+    ),
+)
 def test_rows_that_sequences_share(
     cache: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

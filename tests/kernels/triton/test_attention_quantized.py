@@ -2,6 +2,7 @@
 in turn, wherever splits are joined."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from isobit.kernels.attention.triton import forward as implementation
 from isobit.kernels.quantize.triton import quantize
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import E4M3, QTensor, QuantSpec
+from tests.models import slow_where
 
 from ..helpers import draw, same
 from .helpers import DEVICE, moved, short_splits
@@ -19,6 +21,8 @@ from .test_attention import SCALE, _filled, _rows, _scattered
 from .test_quantize import equal, flag, host
 
 Result = tuple[Tensor | None, QTensor, Tensor]
+
+QUICK = ((False, "e4m3 fp32", "ue8m0"), (True, "int8", "fp32"), (True, "bf16", "ue8m0"))
 
 
 @pytest.fixture
@@ -41,9 +45,13 @@ def _found(
 
 
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
-@pytest.mark.parametrize("kind", ["bf16", "e4m3 fp32", "int8"])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "kind", "scale"),
+    slow_where(
+        list(product([False, True], ["bf16", "e4m3 fp32", "int8"], ["ue8m0", "fp32"])),
+        lambda *case: case not in QUICK,
+    ),
+)
 def test_quantized_at_once_has_the_bits_of_both_in_turn(
     kind: str, scale: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

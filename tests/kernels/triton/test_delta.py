@@ -15,6 +15,7 @@ from isobit.kernels.delta.triton import backward as delta_backward
 from isobit.kernels.delta.triton import convolution
 from isobit.kernels.delta.triton import forward as delta
 from isobit.precision import BF16, FP32
+from tests.models import slow_where
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -238,7 +239,7 @@ def all_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_where(DTYPES, lambda dtype: dtype == torch.float32))
 def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> None:
     """A learner's whole sequences, a prompt at once, chunks that end anywhere in a page, decoded
     tokens, alone and in batches with sequences that have no rows: results and all that the pages

@@ -445,6 +445,7 @@ def test_processes_are_limited() -> None:
     assert int(run(BOMB, limits=Limits(20, 512, 4, 40)).output) == 39
 
 
+@pytest.mark.slow
 def test_a_real_fork_bomb_leaves_nothing() -> None:
     before = len(list(Path("/proc").glob("[0-9]*")))
     outcome = run(
