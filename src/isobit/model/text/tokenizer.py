@@ -323,7 +323,7 @@ def _check_ids(vocabulary: Mapping[str, int], path: Path) -> None:
     if len(set(vocabulary.values())) == len(vocabulary):
         return
     seen = dict[int, str]()
-    for token, number in vocabulary.items():
+    for token, number in sorted(vocabulary.items()):
         if number in seen:
             raise IsobitError(
                 f"{path}: tokens {brief(seen[number])!r} and {brief(token)!r} both have the id "
@@ -385,8 +385,8 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     given = settings.get("chat_template")
     if isinstance(given, str):
         return {"default": given}
-    entries = [] if given is None else given
-    if not isinstance(entries, list) or not all(map(_is_named, entries)):
+    entries = [entry for entry in given if _is_named(entry)] if isinstance(given, list) else []
+    if given and not entries:
         raise IsobitError(
             f"{directory / 'tokenizer_config.json'}: chat_template: expected text, or a list of "
             '{"name": text, "template": text}'
