@@ -19,9 +19,11 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
     bits,
     check,
+    decode,
     grpo,
     kernel_cache,
     kernels,
+    learner,
     results,
     sanitizer,
     supervise,
@@ -29,13 +31,18 @@ from benchmarks.gpu import (
     timing,
     two_processes,
 )
-from benchmarks.gpu.bits import compared
 from benchmarks.gpu.common import GPU_LOST, Bench, Case, random_model, shapes
+from benchmarks.gpu.comparing import compared
 from benchmarks.gpu.results import FILE, ROOMS, Results, digests
-from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+from benchmarks.gpu.timing import CALLS, Rotation, Timer, computed_nothing, race
+from isobit import Engine, Sampling
 from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
 from isobit.kernels.triton.launch import record_launches
+from isobit.precision import E4M3, QTensor, QuantSpec
 from isobit.run.source import code_digest
+from tests.engine.helpers import differing
+from tests.kernels.helpers import computed
+from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 _machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
@@ -165,6 +172,34 @@ def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert timing.num_sets(nbytes) * nbytes >= 200 << 20
         assert timing.num_sets(nbytes) >= 2
     assert timing.num_sets(10) == 256
+
+
+@pytest.mark.usefixtures("_idle")
+def test_a_test_that_compares_tokens_needs_some() -> None:
+    """Rollout and learner of kernels that do nothing differ in no token. The control is
+    `tests/engine/test_triton.py`."""
+    model = tiny_model("fp8", backend="triton", num_layers=1, head_dim=16)
+    groups = Engine(model, page_size=4).generate([[3, 4], [5]], Sampling(1, 2, ignore_eos=True))
+    with pytest.raises(AssertionError, match="nothing that could differ"):
+        differing(model, groups)
+
+
+def test_a_result_of_zeros_is_of_kernels_that_do_nothing() -> None:
+    """Of one tensor, several, codes and their scales. The controls: one number that is not 0, and
+    what returns no tensor."""
+    zeros, codes = torch.zeros(3), torch.zeros(1, 128, dtype=torch.uint8)
+    spec = QuantSpec(E4M3, "1x128")
+    nothing = QTensor(codes.view(torch.float8_e4m3fn), torch.zeros(1, 1), spec)
+    assert not any(map(computed, (zeros, zeros - 1, zeros - torch.inf, zeros + torch.nan)))
+    assert computed(torch.tensor([-1.0, -2.0]))
+    for result in (zeros, (zeros, zeros.bfloat16()), [nothing, (zeros,)], -zeros):
+        assert computed_nothing(result)
+        with pytest.raises(RuntimeError, match="computed nothing"):
+            Timer(Rotation([lambda result=result: result]), rehearsal=True)
+    some = QTensor(nothing.data, torch.ones(1, 1), spec)
+    for result in (torch.tensor([0.0, 1e-40]), (zeros, zeros + torch.nan), some, None, (), 3):
+        assert not computed_nothing(result)
+        assert Timer(Rotation([lambda result=result: result]), rehearsal=True).sample() >= 0
 
 
 def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
@@ -389,6 +424,22 @@ def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
     assert found["b"]["failures"][0]["error"] == "hang"
     again = _bench(tmp_path, "bits", "two")
     assert not again.wants("b")
+
+
+def test_a_case_that_hangs_at_the_limit_of_its_stage_is_known_to(tmp_path: Path) -> None:
+    """Otherwise it would be left for the next call, and hang there again. A case that goes on is
+    waited for, to its end. The control: where the call ends, so does either."""
+    file, step = tmp_path / "lines", "open('lines', 'a').write('x\\n'); time.sleep(4)"
+    hangs = [sys.executable, "-c", f"import os, time; os.chdir({str(tmp_path)!r}); {step}"]
+    code = "; ".join([hangs[2], "open('lines', 'a').write('ended\\n'); time.sleep(9)"])
+    works = [sys.executable, "-c", code]
+    assert supervise.watched(hangs, file, 0.3, 1.0, 60.0) == (None, "silent")
+    assert supervise.watched(works, file, 2.0, 60.0, 60.0) == (None, "late")
+    assert file.read_text().endswith("ended\n")
+    for words in (hangs, works):
+        file.write_text("")
+        assert supervise.watched(words, file, 0.3, 60.0, 0.6) == (None, "late")
+        assert "ended" not in file.read_text()
 
 
 def test_a_stage_in_which_all_hangs_is_left(
@@ -758,14 +809,18 @@ def test_kernels_that_do_nothing_pass_nothing(
         "check": check.run,
         "grpo": lambda bench: grpo.run(bench, small=True),
         "bits": bits.run,
+        "decode": decode.run,
+        "kernels": kernels.run,
+        "learner": learner.run,
     }
     monkeypatch.setattr(two_processes, "run", lambda bench: None)  # others, which compute
     for name, run in stages.items():
         run(_bench(tmp_path, name, name))
     lines = [line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")]
-    assert {line["stage"] for line in lines} >= {"check", "grpo", "bits"}
+    assert {line["stage"] for line in lines} == set(stages)
     records = ("cuBLAS", "the matrix instruction")  # which claim nothing here
     done = [line["case"] for line in lines if line["status"] == "done"]
+    done = [case for case in done if not case.endswith(": the model")]  # which only builds it
     assert [case for case in done if not case.startswith(records)] == []
     steps = [row for line in lines for row in line["rows"] if "differing_tokens" in row]
     assert steps

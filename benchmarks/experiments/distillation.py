@@ -1,11 +1,12 @@
 """What preference and distillation do on a small task: additions of two digits.
 
 A small student gets about two fifths of them right, and copies an answer that its prompt shows
-first. From it four runs go on, by the configs of the gallery: DPO on pairs of a right and a wrong
-sum; on-policy distillation from a larger teacher; self-distillation, whose teacher is the student
-shown the answer (SDFT); and self-distillation by success, whose teacher is the policy shown a
-completion of the group that was right (SDPO). Measured are the curves that each should show, and
-greedy accuracy on 256 problems that none has seen.
+first. From it six runs go on, by the configs of the gallery: DPO on pairs of a right and a wrong
+sum, against the student, and against a reference that follows; KTO on sums that are right or wrong;
+on-policy distillation from a larger teacher; self-distillation, whose teacher is the student shown
+the answer (SDFT); and self-distillation by success, whose teacher is the policy shown a completion
+of the group that was right (SDPO). Measured are the curves that each should show, and greedy
+accuracy on 256 problems that none has seen.
 
 `python -m benchmarks.experiments.distillation WORK --out FILE --chart PNG` trains all in the folder
 WORK; docs/experiments/preference-and-distillation.md shows what came out. Left out: other seeds, and
@@ -24,14 +25,17 @@ from benchmarks.experiments.command import command, write
 from isobit.run.directory import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = ("preference", "distillation", "self-distillation", "self-distillation-success")
-SUPERVISED = ("student-sft", "teacher-sft", "preference")
+OF_ANSWERS = ("preference", "preference-following", "kto")
+TAUGHT = ("distillation", "self-distillation", "self-distillation-success")
+ARMS = (*OF_ANSWERS, *TAUGHT)
+SUPERVISED = ("student-sft", "teacher-sft", *OF_ANSWERS)
 """By `isobit sft`; the other configs by `isobit train`."""
 KEPT = (
     "accuracy/held_out",
     "reward/reference_kl",
     "groups/unshown",
     "preference/margin",
+    "preference/kl",
     "preference/accuracy",
     "preference/held_out_accuracy",
     "mismatch/differing_tokens",
@@ -39,6 +43,8 @@ KEPT = (
 )
 NAMES = {
     "preference": "DPO",
+    "preference-following": "DPO, reference follows",
+    "kto": "KTO",
     "distillation": "on-policy distillation",
     "self-distillation": "self-distillation (SDFT)",
     "self-distillation-success": "self-distillation by success (SDPO)",
@@ -81,7 +87,7 @@ def table(found: Mapping[str, Any]) -> str:
     """A line for each run, in Markdown: its first and last values."""
     lines = [
         "| run | steps | accuracy before | after | reverse KL, first ten steps | last ten | margin, "
-        "first step | last ten steps | held-out pairs in order, after |",
+        "first step | last ten steps | held-out answers in order, after |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, curve in found["arms"].items():
@@ -104,38 +110,34 @@ def values(curve: Sequence[Sequence[float]]) -> list[float]:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Accuracy of all, the reverse KL of those with a teacher, and of DPO margin and pairs."""
+    """Accuracy of all, the reverse KL of those with a teacher, and of those that learn from given
+    answers the margin and how many held-out answers are in order."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (accuracy, distance, margin) = pyplot.subplots(1, 3, figsize=(13, 3.8))
+    figure, ((accuracy, distance), (margin, order)) = pyplot.subplots(2, 2, figsize=(11, 7.4))
+    shown = {
+        "reward/reference_kl": (distance, "reverse KL of a completion, nats", {}),
+        "preference/margin": (margin, "margin", {}),
+        "preference/held_out_accuracy": (order, "held-out answers in order", {"marker": "o"}),
+    }
     for index, (name, curve) in enumerate(found["arms"].items()):
-        given: dict[str, Any] = {"color": f"C{index}", "label": NAMES[name]}
-        accuracy.plot(*zip(*curve["accuracy/held_out"]), marker="o", markersize=3, **given)
-        if "reward/reference_kl" in curve:
-            distance.plot(*zip(*curve["reward/reference_kl"]), **given)
+        given: dict[str, Any] = {"color": f"C{index}", "label": NAMES[name], "markersize": 3}
+        accuracy.plot(*zip(*curve["accuracy/held_out"]), marker="o", **given)
+        for metric, (axes, _, style) in shown.items():
+            if metric in curve:
+                axes.plot(*zip(*curve[metric]), **given, **style)
     accuracy.axhline(found["teacher"], color="gray", linestyle=":", label="the larger teacher")
     accuracy.set(title="held-out accuracy, greedy", xlabel="step", ylim=(0, 1.02))
-    accuracy.legend(fontsize=7, loc="lower right")
-    distance.set(title="reverse KL of a completion, nats", xlabel="step")
-    distance.axhline(0, color="gray", linewidth=0.6)
-    distance.legend(fontsize=7)
-    curve = found["arms"]["preference"]
-    margin.plot(*zip(*curve["preference/margin"]), color="C0", label="margin")
-    margin.set(title="DPO: margin, and pairs ordered rightly", xlabel="step")
-    right = margin.twinx()
-    right.plot(
-        *zip(*curve["preference/held_out_accuracy"][1:]),  # at first all margins are 0
-        color="C4",
-        marker="o",
-        markersize=3,
-        label="held-out pairs (right axis)",
-    )
-    right.set_ylim(0, 1.02)
-    handles = [*margin.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    margin.legend(handles=handles, fontsize=7, loc="lower right")
+    order.set(ylim=(0, 1.02))
+    for axes, title, _ in shown.values():
+        axes.set(title=title, xlabel="step")
+    for axes in (distance, margin):
+        axes.axhline(0, color="gray", linewidth=0.6)
+    for axes in (accuracy, distance, margin, order):
+        axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

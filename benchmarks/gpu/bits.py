@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import two_processes
+from benchmarks.gpu import adapters, approximate, two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
+from benchmarks.gpu.comparing import ROW, compared, operands, taken
 from benchmarks.gpu.decode import decode_step
 from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
-from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
+from isobit.kernels import KVStore, Layout, Operand, Stacked, get_ops
 from isobit.kernels.attention.triton.forward import keys_first
 from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.product.triton.cublas import cublas_product, takes
@@ -30,7 +31,7 @@ from isobit.kernels.product.triton.plan import ProductPlan, plan
 from isobit.model import ModelConfig
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
-_ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")
+_HEAD = QuantSpec(E4M3, "row")
 _HEAD_INT8 = QuantSpec(INT8, "row", "fp32")
 ROWS_OF_TILES = 128
 TILES = ((64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 4))
@@ -94,6 +95,8 @@ def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
     yield "rows of the output head", _head
     yield "rows of norms and gates", _between
     yield "rows of experts", _experts
+    yield "adapters together and alone", adapters.check
+    yield "sigmoid of gradients against float64", approximate.check
     yield "cuBLAS against Triton", _cublas
     yield from products[first:]
 
@@ -102,54 +105,6 @@ def _instruction(case: Case, bench: Bench) -> None:
     """What the tests compute with where there is no GPU (`instruction.py`)."""
     for row in compare_instruction(bench.device):
         case.row(**row)
-
-
-def compared(
-    case: Case, what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal"
-) -> None:
-    """A row for two tensors; `expected` equal, different (a control), or None: a record without a
-    claim."""
-    assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} and {tuple(wanted.shape)}"
-    assert found.dtype == wanted.dtype, f"{what}: {found.dtype} and {wanted.dtype}"
-    unequal = (_bits(found) != _bits(wanted)).flatten()
-    count = int(unequal.sum())
-    sound = bool(torch.isfinite(wanted.float()).all()) and float((wanted != 0).float().mean()) > 0.5
-    more: dict[str, object] = {}
-    if count:
-        distance = (found.float() - wanted.float()).abs()
-        more = {
-            "first": int(unequal.nonzero()[0, 0]),
-            "largest": float(distance.max() / wanted.float().abs().max()),
-        }
-    if expected is not None:
-        more |= {"expected": expected, "holds": sound and (count == 0) == (expected == "equal")}
-    case.row(what, compared=unequal.numel(), differing=count, sound=sound, **more)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    )
-
-
-def operands(kind: str, rows: int, outputs: int, inputs: int, ops: Ops) -> tuple[Operand, Operand]:
-    """Random operands of widely varying magnitudes: sums of equal ones would hide an order."""
-    x, w = (
-        (
-            torch.randn(n, inputs, device=ops.device)
-            * torch.exp(torch.randn(n, inputs, device=ops.device))
-        ).bfloat16()
-        for n in (rows, outputs)
-    )
-    return (ops.quantize(x, _ROW), ops.quantize(w, _BLOCK)) if kind == "fp8" else (x, w)
-
-
-def _take(x: Operand, start: int, stop: int) -> Operand:
-    return (
-        QTensor(x.data[start:stop], x.scale[start:stop], x.spec)
-        if isinstance(x, QTensor)
-        else x[start:stop]
-    )
 
 
 @contextmanager
@@ -215,12 +170,12 @@ def _rows_of_products(kind: str, outputs: int, inputs: int, case: Case, bench: B
     for size in sizes:
         for start in (0, count // 2, count - size):
             if start + size <= count:
-                alone = ops.product(_take(x, start, start + size), w)
+                alone = ops.product(taken(x, start, start + size), w)
                 compared(
                     case, f"{size} from {start} of {count:,}", alone, whole[start : start + size]
                 )
     compared(
-        case, "a row beside its neighbour", ops.product(_take(x, 1, 2), w), whole[:1], "different"
+        case, "a row beside its neighbour", ops.product(taken(x, 1, 2), w), whole[:1], "different"
     )
 
 
@@ -273,7 +228,7 @@ def _experts(case: Case, bench: Bench) -> None:
             offsets = torch.zeros(count + 1, dtype=torch.int64, device=bench.device)
             offsets[expert + 1 :] = size
             return ops.grouped_product(
-                _take(x, start, start + size), stacked, offsets, torch.bfloat16
+                taken(x, start, start + size), stacked, offsets, torch.bfloat16
             )
 
         for expert in (0, count - 1):
@@ -296,10 +251,10 @@ def _between(case: Case, bench: Bench) -> None:
     weight = torch.randn(hidden, device=bench.device).bfloat16()
 
     def norm(part: slice) -> QTensor:
-        return ops.rms_norm_quantized(x[part], weight, 1e-6, residual[part], _ROW, "x")[0]
+        return ops.rms_norm_quantized(x[part], weight, 1e-6, residual[part], ROW, "x")[0]
 
     def gate(part: slice) -> QTensor:
-        return ops.gate_mul_quantized("silu", gate_up[part], _ROW, "h")
+        return ops.gate_mul_quantized("silu", gate_up[part], ROW, "h")
 
     for name, call in (("rms_norm_quantized", norm), ("gate_mul_quantized", gate)):
         whole = call(slice(0, rows))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.cross_compile import kernel_name
-from benchmarks.gpu import bits, kernel_cache
+from benchmarks.gpu import adapters, bits, comparing, kernel_cache
 from benchmarks.gpu.common import Bench, described
 from benchmarks.gpu.results import digests
 from benchmarks.gpu.shapes import SHAPES
@@ -111,7 +111,7 @@ def distinct() -> list[KernelLaunch]:
     every process."""
     _open_gpu()
     first: dict[tuple[object, ...], KernelLaunch] = {}
-    for launch in (*_check(), *_models(), *_tiles()):
+    for launch in (*_check(), *_models(), *_tiles(), *_adapters()):
         first.setdefault((*signature(launch), *_alignments(launch)), launch)
     return list(first.values())
 
@@ -148,12 +148,19 @@ def _tiles() -> list[KernelLaunch]:
     with record_launches() as found:
         for outputs, inputs in bits.sizes_of({name: SHAPES[name] for name in bits.MODELS}).values():
             for kind in ("fp8", "bf16"):
-                x, w = bits.operands(kind, bits.ROWS_OF_TILES, outputs, inputs, ops)
+                x, w = comparing.operands(kind, bits.ROWS_OF_TILES, outputs, inputs, ops)
                 firsts = bits.TOKENS_FIRST if kind == "fp8" else ()
                 tiles = [*((tile, False) for tile in bits.TILES), *((t, True) for t in firsts)]
                 for tile, tokens_first in tiles:
                     with bits.forced(tile, tokens_first):
                         product_module.product(x, w, None, torch.float32)
+    return found
+
+
+def _adapters() -> list[KernelLaunch]:
+    """Several adapters at once, and each alone, of the stage `bits`."""
+    with record_launches() as found:
+        adapters.launched(TritonOps("bitwise", "recorded", META))
     return found
 
 

@@ -61,9 +61,10 @@ def _measure(
     targets = tokens.roll(-1)
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
 
-    def forward_backward() -> None:
+    def forward_backward() -> torch.Tensor:
         logprobs, _ = transformer.head_logprobs(transformer.hidden(tokens, layout), targets)
         logprobs.mean().backward()
+        return logprobs.detach()
 
     def update() -> None:
         optimizer.step(1e-6, 0.5)
@@ -77,8 +78,8 @@ def _measure(
     ]
 
     @torch.no_grad()
-    def fill() -> None:
-        transformer.hidden(tokens, layout, stores, use="rollout")
+    def fill() -> torch.Tensor:
+        return transformer.hidden(tokens, layout, stores, use="rollout")
 
     count, rates = length * sequences, bench.rates
     least: dict[str, float] = {}

@@ -47,8 +47,9 @@ def run_stage(
         return limits.seconds - (time.perf_counter() - started)
 
     while True:
-        limit = max(min(1.25 * left(), limits.end - time.perf_counter()), LEAST_S)
-        status, stopped = watched(command(left()), results.path, limit, limits.silence)
+        most = max(limits.end - time.perf_counter(), LEAST_S)
+        limit = max(min(1.25 * left(), most), LEAST_S)
+        status, stopped = watched(command(left()), results.path, limit, limits.silence, most)
         opened = results.open_cases(name)
         if stopped == "late":
             for line in opened:
@@ -87,10 +88,13 @@ def _fail(stage: str, opened: Sequence[Line], error: str, message: str, results:
 
 
 def watched(
-    command: Sequence[str], file: Path, limit: float, silence: float
+    command: Sequence[str], file: Path, limit: float, silence: float, most: float | None = None
 ) -> tuple[int | None, str]:
     """(exit status, nothing) of a process; or (None, "late" or "silent"), where it and all that it
-    has started were ended after `limit` seconds, or after `silence` without growth of the file."""
+    has started were ended: after `limit` seconds with the next growth of the file, or after
+    `silence` without; in any case after `most`, if not given `limit`. So a case that hangs when the
+    limit comes is known to, and one that does not comes to its end."""
+    most = limit if most is None else most
     process = subprocess.Popen(command, start_new_session=True)
     started = grown = time.monotonic()
     size = -1
@@ -99,9 +103,10 @@ def watched(
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_S), ""
             now, found = time.monotonic(), file.stat().st_size if file.exists() else 0
-            if found != size:
+            more = found != size
+            if more:
                 size, grown = found, now
-            if now - started > limit:
+            if now - started > most or (now - started > limit and more):
                 return None, "late"
             if now - grown > silence:
                 return None, "silent"

@@ -127,9 +127,11 @@ BITS = {
     "tiles": "one product by every tile: tokens on N = 16, 32, 64, 128",
     "rows": "rows alone, by 16 to 512, and in 8,192: products, head, experts, norms, gates",
     "attention": "attention: decoding and chunks against packed",
+    "adapters": "several adapters at once against each alone",
     "replay": "a captured step against an eager one",
     "engine": "a rollout against the learner; with graphs and without",
     "two": "a backward in two processes, by `CUBLAS_WORKSPACE_CONFIG`",
+    "sigmoid": "the sigmoid of gradients, beyond its bound around float64's",
 }
 """The claims of the stage `bits`, by the first word of their cases."""
 

@@ -2,10 +2,11 @@
 and medians taken.
 
 Timed one by one, calls of some microseconds measure Python's launches. In a graph the GPU goes from
-one to the next by itself. The calls rotate among *sets* of inputs that together are four times as
-large as the L2 cache, so that none of them finds its inputs there; how many sets there were and
-their bytes stand beside each result. Where a call cannot be captured, at least 20 calls are
-launched between the events, and the result says so, with the reason.
+one to the next by itself. A call whose result is all zeros has computed nothing, and is not timed.
+The calls rotate among *sets* of inputs that together are four times as large as the L2 cache, so
+that none of them finds its inputs there; how many sets there were and their bytes stand beside each
+result. Where a call cannot be captured, at least 20 calls are launched between the events, and the
+result says so, with the reason.
 """
 
 import statistics
@@ -15,6 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+from isobit.precision import QTensor
 
 CALLS = 20
 _SAMPLE_S = 0.1  # of all samples of a contestant, if they are not fewer than the least
@@ -58,6 +62,21 @@ def rotation(call: Callable[[_Set], object], sets: Sequence[_Set], nbytes: int) 
     return Rotation([lambda given=given: call(given) for given in sets], nbytes)
 
 
+def computed_nothing(result: object) -> bool:
+    """Whether a call's result, a tensor or several, plain or quantized, is zero everywhere, as that
+    of kernels that do nothing; what returns no tensor is not known."""
+    found, left = list[Tensor](), [result]
+    while left:
+        one = left.pop()
+        if isinstance(one, QTensor):
+            left += [one.data.view(torch.uint8), one.scale]
+        elif isinstance(one, tuple | list):
+            left += one
+        elif isinstance(one, Tensor):
+            found.append(one)
+    return bool(found) and not any(bool((one != 0).any()) for one in found)
+
+
 def l2_bytes() -> int:
     """Of the GPU that PyTorch would use."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -84,18 +103,23 @@ class Timer:
 
     def _warm_up(self) -> float:
         """Every call once: kernels are compiled, workspaces allocated. Returns the seconds of the
-        first."""
+        first. Raises RuntimeError where nothing was computed."""
         start = time.perf_counter()
+        result: object = None
         if self.rehearsal:
-            self.contestant.over[0]()
+            result = self.contestant.over[0]()
             self.how = "rehearsal"
-            return time.perf_counter() - start
+            took = time.perf_counter() - start
+            _refuse(result)
+            return took
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for call in self.contestant.over:
-                call()
+                result = call()
         torch.cuda.synchronize()
+        _refuse(result)
+        del result
         if not self.contestant.eager:
             try:
                 self._graph = self._captured(side)
@@ -155,6 +179,11 @@ class Timer:
             sets,
             sets * self.contestant.nbytes, self.how,
         )  # fmt: skip
+
+
+def _refuse(result: object) -> None:
+    if computed_nothing(result):
+        raise RuntimeError("every number of its result is 0: it computed nothing")
 
 
 def _enough(timer: Timer) -> int:

@@ -22,11 +22,15 @@ from .test_verify import _rewritten, _said, _without_certificate
 Row = dict[str, Any]
 
 
+def _trained(folder: Path, model: Path, *overrides: str) -> Path:
+    config = load_config(write_config(folder, model, **PARTIAL), overrides)
+    assert train(config).exit_code == 0
+    return folder / "run"
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("partial")
-    assert train(load_config(write_config(folder, base_model, **PARTIAL))).exit_code == 0
-    return folder / "run"
+    return _trained(tmp_path_factory.mktemp("partial"), base_model)
 
 
 @pytest.fixture
@@ -39,7 +43,16 @@ def _rows(run: Path) -> list[Row]:
     return list(completions.read(run / COMPLETIONS))
 
 
-def test_every_segment_is_drawn_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
+def test_every_segment_is_drawn_again(
+    tmp_path: Path,
+    finished: Path,
+    base_model: Path,
+    ahead: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also of batches that waited until they were learned from."""
+    run = _trained(tmp_path, base_model, "rollouts_ahead=1") if ahead else finished
     rows = _rows(run)
     tokens = sum(len(row["completion_ids"]) for row in rows)
     segments = sum(len(row.get("segments", [1])) for row in rows)

@@ -51,6 +51,14 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
         ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"],
     ),
     "partial": ("qwen3", ["partial={tokens_per_round: 1, extra_prompts: 3}", "steps=3"]),
+    "partial, ahead": (
+        "qwen3",
+        ["partial={tokens_per_round: 1, extra_prompts: 3}", "rollouts_ahead=1", "steps=3"],
+    ),
+    "optimal token baseline": (
+        "qwen3",
+        ["algorithm.advantage=otb", "precision=fp8-rollout", "steps=2"],
+    ),
     "top-p": ("qwen3", ["sampling.top_p=0.9", "sampling.top_k=9", "steps=2"]),
     "self-distillation": (
         "qwen3",

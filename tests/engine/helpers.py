@@ -12,6 +12,7 @@ from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
 from isobit.model.hub.config import ModelConfig
 from isobit.model.text.tokenizer import Tokenizer
+from tests.kernels.helpers import computed
 from tests.models import ALPHABET, level, require
 
 # hidden sizes that are not multiples of 128, grouped heads, three layers
@@ -105,6 +106,7 @@ def differing(
     rolled = torch.tensor([value for completion in completions for value in completion.logprobs])
     assert learner.dtype == torch.float32
     assert learner.shape == rolled.shape
+    assert computed(rolled), "there is nothing that could differ"
     return int((learner.view(torch.int32) != rolled.view(torch.int32)).sum()), rolled.numel()
 
 

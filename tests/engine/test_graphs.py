@@ -307,15 +307,19 @@ def test_logits_that_are_not_finite_stop_a_captured_step(
 def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(
     preset: str, sampling: Sampling, make_engine: MakeEngine
 ) -> None:
-    """Real graphs: kept while the weights are synchronized, captured again after sleep."""
+    """Real graphs: kept while the weights are synchronized, captured again after sleep. The control:
+    other weights, without which kernels that do nothing would pass."""
     model = fresh(preset, "triton", 3, head_dim=32)
     sizes = {"kv_pages": 40, "page_size": 4, "max_batch_tokens": 64}
     eager, captured = make_engine(model, **sizes, cuda_graphs=False), make_engine(model, **sizes)
     assert (eager.captures, captured.captures) == (False, True)
+    seen: list[object] = []
     for change in (1.0, 1.3, 0.9):
         scale(model, change)
         eager.calibrate(PROMPTS)
         expected = rollout(eager, PROMPTS, sampling, PROMPT_IDS)
+        assert expected not in seen
+        seen.append(expected)
         graphs = None if captured.graphs is None else dict(captured.graphs._graphs)
         assert rollout(captured, PROMPTS, sampling, PROMPT_IDS) == expected
         if change == 1.3:

@@ -3,6 +3,7 @@ the interpreter where there is no GPU. Real sizes: tests/gpu."""
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import get_ops
+from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
-from tests.models import tiny_model
+from tests.models import tiny_model, trained_adapters
 
 from .helpers import differing
 
@@ -134,3 +136,26 @@ def test_zero_bits_differ_under_a_window() -> None:
     assert differing(model, groups) == (0, 12)
     model.transformer.config = replace(model.config, windows=(5,))
     assert differing(model, groups)[0] > 0
+
+
+@pytest.mark.slow
+def test_requests_of_several_adapters_have_the_bits_that_they_have_alone(tmp_path: Path) -> None:
+    """In one batch, beside one of the base. The control: the other adapter alone."""
+    tiny_model("bf16", "qwen3", scale=4, num_layers=1, head_dim=16).save(tmp_path / "base")
+    adapters = {"a": NewAdapter(4, 8), "b": NewAdapter(3, 2, ["q_proj", "down_proj"])}
+    trained_adapters(tmp_path, adapters)
+    prompts, names, sampling = ["1+", "1+", "23"], ["a", "b", None], Sampling(1, 2, seed=5)
+
+    def drawn(engine: Engine, which: list[int], names: list[str | None]) -> list[Any]:
+        groups = engine.generate([prompts[i] for i in which], sampling, which, adapters=names)
+        return [(c.token_ids, c.logprobs) for group in groups for c in group]
+
+    model = Model.load(tmp_path / "base", "fp8", "triton").serving(
+        {n: tmp_path / n for n in adapters}
+    )
+    together = drawn(Engine(model, page_size=4), [0, 1, 2], names)
+    assert together[0] != together[1], "the control"
+    for i, name in enumerate(names):
+        given = None if name is None else tmp_path / name
+        alone = Model.load(tmp_path / "base", "fp8", "triton", adapter=given)
+        assert drawn(Engine(alone, page_size=4), [i], [None]) == together[i : i + 1]

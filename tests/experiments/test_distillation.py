@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments.distillation import ARMS, curves, draw, measure, table
+from benchmarks.experiments.distillation import (
+    ARMS,
+    OF_ANSWERS,
+    TAUGHT,
+    curves,
+    draw,
+    measure,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/experiments/distillation.json"
 PAGE = ROOT / "docs/experiments/preference-and-distillation.md"
-TAUGHT = ARMS[1:]
 
 
 @pytest.mark.slow
@@ -21,7 +28,8 @@ def test_all_runs_are_measured(tmp_path: Path) -> None:
     changes = ("steps=2", "evaluation.every=1", "evaluation.samples=8")
     found = measure(tmp_path, *changes)
     assert set(found["arms"]) == set(ARMS)
-    assert found["arms"]["preference"]["preference/margin"][0] == [1, 0.0]
+    for name in OF_ANSWERS:
+        assert found["arms"][name]["preference/margin"][0] == [1, 0.0]
     for name in TAUGHT:
         curve = found["arms"][name]
         assert [step for step, _ in curve["accuracy/held_out"]] == [0, 1, 2]
@@ -41,13 +49,25 @@ def test_the_page_has_the_table_of_the_results() -> None:
 
 
 def test_the_curves_show_what_they_should() -> None:
-    """DPO: a margin of exactly 0, which grows. A teacher: the reverse KL falls, accuracy rises, and
-    no token differed between rollout and learner."""
+    """DPO and KTO: a margin of exactly 0, which grows; 0 again where the reference has moved. A
+    teacher: the reverse KL falls, accuracy rises, and no token differed between rollout and
+    learner."""
     found = json.loads(RESULTS.read_text())
     pairs = found["arms"]["preference"]
     assert pairs["preference/margin"][0] == [1, 0.0]
     assert all(value > 0 for _, value in pairs["preference/margin"][5:])
     assert pairs["preference/held_out_accuracy"][-1][1] > 0.8
+    labelled = found["arms"]["kto"]
+    assert labelled["preference/margin"][0] == labelled["preference/kl"][0] == [1, 0.0]
+    assert all(value > 0 for _, value in labelled["preference/margin"][30:])
+    assert {value for _, value in labelled["preference/kl"]} == {0.0}, "as the page says"
+    assert labelled["preference/held_out_accuracy"][-1][1] > 0.7
+    margins = dict(found["arms"]["preference-following"]["preference/margin"])
+    assert [step for step, value in margins.items() if value == 0] == [1, 29, 57, 85]
+    assert all(margins[step] > 0 for step in (28, 56, 84, 100))
+    assert [margins[step] for step in range(1, 29)] == [
+        value for _, value in pairs["preference/margin"][:28]
+    ]
     for name in TAUGHT:
         curve = found["arms"][name]
         accuracy = [value for _, value in curve["accuracy/held_out"]]

@@ -67,8 +67,12 @@ def go(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResul
         (0, 1, {}),
         (1, 2, WITH_KL),
         (2, 1, {"precision": "fp8-rollout-kv"}),
+        (1, 1, {"algorithm": {"advantage": "otb"}}),
     ],
-    ids=["synchronous", "dynamic sampling and KL", "a separate engine with a calibrated cache"],
+    ids=[
+        *("synchronous", "dynamic sampling and KL", "a separate engine with a calibrated cache"),
+        "credit that asks the learner",
+    ],
 )
 @pytest.mark.slow
 def test_a_fleet_is_one_process(

@@ -16,7 +16,7 @@ from benchmarks.gpu.shapes import SHAPES
 from isobit import Engine, Model, Sampling
 from isobit.engine.types import Completion, EngineSize
 
-from ..kernels.helpers import same
+from ..kernels.helpers import computed, same
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,9 @@ def _generate(
     engine = Engine(model, size, **options)
     groups = engine.generate(_prompts(model), Sampling(4, new_tokens, seed=3, ignore_eos=True))
     engine.integrity()
-    return [completion for group in groups for completion in group]
+    found = [completion for group in groups for completion in group]
+    assert computed(torch.cat([torch.tensor(c.logprobs) for c in found]))
+    return found
 
 
 def _differing(completions: list[Completion], learner: Model) -> int:

@@ -37,6 +37,13 @@ def bits(x: Tensor) -> Tensor:
     )
 
 
+def computed(logprobs: Tensor) -> bool:
+    """Whether log-probabilities are some: finite, negative, and not all alike. Those of kernels that
+    do nothing are the same zeros in a rollout and in the learner."""
+    low, high = (float(x) for x in logprobs.aminmax())
+    return -float("inf") < low < 0 and high <= 0 and (low < high or logprobs.numel() == 1)
+
+
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in type, shape and every bit."""
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))

@@ -52,13 +52,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Trai
     return run(tmp_path_factory.mktemp("partial"), base_model)
 
 
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> TrainResult:
+    """Sampled one step before it is learned from."""
+    return run(tmp_path_factory.mktemp("ahead"), base_model, "rollouts_ahead=1")
+
+
 def _bits(values: Any) -> np.ndarray:
     return np.asarray(values, np.float32).view(np.uint32)
 
 
-def test_each_segment_has_the_bits_of_its_weights(finished: TrainResult) -> None:
+@pytest.mark.parametrize("kind", ["finished", "ahead"])
+def test_each_segment_has_the_bits_of_its_weights(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
     """The learner's log-probabilities under the weights of each segment's step, over all tokens
     before it; the control: those of the step after."""
+    finished: TrainResult = request.getfixturevalue(kind)
     models: dict[int, Model] = {}
     compared = differing = control = 0
     for _, sample in samples_of(finished):
@@ -111,13 +121,31 @@ def test_what_is_interrupted_goes_on_and_is_counted(finished: TrainResult) -> No
     assert sampled == tokens + sum(len(sample["completion_ids"]) for sample in waiting)
 
 
+def test_what_is_sampled_ahead_is_learned_from_a_step_later(ahead: TrainResult) -> None:
+    """Each batch waits whole, and what is unfinished goes on in the next one that is sampled. Tokens
+    of older weights are compared in the step that draws them."""
+    found, rows = samples_of(ahead), ahead.metrics
+    assert any(len(sample.segments) > 2 for _, sample in found)
+    for step, sample in found:
+        steps = [each.rollout_step for each in sample.drawn]
+        assert steps == sorted(set(steps))
+        assert steps[-1] <= max(0, step - 2)
+    assert all(row["prompts/consumed"] == 4 * row["step"] + 8 for row in rows)
+    assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
+    assert all(row["mismatch/compared_tokens"] > 0 for row in rows)
+    assert all(row["partial/unfinished"] > 0 for row in rows)
+    assert all(row["staleness/max"] >= 1 for row in rows[1:])
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_without_prompts_to_spare_it_is_the_run_without_it(
-    tmp_path: Path, base_model: Path
+    tmp_path: Path, base_model: Path, steps_ahead: int
 ) -> None:
     """A step then waits for all of its completions: rounds of two tokens give the completions of
     one go, and the weights. The control: with prompts to spare it is another run."""
     changes: dict[str, Any] = {
         "algorithm": {"recompute_old_logprobs": "always"},
+        "rollouts_ahead": steps_ahead,
     }
     whole = fingerprint(run(tmp_path / "whole", base_model, partial={}, **changes).run_dir)
 
@@ -129,6 +157,34 @@ def test_without_prompts_to_spare_it_is_the_run_without_it(
     for name in ("completions", "model.safetensors", "trainer/optimizer.safetensors"):
         assert alike[name] == whole[name], name
         assert other[name] != whole[name], name
+
+
+def test_tokens_grow_too_old_while_a_batch_waits(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their age counts where they are learned from. The control: as it was where the batch was
+    sampled."""
+    settings = {**PARTIAL["partial"], "max_staleness": 1}
+
+    def too_old(name: str) -> tuple[int, int]:
+        """(tokens that are older than a step and no target, and those that are one)."""
+        result, masked, trained = run(tmp_path / name, base_model, **changes), 0, 0
+        for step, sample in samples_of(result):
+            for segment in sample.drawn:
+                if step - 1 - segment.rollout_step > 1:
+                    places = range(segment.start, segment.stop)
+                    trained += len(set(sample.trained) & set(places))
+                    masked += len(set(places) - set(sample.trained))
+        return masked, trained
+
+    changes = {"partial": settings, "rollouts_ahead": 1}
+    masked, trained = too_old("run")
+    assert masked > 0
+    assert trained == 0
+    monkeypatch.setattr(
+        "isobit.training.session.open_run.AgedRollouts", lambda source, state, most: source
+    )
+    assert too_old("control")[1] > 0
 
 
 def test_tokens_that_are_too_old_are_context(tmp_path: Path, base_model: Path) -> None:
@@ -177,8 +233,13 @@ def test_the_age_limit_is_in_steps() -> None:
         },
         {"precision": "fp8-rollout", "evaluation": {"every": 2, "samples": 4}},
         {"algorithm": {"recompute_old_logprobs": "never"}, "curriculum": {"mode": "skip"}},
+        {"rollouts_ahead": 1},
+        {"rollouts_ahead": 2, "algorithm": {"preset": "dapo", "updates_per_batch": 2}},
     ],
-    ids=["grpo", "dynamic sampling", "KL in the reward", "two engines", "bypass"],
+    ids=[
+        *("grpo", "dynamic sampling", "KL in the reward", "two engines", "bypass"),
+        *("ahead", "two ahead, dynamic sampling"),
+    ],
 )
 def test_a_run_that_is_resumed_is_the_run_that_never_stopped(
     tmp_path: Path, base_model: Path, changes: dict[str, Any]
@@ -210,7 +271,11 @@ def test_two_ranks_sample_what_one_samples(tmp_path: Path, base_model: Path) -> 
         assert bits(tmp_path / name) == one, name
 
 
-def test_recorded_segments_are_learned_from_again(finished: TrainResult, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["finished", "ahead"])
+def test_recorded_segments_are_learned_from_again(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path
+) -> None:
+    finished: TrainResult = request.getfixturevalue(kind)
     again = fingerprint(replay(finished.run_dir, tmp_path / "again").run_dir)
     assert again["model.safetensors"] == fingerprint(finished.run_dir)["model.safetensors"]
     other = replay(finished.run_dir, tmp_path / "other", ["algorithm.correction=none"])
@@ -267,7 +332,6 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("rollouts_ahead=1", "rollouts_ahead"),
         ("fleet.engines=1", "fleet.engines"),
         ("environment.tools=[tools.py:add]", "environment"),
         ("replay={capacity: 4, groups_per_step: 1}", "replay"),
@@ -280,3 +344,8 @@ def test_what_it_cannot_be_used_with_is_refused(
     with pytest.raises(IsobitError, match=rf"cannot be used with {names} yet: set ") as refused:
         run(tmp_path, base_model, override)
     assert "\n" not in str(refused.value)
+
+
+def test_batches_that_would_be_too_old_are_refused(tmp_path: Path, base_model: Path) -> None:
+    with pytest.raises(IsobitError, match=r"rollouts_ahead 5 exceeds partial\.max_staleness 4"):
+        run(tmp_path, base_model, "rollouts_ahead=5", replay={"max_staleness": 9})

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from isobit.config.contradictions import check_adapter, check_kl, check_loss, check_reference
+from isobit.config.contradictions import (
+    MOST_OF_A_STEP,
+    check_adapter,
+    check_comparison,
+    check_kl,
+    check_loss,
+    check_reference,
+    check_step,
+)
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
@@ -50,7 +58,6 @@ from isobit.options.declare import (
     text_as,
 )
 from isobit.options.families import FAMILIES
-from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
 from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.partial import PartialSettings
@@ -58,10 +65,6 @@ from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.run.rows import MOST_STEPS
 from isobit.tasks import TASKS, TaskSettings
-
-_OF_COMPARISONS = {"precision": "presets", "seed": "first_seed and seeds", "run.dir": "out"}
-MOST_OF_A_STEP = 1 << 22
-"""Completions or examples of a step: more are a slip of the pen, which no machine would end."""
 
 
 def _name_or_path(text: str) -> str:
@@ -175,12 +178,8 @@ class Config:
         check_adapter(self.adapter, self.optimizer)
         if self.serve.port is not None:
             self._check_serve()
-        if sampling.filtered and algorithm.kl_coefficient:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
-                "top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
+        if sampling.filtered:
+            self._check_filtered()
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -202,16 +201,7 @@ class Config:
                 f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
                 "steps is an epoch: give steps"
             )
-        if (sampled := self.prompts_per_step * sampling.group_size) > MOST_OF_A_STEP:
-            raise IsobitError(
-                f"prompts_per_step {self.prompts_per_step:,} x sampling.group_size "
-                f"{sampling.group_size:,} are {sampled:,} completions in a step; give at most "
-                f"{MOST_OF_A_STEP:,}"
-            )
-        if algorithm.overlong_buffer >= sampling.max_new_tokens:
-            raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
-        if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
-            raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
+        check_step(self.prompts_per_step, sampling, algorithm)
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the "
@@ -237,16 +227,36 @@ class Config:
                 "recompute_old_logprobs: never makes equal"
             )
 
+    def _check_filtered(self) -> None:
+        """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
+        if self.algorithm.kl_coefficient:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+                "top_p: 1, min_p: 0, repetition_penalty: 1"
+            )
+        if self.algorithm.weighs_places:
+            raise IsobitError(
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+                "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+                "min_p: 0, repetition_penalty: 1, or another advantage"
+            )
+
     def _check_partial(self) -> None:
         """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        if self.partial.used and self.rollouts_ahead > self.partial.max_staleness:
+            raise IsobitError(
+                f"rollouts_ahead {self.rollouts_ahead} exceeds partial.max_staleness "
+                f"{self.partial.max_staleness}: no token would be young enough to learn from"
+            )
         replayed = self.algorithm.router_replay
         self.partial.check(
             [
-                ("rollouts_ahead", self.rollouts_ahead > 0, "rollouts_ahead: 0"),
                 ("fleet.engines", self.fleet.engines > 0, "fleet.engines: 0"),
                 ("environment", self.environment.used, "no tools and no environment"),
                 ("replay", self.replay.groups_per_step > 0, "replay.groups_per_step: 0"),
                 ("algorithm.router_replay", replayed, "algorithm.router_replay: false"),
+                ("algorithm.advantage: otb", self.algorithm.weighs_places, "another advantage"),
             ]
         )
 
@@ -308,15 +318,7 @@ class CompareConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.presets:
-            raise OptionError(("presets",), "expected at least 1 of them")
-        if len(set(self.presets)) < len(self.presets):
-            raise OptionError(("presets",), "one of them is there twice")
-        for change in self.changes:
-            if (key := change.partition("=")[0]) in _OF_COMPARISONS:
-                raise IsobitError(
-                    f"changes: {key}: a comparison sets it for each run, by {_OF_COMPARISONS[key]}"
-                )
+        check_comparison(self.presets, self.changes)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
+from isobit.rl.algorithm.objective import Function
 from isobit.rl.algorithm.shown import Shown
 
 PrecisionValue = (
@@ -380,6 +381,10 @@ class RunFiles:
         "run began",
     ] = "stop"
     report: Annotated[bool, "write report.html at the end of the run"] = True
+    callbacks: Annotated[
+        tuple[Function, ...],
+        "each called as on_step(step, metrics) after every step, with its row of metrics.jsonl",
+    ] = ()
 
     def __post_init__(self) -> None:
         if not self.dir or printable(self.dir) != self.dir or set("\n\t") & set(self.dir):

@@ -64,6 +64,11 @@ class ArithmeticOptions:
         bool,
         "for a loss of pairs: the columns chosen, the answer, and rejected, which has a wrong digit",
     ] = False
+    labels: Annotated[
+        bool,
+        "for loss: kto: the columns completion, the answer or for about half of the examples one "
+        "with a wrong digit, and label, whether it is right",
+    ] = False
     train_size: Annotated[
         int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"
     ] = None
@@ -118,9 +123,13 @@ class Problems(Sequence[Example]):
         prompt = (
             question if self._template is None else self._template.replace("{prompt}", question)
         )
-        columns, mixed = {"answer": answer}, _mixed(self._numbers[i])
+        columns: dict[str, Any] = {"answer": answer}
+        mixed = _mixed(self._numbers[i])
+        wrong, right = with_wrong_digit(answer, mixed), mixed >> 31 == 0
         if self._options.pairs:
-            columns |= {"chosen": answer, "rejected": with_wrong_digit(answer, mixed)}
+            columns |= {"chosen": answer, "rejected": wrong}
+        if self._options.labels:
+            columns |= {"completion": answer if right else wrong, "label": right}
         if mixed % 1000 < 1000 * self._hints:
             prompt = HINTED.format(answer, prompt)
         return Example(i % len(self), prompt, columns)

@@ -74,11 +74,20 @@ class Learning:
         self._measures, self._settle, self._reference = measures, settle, reference
         self._failure_of, self._note = failure_of, note
         self._warned = False
+        self._crediting: dict[str, float] = {}  # what credit took of the step that comes
+
+    def logit_norms(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+        """For an advantage that weighs places (`Learner.logit_norms`)."""
+        with (
+            self._meter.timed(self._crediting, "learn"),
+            self._saver.broken_weights_end_the_run(),
+        ):
+            return self._learner.logit_norms(samples)
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Lesson:
         """What the learner leaves. Raises RunFailed, before anything was learned from them, for
         rollouts that differ from the learner where the flow promises that they do not."""
-        step, took = self._state.step + 1, dict[str, float]()
+        step, took, self._crediting = self._state.step + 1, self._crediting, {}
         for measure in self._measures:
             took |= measured(measure, samples, advantages)
         for engine in self._engines:

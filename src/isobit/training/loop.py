@@ -71,7 +71,8 @@ def training_step(run: Run) -> None:
     recorded."""
     synced = run.policy.sync()
     rollout = run.rollouts.next()
-    samples, advantages = assign_credit(rollout.batch.learned_from, run.objective)
+    groups, norms = rollout.batch.learned_from, run.learning.logit_norms
+    samples, advantages = assign_credit(groups, run.objective, norms)
     lesson = run.learning.learn(samples, advantages)
     run.recorder.record(synced, rollout.batch, rollout.metrics, lesson)
 

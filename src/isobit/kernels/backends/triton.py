@@ -5,7 +5,7 @@ return their bits; sums are float32 in a fixed order where the reference has flo
 norms, attention and log-probabilities differ from the CPU's in the last places, and agree among
 themselves: a row's bits depend on the row, the weights and the position (`tests/kernels/triton`).
 Products of many rows may be a library's where it returns their bytes (`product/triton/library.py`).
-Under `consistency: fast` all products are cuBLAS's.
+Under `consistency: fast` all products are cuBLAS's, but those of several adapters at once.
 
 An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does,
 at a sync, and to try a library at a size that is new. So NaN and infinity cannot be raised where
@@ -31,7 +31,8 @@ from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
 from isobit.kernels.heads.triton.forward import attention_inputs as head_inputs
 from isobit.kernels.layout import Layout
-from isobit.kernels.low_rank import definition as low_rank
+from isobit.kernels.low_rank import definition as low_rank_definition
+from isobit.kernels.low_rank import triton as low_rank
 from isobit.kernels.matrices import Gradients, Operand, Prepared, by_rows, plain, weight_of
 from isobit.kernels.norms.triton import gate, norm
 from isobit.kernels.ops import Activation, Heads, Ops
@@ -197,7 +198,7 @@ class TritonOps(Ops):
     route = staticmethod(routing.route)
     grouped_product = staticmethod(grouped.grouped_product)
     prepare_factors = low_rank.prepare_factors
-    adapted_product = low_rank.adapted_product
+    adapted_product = low_rank_definition.adapted_product
     add_low_rank = low_rank.add_low_rank
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:

@@ -206,7 +206,8 @@ rcp.approx.ftz.f32 $0, e;
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), for gradients alone, which need not agree with a rollout: on a GPU by two
-    approximate instructions, each within 2^-22 of its result, in 4 for 24 of an exact quotient."""
+    approximate instructions, each within 2^-22 of its result, in 4 for 24 of an exact quotient
+    (`tests/test_gpu_approximate.py`, and the card itself in `benchmarks/gpu/approximate.py`)."""
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
     else:

@@ -30,13 +30,15 @@ class AdvantageInputs:
     functions by weight, with the penalty of overlong completions; under `decoupled_rewards` of one
     reward function after another. penalties: [groups][completions][trained tokens], what the KL to
     the reference takes from each, else 0. groups: the samples that these are of, with their tokens
-    and the reward of each function. settings: the objective.
+    and the reward of each function. settings: the objective. logit_norms: as penalties, of each
+    trained token what `token_advantages.squared_norms` has, where the advantage weighs places.
     """
 
     rewards: Sequence[Sequence[float | None]]
     penalties: Sequence[Sequence[Sequence[float]]]
     groups: Sequence[Group]
     settings: ResolvedObjective
+    logit_norms: Sequence[Sequence[Sequence[float]]] | None = None
 
     def totals(self) -> list[list[float | None]]:
         """Rewards less the penalties of all tokens."""

@@ -2,7 +2,7 @@
 sample."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from isobit.rl.algorithm.advantages import (
 from isobit.rl.algorithm.functions import advantage_function
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_to_json
+
+LogitNorms = Callable[[Sequence[Sample]], Sequence[Sequence[float]]]
+"""Of samples, what `AdvantageInputs.logit_norms` has of each."""
 
 
 @dataclass
@@ -75,17 +78,23 @@ class StepBatch:
 
 
 def assign_credit(
-    groups: Sequence[Group], objective: ResolvedObjective
+    groups: Sequence[Group], objective: ResolvedObjective, logit_norms: LogitNorms | None = None
 ) -> tuple[list[Sample], list[Advantage]]:
     """The samples that can be learned from and their advantages, each one number or one for each
-    trained token; unscored samples are left out.
+    trained token; unscored samples are left out. `logit_norms` is called where the advantage weighs
+    places.
 
     The overlong penalty and the KL in the reward change the advantage, and not the reward that is
     logged.
     """
     samples: list[Sample] = []
     advantages: list[Advantage] = []
-    for group, credited in zip(groups, _advantages(groups, objective)):
+    norms = None
+    if objective.weighs_places:
+        assert logit_norms is not None
+        each = iter(logit_norms([sample for group in groups for sample in group]))
+        norms = [[next(each) for _ in group] for group in groups]
+    for group, credited in zip(groups, _advantages(groups, objective, norms)):
         for sample, advantage in zip(group, credited):
             if advantage is not None:
                 samples.append(sample)
@@ -103,7 +112,11 @@ def teaches(group: Group, objective: ResolvedObjective) -> bool:
     )
 
 
-def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advantages:
+def _advantages(
+    groups: Sequence[Group],
+    objective: ResolvedObjective,
+    norms: Sequence[Sequence[Sequence[float]]] | None,
+) -> Advantages:
     """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight
     (after GDPO, Liu et al. 2026, arXiv 2601.05242, without its normalization over the batch), with
     what shapes the reward as one more of weight 1.
@@ -116,16 +129,16 @@ def _advantages(groups: Sequence[Group], objective: ResolvedObjective) -> Advant
             [_plus(s.reward, more) for s, more in zip(group, row)]
             for group, row in zip(groups, extra)
         ]
-        return estimate(AdvantageInputs(shaped, charged, groups, objective))
+        return estimate(AdvantageInputs(shaped, charged, groups, objective, norms))
     shaping = [
         [None if s.reward is None else more for s, more in zip(g, row)]
         for g, row in zip(groups, extra)
     ]
     free = [[(0.0,) * len(row) for row in group] for group in charged]
-    parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective)))]
+    parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective, norms)))]
     for name, weight in objective.reward_weights:
         rewards = [_component(group, name) for group in groups]
-        parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective))))
+        parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective, norms))))
     return [
         [
             None

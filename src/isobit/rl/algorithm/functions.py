@@ -37,6 +37,7 @@ from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutpu
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
 from isobit.rl.algorithm.token_advantages import (
     distillation,
+    otb,
     reinforce_pp,
     reinforce_pp_baseline,
 )
@@ -51,6 +52,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": maxrl,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "otb": otb,
     "distillation": distillation,
 }
 _LOSSES, _ADVANTAGES = {**LOSSES, **GIVEN_LOSSES}, {**ADVANTAGES, **GIVEN_ADVANTAGES}

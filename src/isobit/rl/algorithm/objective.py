@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
 
 ADVANTAGE_KINDS = (
     *("grpo", "grpo_batch", "dr_grpo", "rloo", "opo", "maxrl"),
-    *("reinforce_pp", "reinforce_pp_baseline", "distillation"),
+    *("reinforce_pp", "reinforce_pp_baseline", "otb", "distillation"),
 )
 LOSS_KINDS = (
     *("clip", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "vespo"),
@@ -94,7 +94,8 @@ class Objective:
         Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. grpo_batch: over the deviation of all "
         "rewards of a step; opo: less the mean by length; maxrl: over the mean of the group, of "
-        "rewards of 0 and more; distillation: of each token how much likelier it is to the teacher, "
+        "rewards of 0 and more; otb: less the baseline of least variance of each token's place, for "
+        "one forward more; distillation: of each token how much likelier it is to the teacher, "
         "reference.path",
     ] = "grpo"
     discount: Annotated[
@@ -264,6 +265,11 @@ class Objective:
         """Whether the loss may have a gradient by the entropy: a loss of the user's own may use
         it."""
         return self.pays_entropy or self.loss not in LOSS_KINDS
+
+    @property
+    def weighs_places(self) -> bool:
+        """Whether the advantage asks the learner for the norms of its tokens' gradients."""
+        return self.advantage == "otb"
 
     @property
     def distills(self) -> bool:

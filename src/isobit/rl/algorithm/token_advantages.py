@@ -1,5 +1,5 @@
 """Advantages of tokens: REINFORCE++ with and without a baseline, normalized over all tokens of a
-batch; and on-policy distillation.
+batch; the optimal token baseline; and on-policy distillation.
 
 The reward of a completion is paid at its last token; the penalty of each token (a KL to the
 reference) is charged there. Formulas: Hu et al. 2025, arXiv 2501.03262, as verl's
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from isobit.rl.algorithm.advantages import AdvantageInputs, Advantages
 
@@ -48,6 +49,68 @@ def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
             ]
         )
     return _whitened(values)
+
+
+def squared_norms(logprobs: Tensor, halved: Tensor) -> Tensor:
+    """Of each token the squared norm of the gradient of its log-probability by the logits (over the
+    temperature), [T] float64: 1 - 2·p + Σ p², p the token's probability and the sum over the
+    vocabulary.
+
+    logprobs, halved: [T], log-probabilities at the temperature and at half of it. Half the
+    temperature squares all odds, so that Σ p² = exp(2·logprobs - halved), and no backend needs an
+    operator for it (tests/rl/test_optimal_baseline.py).
+    """
+    first, second = logprobs.double(), halved.double()
+    return (1 - 2 * first.exp() + (2 * first - second).exp()).clamp(min=0)
+
+
+def otb(inputs: AdvantageInputs) -> Advantages:
+    """What is paid from each token on, less the optimal token baseline (OTB; Li et al. 2026, arXiv
+    2602.07078, as verl's `compute_optimal_token_baseline_advantage` has it; of several turns its
+    `compute_multi_turn_optimal_token_baseline_advantage`, where places are counted over the tokens
+    that are trained).
+
+    At place t the baseline is Σ G·W / (Σ W + 1e-8) over the completions of a group that have such a
+    token: G what is paid from it on, W the sum of its `logit_norms` and of those before it. There
+    is none in a group of one completion, nor where only the longest goes on, so that there the
+    advantage is G itself. Where all G at a place are equal it is exactly 0, which verl has up to
+    its 1e-8. Tokens before and after have no other part in it.
+    """
+    assert inputs.logit_norms is not None
+    rows = zip(inputs.rewards, inputs.penalties, inputs.logit_norms, strict=True)
+    return [_less_baseline(*each) for each in rows]
+
+
+def _less_baseline(
+    rewards: Sequence[float | None],
+    penalties: Sequence[Sequence[float]],
+    norms: Sequence[Sequence[float]],
+) -> list[tuple[float, ...] | None]:
+    """`otb` of a group. Completions are added one by one, so that no sum depends on threads."""
+    wide = torch.float64
+    returns = [
+        None if paid is None else torch.tensor(_rewards_to_go(paid, taken, 1.0), dtype=wide)
+        for paid, taken in zip(rewards, penalties, strict=True)
+    ]
+    lengths = sorted((len(row) for row in returns if row is not None), reverse=True)
+    shared = lengths[1] if len(lengths) > 1 else 0
+    paid, weight = torch.zeros(2, shared, dtype=wide)
+    least, most = paid + math.inf, paid - math.inf
+    for row, own in zip(returns, norms, strict=True):
+        if row is not None:
+            energy = torch.tensor(list(own), dtype=wide).cumsum(0)[:shared]
+            places = slice(len(energy))
+            paid[places] += row[places] * energy
+            weight[places] += energy
+            least[places] = torch.minimum(least[places], row[places])
+            most[places] = torch.maximum(most[places], row[places])
+    baseline = torch.where(least == most, least, paid / (weight + _EPS))
+    return [
+        None
+        if row is None
+        else (*(row[:shared] - baseline[: len(row)]).tolist(), *row[shared:].tolist())
+        for row in returns
+    ]
 
 
 def distillation(inputs: AdvantageInputs) -> Advantages:

@@ -93,13 +93,13 @@ def forward_compared(
 @dataclass(frozen=True, eq=False)
 class Computed:
     """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32,
-    and the divergence from a teacher, if there is one; the routers' tape of a mixture of
-    experts."""
+    and what else was made of the hidden rows: the divergence from a teacher, or log-probabilities
+    at half the temperature; the routers' tape of a mixture of experts."""
 
     packed: PackedBatch
     logprobs: Tensor
     entropy: Tensor
-    divergence: Tensor | None = None
+    beside: Tensor | None = None
     tape: RouteTape | None = None
 
 
@@ -110,7 +110,8 @@ class PolicyForward:
     those that sampled, so that the routers' own choices are compared with the rollout's.
     `recompute`: keep only each layer's inputs for a backward. `plain`: of a reference, or
     supervised: no top-k or top-p, and what routers do is not looked at. `teacher`: whose
-    distribution the policy's is compared with."""
+    distribution the policy's is compared with. `halves`: log-probabilities at half the temperature
+    too."""
 
     model: Model
     objective: ResolvedObjective
@@ -120,10 +121,12 @@ class PolicyForward:
     share_prompts: bool = False
     plain: bool = False
     teacher: Teacher | None = None
+    halves: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
-        model, objective, compared = self.model, self.objective, self._compared(samples)
-        experts, packed = model.config.routed, pack(samples, self.share_prompts)
+        model, objective, experts = self.model, self.objective, self.model.config.routed
+        packed = pack(samples, self.share_prompts)
+        compared = self._at_half(packed) if self.halves else self._compared(samples)
         if self.plain:
             found = forward(model, packed, objective.temperature, recompute=self.recompute)
             return Computed(packed, *found)
@@ -139,6 +142,12 @@ class PolicyForward:
         of_tokens = forward_compared(model, packed, *distribution, tape, self.recompute, compared)
         self.totals.see(tape, experts.count, recorded if fresh else None)
         return Computed(packed, *of_tokens, tape)
+
+    def _at_half(self, packed: PackedBatch) -> Callable[[Tensor], Tensor]:
+        """What makes log-probabilities at half the temperature of hidden rows."""
+        transformer, targets = self.model.transformer, packed.targets.to(self.model.ops.device)
+        half = self.objective.temperature / 2
+        return lambda rows: transformer.head_logprobs(rows, targets, half)[0]
 
     def _compared(self, samples: Sequence[Sample]) -> Callable[[Tensor], Tensor] | None:
         """What compares hidden rows with the teacher's, whose forward comes first."""
@@ -175,6 +184,19 @@ def entropies_of(
     """Likewise entropies [trained tokens], in nats; what routers do is not looked at."""
     apart = replace(policy, totals=RoutingTotals())
     return _values_of(lambda found: found.entropy, apart, samples, parts, ranks)[0]
+
+
+def halved_of(
+    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
+) -> dict[int, Tensor]:
+    """Likewise [trained tokens, 2], log-probabilities at the temperature and at half of it."""
+
+    def both(found: Computed) -> Tensor:
+        assert found.beside is not None
+        return torch.stack([found.logprobs, found.beside], -1)
+
+    apart = replace(policy, totals=RoutingTotals(), halves=True)
+    return _values_of(both, apart, samples, parts, ranks)[0]
 
 
 @torch.no_grad()

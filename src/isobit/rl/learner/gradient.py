@@ -204,7 +204,7 @@ class Differentiation:
         found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
-        inputs = replace(inputs, divergence=found.divergence)
+        inputs = replace(inputs, divergence=found.beside)
         outputs = without_off_policy(self.loss(inputs), inputs)
         loss = total = weighted_sum(outputs, inputs)
         if found.tape is not None and objective.router_aux_coefficient > 0:

@@ -26,12 +26,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.forward.recompute import Recompute
 from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.correction import correct
 from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
@@ -39,6 +41,7 @@ from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, kl_of_mismat
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
+from isobit.rl.algorithm.token_advantages import squared_norms
 from isobit.rl.learner.agreement import (
     Compared,
     Disagreement,
@@ -55,7 +58,13 @@ from isobit.rl.learner.batch import (
     sample_key,
     training_batch,
 )
-from isobit.rl.learner.forward import PolicyForward, Teacher, entropies_of, logprobs_of
+from isobit.rl.learner.forward import (
+    PolicyForward,
+    Teacher,
+    entropies_of,
+    halved_of,
+    logprobs_of,
+)
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.routing import RoutingTotals
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
@@ -192,6 +201,32 @@ class Learner:
         """KTO's estimate of KL(policy ‖ reference), of the mismatched pairs of these answers."""
         pairs = mismatched(samples, self.model.config.max_positions)
         return kl_of_mismatched(self.logprobs(pairs), self.reference_logprobs(pairs))
+
+    def logit_norms(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Of each trained token the squared norm of its gradient by the logits of the present
+        working weights (`token_advantages.squared_norms`); where a correction weighs tokens, times
+        the square of that weight, as verl scales it (arXiv 2602.07078). Log-probabilities that are
+        recomputed as old ones are known then."""
+        found = halved_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
+        rows = [found[i] for i in range(len(samples))]
+        norms = [squared_norms(*row.unbind(-1)) for row in rows]
+        if self.objective.recompute_old:
+            old = [row[:, 0] for row in rows]
+            self._unknown(samples)  # forgets those of other weights
+            self._old |= {sample_key(s): row for s, row in zip(samples, old, strict=True)}
+            norms = self._weighed(norms, old, rollout_logprobs(samples))
+        return [tuple(row.tolist()) for row in norms]
+
+    def _weighed(
+        self, norms: Sequence[Tensor], old: Sequence[Tensor], rollout: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Norms times the square of each token's weight in the correction, if there is one."""
+        lengths = [len(row) for row in norms]
+        if not self.objective.rule.active or not any(lengths):
+            return list(norms)
+        found = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
+        weights = found.weights.double().split(lengths)
+        return [norm * weight**2 for norm, weight in zip(norms, weights, strict=True)]
 
     def reference_kl(
         self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None

@@ -33,12 +33,13 @@ class Meter:
 
 def added(*parts: Mapping[str, float]) -> dict[str, float]:
     """Metrics of the parts of one step, together: seconds and counts add up, of memory the largest
-    figure counts, and of quantization, which are fractions, the last."""
+    figure counts, and of quantization, which are fractions, and of what is left unfinished the
+    last."""
     found: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
             before = found.get(name)
-            if before is None or name.startswith("quant/"):
+            if before is None or name.startswith(("quant/", "partial/unfinished")):
                 found[name] = value
             else:
                 found[name] = max(before, value) if name.startswith("memory/") else before + value

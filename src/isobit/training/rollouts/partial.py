@@ -11,12 +11,13 @@ So each segment of a completion is what its weights draw after everything before
 of a prefill and decode steps under them. What is interrupted depends on the tokens alone: it is the
 same at any number of ranks, under any scheduling and after a resume, and a run whose budget no
 completion reaches is the run without one (tests/training/test_partial.py). Groups are learned from
-in the order in which their prompts were taken, as far as they are whole. Left out: what is too old
-to learn from (`rl/algorithm/partial.py`), environments, and fleets.
+in the order in which their prompts were taken, as far as they are whole. With rollouts ahead of the
+learner a batch waits whole, and what is unfinished goes on in the next batch that is sampled. Left
+out: what is too old to learn from (`rl/algorithm/partial.py`), environments, and fleets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from isobit.data.dataset import Example
 from isobit.distributed import Ranks
@@ -27,9 +28,10 @@ from isobit.engine.types import Completion, Request, Sampling
 from isobit.rl import Group, Sample
 from isobit.rl.algorithm.partial import PartialSettings, learnable, unfinished
 from isobit.rl.algorithm.samples import Segment
-from isobit.training.loop import Rollout, Sampled
+from isobit.training.loop import Rollout, Rollouts, Sampled
 from isobit.training.rollouts.rank_sampling import ClaimedGroups, gather_groups, gather_stats
 from isobit.training.rollouts.sources import LiveRollouts, drafted, sample_of
+from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RolloutScoring
 
 
@@ -147,6 +149,21 @@ class PartialRollouts(LiveRollouts):
             groups[place] = group
         whole = {place: group for place, group in grown.items() if sampler.whole(group)}
         return whole, gather_stats(ranks, stats)
+
+
+@dataclass(frozen=True, eq=False)
+class AgedRollouts:
+    """Batches that a source has kept for some steps, as the present step learns from them: what has
+    become too old meanwhile is context."""
+
+    source: Rollouts
+    state: State
+    max_staleness: int
+
+    def next(self) -> Rollout:
+        rollout, step = self.source.next(), self.state.step
+        groups = [learnable(each, step, self.max_staleness) for each in rollout.batch.groups]
+        return replace(rollout, batch=replace(rollout.batch, groups=groups))
 
 
 def _counted(stats: Stats) -> dict[str, float]:

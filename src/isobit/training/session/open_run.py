@@ -20,13 +20,14 @@ from isobit.training.measuring.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
 from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endings
-from isobit.training.rollouts.partial import PartialGroups, PartialRollouts
+from isobit.training.rollouts.partial import AgedRollouts, PartialGroups, PartialRollouts
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.rollouts.serving import ServedRollouts
 from isobit.training.rollouts.sources import (
@@ -79,6 +80,9 @@ class Session(OpenRun):
             self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver
         )
         self.rollouts: Rollouts = ReplayedRollouts(batches, state, parts.trained.replay)
+        if ahead and self.config.partial.used:
+            oldest = self.config.partial.max_staleness
+            self.rollouts = AgedRollouts(self.rollouts, state, oldest)
         if parts.serving is not None:
             self.rollouts = ServedRollouts(self.rollouts, parts.serving, state)
         self.learning = self._learning(batches, ahead, objects, recorded is not None)
@@ -235,7 +239,9 @@ class Session(OpenRun):
             parts.memory_metrics,
             self.display,
             self.trackers,
-            objects.callbacks if self.ranks.first else (),
+            [*objects.callbacks, *named_callbacks(self.config.run.callbacks)]
+            if self.ranks.first
+            else (),
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:

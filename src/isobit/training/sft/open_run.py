@@ -13,6 +13,7 @@ from isobit.training.adapting import rank_warning
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.policy import Policy
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import Evaluating
 from isobit.training.recording.recorder import Recorder
 from isobit.training.running.cautions import supervised_cautions
@@ -117,7 +118,7 @@ class SupervisedRun(OpenRun):
             self.memory_metrics,
             self.display,
             self.trackers,
-            (),
+            named_callbacks(self.config.run.callbacks) if self.ranks.first else (),
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:

@@ -88,12 +88,17 @@ class Teacher:
         return [self.labelled(example)] if loss == "kto" else self.samples(example)
 
     def labelled(self, example: Example) -> SupervisedSample:
-        """The answer, and whether it is desirable. Raises IsobitError with its place."""
+        """The answer, and whether it is desirable: the column `completion` where there is one, also
+        of a task that has right answers. Raises IsobitError with its place."""
         label = example.columns.get("label")
         if not isinstance(label, bool):
             found = "there is none" if label is None else f"got {brief(repr(label))}"
             raise IsobitError(f"{example.place}: column 'label': expected true or false, {found}")
-        return replace(self.sample(example), reward=1.0 if label else -1.0)
+        if example.answer is None and "completion" in example.columns:
+            sample = self._after(example, _answer_in(example, "completion", gold=False))
+        else:
+            sample = self.sample(example)
+        return replace(sample, reward=1.0 if label else -1.0)
 
     def pair(self, example: Example) -> list[SupervisedSample]:
         """The answer that is preferred, and the one that is not. Raises IsobitError with its
