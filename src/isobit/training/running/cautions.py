@@ -117,10 +117,11 @@ def _of_sections(config: Config) -> Iterator[str]:
 
 
 def _of_algorithm(algorithm: Objective) -> Iterator[str]:
-    preset = OBJECTIVES[algorithm.preset]
-    changed = {key for key in vars(preset) if getattr(algorithm, key) != getattr(preset, key)}
+    own = vars(algorithm)  # not by their names: what is only compared here has no effect
+    preset = vars(OBJECTIVES[own["preset"]])
+    changed = {key for key in preset if own[key] != preset[key]}
     for key, switch in _SWITCHED:
-        if key in changed and not getattr(algorithm, switch):
+        if key in changed and not own[switch]:
             yield f"algorithm.{key} has no effect without algorithm.{switch}"
     for key, loss in _OF_LOSSES:
         if key in changed and algorithm.loss != loss and ":" not in algorithm.loss:
@@ -131,4 +132,5 @@ def _changed(section: Any) -> list[str]:
     """The keys of a section that have another value than the default."""
     kind: type = type(section)
     options = options_of(kind)
-    return [key for key, option in options.items() if getattr(section, key) != option.default]
+    own = vars(section)
+    return [key for key, option in options.items() if own[key] != option.default]
