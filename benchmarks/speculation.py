@@ -29,7 +29,7 @@ from isobit import Engine, Model, Sampling
 from isobit.config import load_sft_config
 from isobit.engine.types import Completion
 from isobit.model import ModelConfig, Tokenizer
-from isobit.training.sft.supervised import supervised_run
+from isobit.training.train import train_supervised
 
 ANSWERS, STEPS, NEW = 12, 160, 160
 LAYERS, HIDDEN, HEAD = 2, 64, 32
@@ -122,7 +122,7 @@ def _taught(
         "run": {"dir": str(folder / "run"), "report": False},
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(values))
-    supervised_run(load_sft_config(folder / "sft.yaml"))
+    train_supervised(load_sft_config(folder / "sft.yaml"))
     newest = sorted((folder / "run" / "checkpoints").iterdir())[-1]
     return Model.load(newest, "fp8")
 

@@ -95,7 +95,8 @@ def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tup
     """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's
     in a mixture."""
     inner = config.intermediate_size if config.routed is None else config.routed.intermediate_size
-    hidden, heads, rows = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows
+    hidden, rows = config.hidden_size, config.qkv_rows(layer or 0)
+    heads = config.num_heads * config.heads_of(layer or 0).dim
     if config.linear is not None and layer is not None and config.is_linear(layer):
         heads, rows = config.linear.values, config.linear.channels + config.linear.values
     return {
@@ -195,21 +196,22 @@ def _forward(
 
 def _between(config: ModelConfig, quantized: bool) -> float:
     """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read
-    and write."""
+    and write. Left out: heads that differ by layer."""
     operand = 1 + 4 / 128 if quantized else 2
     inner = config.intermediate_size
     if config.routed is not None:
         inner = config.routed.per_token * config.routed.intermediate_size
     heads = config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
     norms = 2 * (
         6 * config.hidden_size + 2 * operand * config.hidden_size
     )  # x, residual, sum; y written and read
     norms += (len(config.norms) - 2) * 2 * 2 * config.hidden_size  # read, written
-    attention = 2 * 2 * config.qkv_size + 2 * heads + (2 + 2 * operand) * heads
+    attention = 2 * 2 * qkv + 2 * heads + (2 + 2 * operand) * heads
     if (
         config.qk_norm and config.norms_all_heads
     ):  # copied out, normed, and put back beside the values
-        attention += 2 * 2 * (3 * config.qkv_size - 2 * config.num_kv_heads * config.head_dim)
+        attention += 2 * 2 * (3 * qkv - 2 * config.num_kv_heads * config.head_dim)
     return norms + attention + 2 * 2 * 2 * inner + 2 * operand * inner + 2 * 2 * config.hidden_size
 
 

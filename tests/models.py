@@ -14,8 +14,9 @@ from isobit.kernels import Scoring, get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
-from isobit.model.families.rope import Rope
+from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.hub.latent import Latent
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 
@@ -88,6 +89,7 @@ def tiny_model(
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 64,
+        "tie_embeddings": True,
         "experts": {
             "qwen3_moe": Experts(5, 2, 24),
             "qwen3_5_moe_text": Experts(5, 2, 24, shared=40),
@@ -105,6 +107,8 @@ def tiny_model(
     if table.latent is not None:
         own = latent_values(Latent(16, 8, 4, 6, 20), 4, Rope())
         sizes = own | {key: value for key, value in sizes.items() if key != "head_dim"}
+    if table.global_head_dim is not None:
+        sizes = _heads_by_layer(sizes.get("num_layers", 2), sizes.get("head_dim", 8)) | sizes
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,
@@ -112,7 +116,6 @@ def tiny_model(
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
         o_bias=FAMILIES[family].biased,
         qk_norm=FAMILIES[family].qk_norm,
-        tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,
     )
     model = Model.init(config, tokenizer, precision, seed, backend, level(backend), ranks, masters)
@@ -123,6 +126,19 @@ def tiny_model(
                     parameter.mul_(scale)
         model.sync()
     return model
+
+
+def _heads_by_layer(layers: int, dim: int) -> dict[str, Any]:
+    """Of a config whose layers without a window, every second one and the last, have heads of
+    their own, and whose logits are capped."""
+    slides = [layer % 2 == 0 and layer + 1 < layers for layer in range(layers)]
+    return {
+        "windows": tuple(5 if one else None for one in slides),
+        "sliding_rope": Rope(300.0),
+        "rope": Rope(10000.0, PROPORTIONAL, (("partial_rotary_factor", 0.5),)),
+        "global_heads": LayerHeads(1, 2 * dim, joint=True),
+        "logit_cap": 6.0,
+    }
 
 
 def trained_adapters(where: Path, adapters: Mapping[str, NewAdapter]) -> dict[str, Path]:

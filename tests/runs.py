@@ -84,6 +84,13 @@ def fingerprint(run: Path) -> dict[str, Any]:
     return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}
 
 
+def without_memory(found: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint without the memory of its ranks, which share what one rank has alone."""
+    rows = json.loads(found["metrics"])
+    kept = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
+    return {**found, "metrics": json.dumps(kept)}
+
+
 def wait_for_lines(path: Path, count: int) -> None:
     """Until a file that another process writes has so many."""
     deadline = time.monotonic() + 120

@@ -446,6 +446,15 @@ def nav_files(entries: Any) -> Iterator[str]:
             yield from nav_files(entry)
 
 
+def test_the_glossary_is_short_and_in_order() -> None:
+    """A word that the field's reader knows, or that the page of its subject explains, is not in
+    it."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.M)
+    assert 20 < len(words) <= 40
+    assert words == sorted(words, key=str.lower)
+
+
 def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:
     named = list(nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)

@@ -184,6 +184,13 @@ def test_a_test_that_compares_tokens_needs_some() -> None:
         differing(model, groups)
 
 
+@pytest.mark.usefixtures("_idle")
+def test_what_the_sanitizer_watches_computes_something() -> None:
+    """Kernels that do nothing have no error of memory either. The control is the rehearsal."""
+    with pytest.raises(RuntimeError, match="the kernels compute nothing"):
+        sanitizer.watched(rehearsal=True)
+
+
 def test_a_result_of_zeros_is_of_kernels_that_do_nothing() -> None:
     """Of one tensor, several, codes and their scales. The controls: one number that is not 0, and
     what returns no tensor."""

@@ -23,7 +23,7 @@ from isobit.config import (
     load_sft_config,
 )
 from isobit.options.declare import options_of, plain, sections
-from isobit.training.sft.supervised import supervised_run
+from isobit.training.train import train_supervised
 from tests.runs import write_config
 from tests.training.test_scoring import reward_model
 from tests.training.test_turns import config_of, save_chat_model
@@ -176,8 +176,8 @@ def make_runs(folder: Path, base_model: Path) -> None:
         "task": "arithmetic",
         "evaluation": {"samples": 2},
     }
-    supervised_run(load_sft_config({**greedy, "out": str(folder / "greedy"), "steps": 1}))
-    supervised_run(
+    train_supervised(load_sft_config({**greedy, "out": str(folder / "greedy"), "steps": 1}))
+    train_supervised(
         load_sft_config(
             {
                 "model": {"init": new},
@@ -202,7 +202,7 @@ def make_runs(folder: Path, base_model: Path) -> None:
         "batch_size": 2,
         "steps": 1,
     }
-    supervised_run(load_sft_config(labels), quiet=True)
+    train_supervised(load_sft_config(labels), quiet=True)
     config = write_config(folder, base_model, steps=1, rewards={"models": [{"path": judge}]})
     changes = ["model={sft: " + str(folder / "sft.yaml") + "}"]
     compare(load_compare_config(config, ["bf16"], 1, str(folder / "compare"), changes))

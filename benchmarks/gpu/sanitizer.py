@@ -93,7 +93,10 @@ def watched(rehearsal: bool) -> None:
             layout = Layout.packed(lengths).to(model.ops.device)
             tokens = torch.arange(sum(lengths), device=model.ops.device) % config.vocab_size
             hidden = model.transformer.hidden(tokens, layout)
-            model.transformer.head_logprobs(hidden, tokens.roll(-1))[0].sum().backward()
+            logprobs = model.transformer.head_logprobs(hidden, tokens.roll(-1))[0]
+            logprobs.sum().backward()
+            if not bool((logprobs < 0).any()):
+                raise RuntimeError("there are no log-probabilities: the kernels compute nothing")
             model.sync()
             model.ops.raise_faults()
     if not rehearsal:

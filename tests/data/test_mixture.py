@@ -16,7 +16,7 @@ from isobit.data.mixture import shared_out
 from isobit.errors import IsobitError
 from isobit.tasks import TaskSettings, load_task
 from isobit.tasks.task import DataFile
-from isobit.training.sft.supervised import resume_supervised, supervised_run
+from isobit.training.train import resume, train_supervised
 from tests.runs import fingerprint
 from tests.training.test_sft_run import written
 
@@ -159,13 +159,13 @@ def test_a_supervised_run_on_two_files_goes_on_and_knows_when_one_has_changed(
     ]
     task = {"files": both, "held_out_size": 0}
     given_task = {"task": task, "evaluation": {}, "steps": 4, "batch_size": 2}
-    whole = supervised_run(
+    whole = train_supervised(
         load_sft_config(written(tmp_path / "a", base_model, **given_task)), quiet=True
     )
     parts = written(tmp_path / "b", base_model, **given_task)
-    supervised_run(load_sft_config(parts, ["steps=1"]), quiet=True)
-    resume_supervised(tmp_path / "b" / "run", ["steps=4"], quiet=True)
+    train_supervised(load_sft_config(parts, ["steps=1"]), quiet=True)
+    resume(tmp_path / "b" / "run", ["steps=4"], quiet=True)
     assert fingerprint(tmp_path / "b" / "run") == fingerprint(whole.run_dir)
     (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     with pytest.raises(IsobitError, match=r"changed since the run began: task\.files\.1"):
-        resume_supervised(tmp_path / "b" / "run", ["steps=5"], quiet=True)
+        resume(tmp_path / "b" / "run", ["steps=5"], quiet=True)

@@ -1,6 +1,5 @@
 """Whole runs on several ranks: as threads of this process, or as processes that torchrun starts."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from isobit.training.objects import NO_OBJECTS, Given
 from isobit.training.session.opening import open_replay, open_resumed, open_session
 from tests.distributed.threads import WHOLE_BLOCKS, run
 from tests.models import tiny_model
-from tests.runs import fingerprint, write_config
+from tests.runs import fingerprint, without_memory, write_config
 
 SMALL = ["optimizer.micro_batch_tokens=32", "run.quantization_every=2"]
 
@@ -54,18 +53,8 @@ def replayed(
 
 
 def bits(directory: Path) -> dict[str, Any]:
-    """The fingerprint of a run without the memory of its ranks, which share what one rank has
-    alone."""
-    found = fingerprint(directory)
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith("memory/")}
-        for row in json.loads(found["metrics"])
-    ]
-    return found | {
-        "metrics": json.dumps(
-            [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
-        )
-    }
+    """The fingerprint of a run, alike at any number of ranks."""
+    return without_memory(fingerprint(directory))
 
 
 def trained(

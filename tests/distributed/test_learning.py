@@ -95,6 +95,7 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 FLOWS = [
     *product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")),
     ("fp8", "gemma3_text"),
+    ("fp8", "gemma4_text"),
     ("fp8", "gpt_oss"),
 ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isobit.engine.engine import Engine
+from isobit.kernels.native.recording import Recording
 from isobit.model import Model
 
 from .helpers import EagerGraph
@@ -40,6 +41,21 @@ def make_captured(
 
     monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)  # so that there are several
     return make
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Of every step that was made again, why it was computed anew; and several contexts."""
+    found: list[str | None] = []
+    run = Recording.run
+
+    def counted(self: Recording) -> None:
+        found.append(self.refused)
+        run(self)
+
+    monkeypatch.setattr(Recording, "run", counted)
+    monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
-from isobit.model.families.rope import Rope
+from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.hub.latent import Latent
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from tests.models import ALPHABET, latent_values, level, require, slow_where
@@ -46,6 +47,26 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0), "query_scalar": 5},
         {"query_scalar": 6},
+    ),
+    "gemma4_text": (
+        {
+            "qk_norm": True,
+            "windows": (5, None, None),
+            "sliding_rope": Rope(300.0),
+            "rope": Rope(900.0, PROPORTIONAL, (("partial_rotary_factor", 0.5),)),
+            "global_heads": LayerHeads(1, 52, joint=True),
+            "logit_cap": 4.0,
+        },
+        {"logit_cap": 4.5},
+    ),
+    "gemma4_unified_text": (
+        {
+            "qk_norm": True,
+            "windows": (None, 5, None),
+            "global_heads": LayerHeads(2, 20),
+            "logit_cap": 4.0,
+        },
+        {"rms_eps": 1e-2},
     ),
     "glm4": ({"qkv_bias": True, "rope": _HALF}, {"rms_eps": 1e-2}),
     "phi3": ({"windows": (5, 5, 5), "rope": _LONG}, {"windows": (6, 6, 6)}),
@@ -93,9 +114,9 @@ def random_model(family: str, preset: str, backend: str) -> Model:
     return model
 
 
-BY_REFERENCE = ("mistral", "gemma3_text", "gpt_oss", "deepseek_v3")
+BY_REFERENCE = ("mistral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3")
 """What `make test` has of the reference operators, which take ten times as long: windows, a scale of
-queries, sinks and experts, latent attention."""
+queries, heads by layer and capped logits, sinks and experts, latent attention."""
 
 
 @pytest.mark.parametrize(

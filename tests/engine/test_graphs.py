@@ -109,8 +109,8 @@ def test_negative_control_a_step_ahead_with_other_tokens(
     """The next step's tokens come from the device: from the wrong rows, they are noticed."""
     launch = DecodeGraphs.launch
 
-    def rolled(self, rows, which, source=None):  # type: ignore[no-untyped-def]
-        return launch(self, rows, which, None if source is None else np.roll(source, 1))
+    def rolled(self, rows, which, source=None, adapters=None):  # type: ignore[no-untyped-def]
+        return launch(self, rows, which, None if source is None else np.roll(source, 1), adapters)
 
     monkeypatch.setattr(DecodeGraphs, "launch", rolled)
     with pytest.raises(AssertionError):
@@ -144,9 +144,9 @@ def test_steps_launched_ahead_end_where_simple_ones_do(
     ahead: list[bool] = []
     launch = DecodeGraphs.launch
 
-    def count(self, rows, which, source=None):  # type: ignore[no-untyped-def]
+    def count(self, rows, which, source=None, adapters=None):  # type: ignore[no-untyped-def]
         ahead.append(source is not None)
-        return launch(self, rows, which, source)
+        return launch(self, rows, which, source, adapters)
 
     monkeypatch.setattr(DecodeGraphs, "launch", count)
     assert (

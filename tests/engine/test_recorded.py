@@ -13,7 +13,6 @@ from isobit.engine.graphs import DecodeGraphs
 from isobit.engine.types import Sampling
 from isobit.errors import NonFiniteError
 from isobit.kernels.native import available
-from isobit.kernels.native.recording import Recording
 from isobit.model import Model
 from tests.models import ALPHABET, tiny_model
 
@@ -29,21 +28,6 @@ PRESETS = {
     "nvfp4": "__bool__ of a tensor",  # its codes are made in PyTorch
 }  # fmt: skip
 """And why a step is computed anew there."""
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Of every step that was made again, why it was computed anew; and several contexts."""
-    found: list[str | None] = []
-    run = Recording.run
-
-    def counted(self: Recording) -> None:
-        found.append(self.refused)
-        run(self)
-
-    monkeypatch.setattr(Recording, "run", counted)
-    monkeypatch.setattr("isobit.engine.graphs.SMALLEST_CONTEXT", 16)
-    return found
 
 
 def both(

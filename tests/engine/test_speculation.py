@@ -243,6 +243,7 @@ def test_every_way_to_draw_and_to_end(
     [
         ("mistral", "fp8"),
         ("gemma3_text", "fp8"),
+        ("gemma4_text", "fp8"),
         ("gpt_oss", "fp8"),
         ("deepseek_v3", "fp8"),
         ("qwen3", "fp8[kv_cache=int8]"),

@@ -65,6 +65,16 @@ def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
 
 
 @pytest.mark.slow
+def test_zero_bits_differ_with_heads_by_layer_and_capped_logits() -> None:
+    """A layer of each kind of Gemma 4. Control: a learner with another cap."""
+    model = tiny_model("fp8", "gemma4_text", backend="triton", scale=6, num_layers=2, head_dim=16)
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    model.transformer.config = replace(model.config, logit_cap=5.0)
+    assert differing(model, groups)[0] > 0
+
+
+@pytest.mark.slow
 def test_zero_bits_differ_with_linear_attention() -> None:
     """A layer of each kind of Qwen3.5. Control: a learner whose norms divide by more."""
     sizes = {"num_layers": 2, "head_dim": 16, "linear": LinearAttention((0,), 1, 2, 16, 16)}

@@ -10,8 +10,7 @@ from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.evaluation.early_stop import EarlyStop, StopConfig
 from isobit.training.session.assembly import evaluation_plan
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.runs import fingerprint, write_config
 from tests.training.test_sft_run import written
 
@@ -64,7 +63,7 @@ def test_a_run_ends_where_an_interrupted_one_does(tmp_path: Path, base_model: Pa
 
 def test_a_supervised_run_ends_at_a_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     evaluation = {"every": 1, "stop_by": "loss/held_out", "stop_at": 100.0}
-    found = supervised_run(load_sft_config(written(tmp_path, evaluation=evaluation)))
+    found = train_supervised(load_sft_config(written(tmp_path, evaluation=evaluation)))
     assert found.metrics[-1]["step"] == 1
     assert "ended early: step 1: loss/held_out is" in capfd.readouterr().err
 
@@ -91,7 +90,9 @@ def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path, base_model: 
     with pytest.raises(IsobitError, match=r"evaluation\.stop_by: .* did you mean"):
         train(load_config(path), quiet=True)
     with pytest.raises(IsobitError, match=r"evaluation\.stop_by: .* did you mean"):
-        supervised_run(load_sft_config(written(tmp_path / "b", evaluation=evaluation)), quiet=True)
+        train_supervised(
+            load_sft_config(written(tmp_path / "b", evaluation=evaluation)), quiet=True
+        )
 
 
 def test_samples_are_drawn_as_the_evaluation_says(tmp_path: Path, base_model: Path) -> None:

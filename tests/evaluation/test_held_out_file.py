@@ -13,8 +13,7 @@ from isobit.monitor.report import write_report
 from isobit.monitor.report.rollouts import read_rollouts
 from isobit.monitor.report.selection import sample_completions
 from isobit.run.completions import COMPLETIONS, HELD_OUT
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.runs import write_config
 from tests.training.test_sft_run import written
 
@@ -71,7 +70,7 @@ def test_an_interrupted_run_has_the_same_bytes(tmp_path: Path, base_model: Path)
 def test_a_supervised_run_keeps_its_answers(tmp_path: Path) -> None:
     evaluation = {"every": 1, "samples": 3}
     path = written(tmp_path, evaluation=evaluation, steps=1)
-    found = rows(supervised_run(load_sft_config(path), quiet=True).run_dir)
+    found = rows(train_supervised(load_sft_config(path), quiet=True).run_dir)
     assert [(row["step"], row["prompt_index"]) for row in found] == [
         (step, number) for step in (0, 1) for number in range(3)
     ]

@@ -26,6 +26,7 @@ EXPORT int64_t isobit_kv_write(int64_t kind, const void* k, const void* v, int64
 EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
                                   const float* temperature, int64_t step, float* logprobs, float* entropy,
                                   int64_t threads);
+EXPORT void isobit_cap_logits(float* logits, int64_t count, double cap, int64_t threads);
 EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count,
                           const float* temperature, int64_t step, int64_t* tokens, int64_t threads);
 EXPORT void isobit_square_sums(const float* x, int64_t rows, int64_t columns, double* sums, int64_t threads);
@@ -233,6 +234,9 @@ void head() {
     print("logprobs", logprobs), print("entropy", entropy);
     isobit_sample(logits.data(), keys.data(), M, V, &temperature, 0, drawn_tokens.data(), 2);
     print("tokens", drawn_tokens);
+    auto capped = logits;
+    isobit_cap_logits(capped.data(), M * V, 30.0, 2);
+    print("capped logits", capped);
 }
 
 }  // namespace

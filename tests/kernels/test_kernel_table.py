@@ -46,6 +46,21 @@ for preset in ("bf16", "fp8"):
             found[kernel_table.signature(launch)] = launch
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
 """
+_WIDE = """
+import json
+from dataclasses import replace
+from benchmarks import kernel_table
+from benchmarks.gpu.shapes import SHAPES
+
+config = replace(SHAPES["Qwen3-0.6B"], num_heads=32, num_kv_heads=4, head_dim=512, vocab_size=4096)
+own = ("attention.forward.attend", "attention.backward.dq", "attention.backward.dkv")
+found = {}
+for preset in ("bf16", "fp8"):
+    for _, launch in kernel_table.launches(config, preset):
+        if kernel_table.kernel_name(launch) in own:
+            found[kernel_table.signature(launch)] = launch
+print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
+"""
 _NIBBLES = """
 import json, torch
 from benchmarks import kernel_table
@@ -190,6 +205,23 @@ def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> N
         "experts.block_product": "QGMMA",
     }
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_heads_of_512_fit_into_the_shared_memory_of_a_hopper(tmp_path: Path) -> None:
+    """As Gemma 4's layers without a window have them. Tiles of many rows spill, and so do the
+    backward's; those of a decode step do not."""
+    rows = json.loads(python(_WIDE, tmp_path))
+    assert {row["kernel"] for row in rows} == {
+        "attention.forward.attend",
+        "attention.backward.dq",
+        "attention.backward.dkv",
+    }
+    limit = 1024 * ARCHITECTURES[9, 0].shared_kib
+    assert all(0 < row["shared_bytes"] <= limit for row in rows)
+    assert {row["instruction_class"] for row in rows} == {"HGMMA"}
+    forward = [row for row in rows if row["kernel"].endswith("attend")]
+    assert any(row["spilled_bytes"] == 0 for row in forward)
 
 
 @pytest.mark.slow

@@ -89,6 +89,33 @@ def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> Non
     assert not changed[:, 1160:].any()
 
 
+def test_factors_are_found_by_addresses_in_a_table() -> None:
+    """Of every weight a column; 0 is no adapter, also where there are rows, and adapters may have
+    none. The control: the addresses of others."""
+    require("native")
+    ops = get_ops("native", "bitwise")
+    x, weight, bias, rows, offsets = _given("ue8m0")
+    adapters = [_factors(ops, rank, 100 * i) for i, rank in enumerate(RANKS)]
+    prepared = ops.prepare(weight)
+    table = torch.zeros(len(COUNTS) + 3, 2, dtype=torch.int64)
+    known = [i for i in range(len(COUNTS)) if i not in (1, 4)]
+    table[known, 1] = torch.tensor([adapters[i].address for i in known])
+    table[-1, 1] = adapters[0].address
+    ends = torch.cat([offsets, offsets[-1:].expand(3)])
+
+    def found(addresses: Tensor) -> Tensor:
+        return ops.adapted_product(x, prepared, bias, addresses, rows, ends, torch.bfloat16)
+
+    parts = rows.split(COUNTS)
+    own = torch.cat([parts[i] for i in known])
+    bounds = torch.tensor([0, *(COUNTS[i] for i in known)]).cumsum(0)
+    given = [adapters[i] for i in known], own, bounds
+    wanted = definition.adapted_product(ops, x, prepared, bias, *given, torch.bfloat16)
+    assert same(found(table[:, 1]), wanted)
+    assert same(found(table[:, 0]), ops.product(x, prepared, bias))
+    assert not same(found(table[:, 1].roll(1)), wanted)
+
+
 def test_the_weights_product_may_have_another_order() -> None:
     """Two codes to a byte, under scales that are no powers of two. The control is the product
     alone."""

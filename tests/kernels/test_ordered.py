@@ -363,6 +363,54 @@ def test_what_is_added_has_the_bits_of_an_addition_afterwards(
             assert same(lost, wanted) == (data is plain)
 
 
+@pytest.mark.parametrize("data", [plain, tiny])
+@pytest.mark.parametrize(("order", "isa"), HERE)
+def test_a_sum_of_products_has_the_bits_of_products_and_additions(
+    order: str,
+    isa: str,
+    data: Callable[[torch.Generator, int, int], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of matrices that fill no cell, of several and of one; a transposed view too, as of a gradient.
+    The controls: another order, and one product over all of K."""
+    ops, random = native(monkeypatch, order, isa), torch.Generator().manual_seed(13)
+    sums = ordered.OrderedProducts(order).summed
+    for rows, columns, inners in ((5, 33, (96,)), (300, 1040, (64, 40, 64)), (530, 48, (33, 70))):
+        pairs = [(data(random, inner, rows).t(), data(random, columns, inner)) for inner in inners]
+        parts = [ops.product(a, b, None, torch.float32) for a, b in pairs]
+        wanted = parts[0]
+        for part in parts[1:]:
+            wanted = wanted + part
+        assert same(sums(pairs), wanted)
+        assert same(sums(pairs, from_zero=True), wanted + 0.0)
+        before = torch.where(wanted > 0, wanted.flip(0), -0.0)
+        into = before.clone()
+        assert sums(pairs, into) is into
+        assert same(into, before + wanted)
+        with threads(2):
+            assert same(sums(pairs), wanted)
+        if len(pairs) > 2:
+            assert not same(sums(pairs[::-1]), wanted)
+            joined = torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 1)
+            assert not same(sums([joined]), wanted)
+
+
+@pytest.mark.parametrize(("order", "isa"), HERE)
+def test_a_sum_from_zero_has_no_negative_zero(
+    order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product whose sum is negative, and too small for a normal number, has: the control."""
+    monkeypatch.setenv("ISOBIT_ISA", isa)
+    sums = ordered.OrderedProducts(order).summed
+    a, b = torch.zeros(20, 160), torch.full((20, 160), 2.0**-63).bfloat16()
+    a[:, 0], a[:, 128] = 2.0**-63, -1.5 * 2.0**-63
+    pair = a.bfloat16(), b
+    alone, summed = sums([pair]), sums([pair], from_zero=True)
+    assert bool((alone == 0).all())
+    assert bool(alone.signbit().all())
+    assert not bool(summed.signbit().any())
+
+
 @pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
 @pytest.mark.parametrize(("order", "isa"), HERE)
 def test_a_row_is_the_same_in_every_batch(

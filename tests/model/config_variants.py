@@ -67,6 +67,23 @@ BASES["gemma3_text"] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 5,
 }
+BASES["gemma4_text"] = {
+    key: value for key, value in _SIZES.items() if key not in ("hidden_act", "rope_theta")
+} | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+}
+BASES["gemma4_unified_text"] = {
+    key: value for key, value in BASES["gemma4_text"].items() if "per_layer" not in key
+}
 BASES["glm4"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
 BASES["phi3"] = _SIZES | {"sliding_window": None, "pad_token_id": 0}
 BASES["granite"] = _SIZES | {
@@ -174,6 +191,7 @@ SHAPES = (
         "linear_value_head_dim",
     ),
     *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
 )
 """The keys on which names and shapes of weights depend."""
 
@@ -198,6 +216,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
 
 
 _ORIGINAL = "original_max_position_embeddings"
+_CAP = "final_logit_softcapping"
 _YARNS: dict[str, dict[str, Any]] = {
     "null factor": {"factor": None},
     "attention_factor": {"attention_factor": 1.7},
@@ -237,6 +256,8 @@ def variants() -> list[Variant]:
         own = {
             "olmo3": _olmo3,
             "gemma3_text": _gemma3,
+            "gemma4_text": _gemma4,
+            "gemma4_unified_text": _gemma4,
             "gpt_oss": _gpt_oss,
             "qwen3_5_text": _qwen35,
             "qwen3_5_moe_text": _qwen35,
@@ -350,7 +371,7 @@ def _flags(family: str) -> Iterator[Row]:
     )
     yield "no hidden_act", {"hidden_act": _LEFT_OUT}, ""
     for other in ("gelu", "relu", None):
-        says = "" if family == "gemma3_text" else "hidden_act"
+        says = "" if family.startswith("gemma") else "hidden_act"
         yield f"hidden_act {other}", {"hidden_act": other}, says
     yield "is_causal false", {"is_causal": False}, "is_causal"
     yield "per_layer_config", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"
@@ -620,6 +641,77 @@ def _gemma3(family: str) -> Iterator[Row]:
         yield f"{key} 30", {key: 30.0}, key
     yield "both directions", {"use_bidirectional_attention": True}, "use_bidirectional_attention"
     yield from _truncations(both)
+
+
+def _gemma4(family: str) -> Iterator[Row]:
+    """Windows, heads by layer, the cap of logits, and what is not read."""
+    for size in (8, CONTEXT, _LEFT_OUT):
+        yield (
+            f"window {size if size is not _LEFT_OUT else 'left out'}",
+            {"sliding_window": size},
+            "",
+        )
+    yield "null window", {"sliding_window": None}, "sliding_window"
+    yield "no layer_types", {"layer_types": _LEFT_OUT}, ""
+    yield "null layer_types, 7 layers", {"layer_types": None, "num_hidden_layers": 7}, ""
+    both = ["full_attention", "full_attention"]
+    yield "no layer slides", {"layer_types": both}, ""
+    yield "the last layer slides", {"layer_types": [*both[:1], "sliding_attention"]}, "must end"
+    apart = {"attention_k_eq_v": False}
+    yield "keys and values", apart, ""
+    yield "keys and values, as many keys", {**apart, "num_global_key_value_heads": None}, ""
+    yield "null global heads", {"num_global_key_value_heads": None}, ""
+    yield "no global heads", {"num_global_key_value_heads": _LEFT_OUT}, ""
+    yield "3 global heads", {"num_global_key_value_heads": 3}, "cannot share"
+    yield "no global width", {"global_head_dim": _LEFT_OUT}, ""
+    yield "the same width", {"global_head_dim": 16}, ""
+    yield "an odd width", {"global_head_dim": 7}, "even head_dim"
+    yield "width as text", {"global_head_dim": "24"}, "global_head_dim has the wrong type"
+    own = {"global_head_dim": _LEFT_OUT, "num_global_key_value_heads": _LEFT_OUT}
+    wide = {"head_dim": 20, "num_key_value_heads": 1}
+    yield "by layer", {**own, "per_layer_config": {"1": wide}}, ""
+    usual = {"head_dim": 16, "num_key_value_heads": 2}
+    yield "by layer, all", {**own, "per_layer_config": {"0": usual, "1": wide}}, ""
+    yield "by layer, none", {**own, "per_layer_config": {"1": {}}}, ""
+    yield "by layer, a sliding one", {"per_layer_config": {"0": wide}}, "layers of one type"
+    yield (
+        "by layer, another key",
+        {"per_layer_config": {"1": {"skip": ["mlp"]}}},
+        "is not supported",
+    )
+    yield "by layer, too many", {"per_layer_config": {"2": wide}}, "is not supported"
+    yield "fewer keys, apart", {**apart, "per_layer_config": {"1": wide}}, "attention_k_eq_v true"
+    for cap in (None, 0.5, 30.0, _LEFT_OUT):
+        yield f"cap {cap if cap is not _LEFT_OUT else 'left out'}", {_CAP: cap}, ""
+    yield "cap 0", {_CAP: 0.0}, f"{_CAP} must be a number above 0"
+    turned = {"rope_type": "proportional", "rope_theta": 500.0}
+    plain = {"rope_type": "default", "rope_theta": 90.0}
+    for name, more in (
+        ("whole", {}),
+        ("a half", {"partial_rotary_factor": 0.5}),
+        ("a half by 2", {"partial_rotary_factor": 0.5, "factor": 2.0}),
+    ):
+        sections = {"full_attention": {**turned, **more}, "sliding_attention": plain}
+        yield f"proportional, {name}", {"rope_parameters": sections}, ""
+    for kind in ("linear", "yarn", "llama3"):
+        scaled = {"rope_type": kind, "rope_theta": 90.0, **_SCALINGS[kind]}
+        sections = {"full_attention": turned, "sliding_attention": scaled}
+        yield f"sliding layers {kind}", {"rope_parameters": sections}, ""
+    yield "one kind twice", {"rope_parameters": dict.fromkeys(sections, plain)}, ""
+    yield "one section", {"rope_parameters": turned}, "must have the sections"
+    yield "no theta", {"rope_parameters": {kind: {} for kind in sections}}, "with a rope_theta"
+    yield "a theta", {"rope_theta": 500.0}, "rope_theta is not read"
+    yield "no hidden_activation", {"hidden_activation": _LEFT_OUT}, ""
+    yield "hidden_activation silu", {"hidden_activation": "silu"}, "supported is gelu_pytorch_tanh"
+    for direction in (None, "vision"):
+        yield f"direction {direction}", {"use_bidirectional_attention": direction}, ""
+    yield "both directions", {"use_bidirectional_attention": "all"}, "sees later tokens"
+    small = "embeddings of their own, as E2B and E4B have; the nearest that is read is a dense"
+    yield "embeddings by layer", {"hidden_size_per_layer_input": 8}, small
+    if family == "gemma4_text":
+        yield "embeddings left out", {"hidden_size_per_layer_input": _LEFT_OUT}, small
+        yield "experts", {"enable_moe_block": True}, "experts beside an MLP, as 26B-A4B has"
+    yield "shared keys", {"num_kv_shared_layers": 1}, "read the keys and values of others"
 
 
 def _gpt_oss(family: str) -> Iterator[Row]:

@@ -14,10 +14,12 @@ import transformers
 from torch import Tensor
 
 from isobit.kernels import Layout
+from isobit.kernels.sampling.capped import logits_of
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
 from isobit.model.families.rope import Rope
 from isobit.model.hub.latent import Latent
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from tests.models import ALPHABET, latent_values, level, require
@@ -63,6 +65,26 @@ _GEMMA = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _GEMMA |= {"query_pre_attn_scalar": 13, "rms_norm_eps": 1e-6, **_PAD}
+_GEMMA4 = {
+    "head_dim": 20,
+    "global_head_dim": 28,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 6.0,
+    "hidden_size_per_layer_input": 0,
+    **_PAD,
+}
+_GEMMA4_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "factor": 2.0,
+    },
+    "sliding_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 3.0},
+}
 _GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
@@ -183,6 +205,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4-apart": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": False,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "rope_parameters": _GEMMA4_ROPES,
+        },
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {
+            **{key: value for key, value in _GEMMA4.items() if "per_layer_input" not in key},
+            "attention_bias": True,
+            "rope_parameters": _GEMMA4_ROPES,
+        },
+    ),
     "glm4": ("Glm4", {"head_dim": 20, **_PAD}),
     "glm4-whole-heads": (
         "Glm4",
@@ -267,7 +309,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
-    text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"
+    wrapped = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+    text = "TextConfig" if prefix in wrapped else "Config"
     config = getattr(transformers, f"{prefix}{text}")(**deepcopy(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
@@ -284,13 +327,15 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith("norm.weight")
         around_0 = (text or model.config.model_type).startswith(
-            ("gemma", "qwen3_5")
+            ("gemma3", "qwen3_5")
         ) and "linear_attn" not in name
         middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(0.8 + 0.3 * torch.rand(buffer.shape, generator=generator))
 
 
 def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
@@ -326,8 +371,8 @@ def logits(model: Model, sequence: list[int], use: str = "learner") -> Tensor:
     hidden = model.transformer.hidden(
         torch.tensor(sequence), Layout.packed([len(sequence)]), use=use
     )
-    transformer = model.transformer
-    return transformer.ops[use].product(hidden, transformer.head_weight(use), None, torch.float32)
+    transformer, cap = model.transformer, model.config.logit_cap
+    return logits_of(transformer.ops[use], hidden, transformer.head_weight(use), cap)
 
 
 @torch.no_grad()
@@ -364,6 +409,10 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         values |= latent_values(Latent(32, 24, 12, 28, 40), 4, Rope(500.0))
     if FAMILY_TABLES[family].multipliers:
         values |= {"multipliers": Multipliers(3.0, 0.1, 0.4, 2.0)}
+    if FAMILY_TABLES[family].global_head_dim is not None:
+        width = 2 * changes.get("head_dim", 36)
+        values |= {"global_heads": LayerHeads(1, width, True), "logit_cap": 9.0}
+        values |= {"windows": (7, None, None), "sliding_rope": Rope(300.0)}
     return ModelConfig(**(values | changes))
 
 

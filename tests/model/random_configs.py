@@ -55,6 +55,11 @@ def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
     left_out = dict.fromkeys(
         ("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _LEFT_OUT
     )
+    if family.startswith("gemma4"):
+        parts = {"partial_rotary_factor": drawn.choice((0.25, 0.5, 1.0))}
+        kinds = ({"rope_type": "proportional", "rope_theta": 500.0, **parts}, _section(drawn, True))
+        sections = dict(zip(("full_attention", "sliding_attention"), kinds))
+        return left_out | ({"rope_parameters": sections} if how == "parameters" else {})
     if how == "none":
         return left_out
     if how == "theta":
@@ -103,6 +108,8 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
             found["use_sliding_window"] = drawn.random() < 0.5
     by_name = table.linear_attention or (table.windows is not None and not table.windows.nullable)
     found["layer_types"] = [drawn.choice(names) for _ in range(layers)] if by_name else _LEFT_OUT
+    if table.global_head_dim is not None:
+        found["layer_types"][-1] = "full_attention"
     if family in ("qwen2", "qwen3"):
         found["max_window_layers"] = drawn.choice((0, 1, layers))
     if "mlp_layer_types" in BASES[family]:
@@ -152,6 +159,10 @@ _OWN: Mapping[str, Pick] = {
     "residual_multiplier": _one_of(0.4, 1.3),
     "logits_scaling": _one_of(0.7, 2, _LEFT_OUT),
     "query_pre_attn_scalar": _one_of(5, 16, _LEFT_OUT),
+    "global_head_dim": _one_of(8, 20, _LEFT_OUT),
+    "num_global_key_value_heads": _one_of(1, 2, None),
+    "attention_k_eq_v": _one_of(True, False),
+    "final_logit_softcapping": _one_of(3.0, 30.0, None),
     "linear_num_value_heads": _one_of(2, 4),
     "linear_key_head_dim": _one_of(8, 12),
     "linear_value_head_dim": _one_of(8, 20),

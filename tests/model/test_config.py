@@ -42,8 +42,16 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
     assert ModelConfig.from_hf(config.to_hf()) == config
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     again = transformers.AutoConfig.from_pretrained(tmp_path)
+    if theirs.is_heterogeneous:
+        mine, wanted = (list(each.per_layer_config) for each in (again, theirs))
+        heads = [
+            [(one.num_key_value_heads, one.head_dim) for one in each] for each in (mine, wanted)
+        ]
+        assert heads[0] == heads[1]
+        assert again.final_logit_softcapping == theirs.final_logit_softcapping
+        assert again.attention_k_eq_v == theirs.attention_k_eq_v
     for key in (
-        "num_key_value_heads",
+        *(() if theirs.is_heterogeneous else ("num_key_value_heads",)),
         "tie_word_embeddings",
         "rms_norm_eps",
         "attention_bias",
@@ -154,9 +162,9 @@ def test_a_model_around_a_language_model_is_told_as_one(
 
 
 def test_what_is_nearest_to_a_language_model_inside_is_said() -> None:
-    values = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    values = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}
     with pytest.raises(
-        IsobitError, match="heads differ by layer; the nearest that is read is gemma3"
+        IsobitError, match="embeddings of their own; the nearest that is read is gemma3"
     ):
         ModelConfig.from_hf(values | {"vision_config": {}})
     assert all(near in FAMILY_TABLES for _, near in UNREAD.values())

@@ -30,7 +30,7 @@ WHOLE = {
     "head_dim": 64,
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
-FAMILIES += ["phi3", "granite", "ministral3", "qwen3_5_moe_text", "deepseek_v3"]
+FAMILIES += ["gemma4_text", "phi3", "granite", "ministral3", "qwen3_5_moe_text", "deepseek_v3"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:

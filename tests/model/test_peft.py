@@ -48,7 +48,7 @@ def _farthest(model: Model, theirs: Any) -> float:
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
-    + ["deepseek-v3", "mixtral", "gpt-oss"],
+    + ["deepseek-v3", "mixtral", "gpt-oss", "gemma4"],
 )
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     """The same log-probabilities under float32, of rsLoRA too. The control is the model without its

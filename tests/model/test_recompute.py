@@ -182,7 +182,7 @@ def test_what_a_token_keeps_worked_out_by_hand(preset: str) -> None:
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
     norm = 2 * hidden + 4  # the residual stream and its inverse deviation
     attention = (
-        2 * config.qkv_size + 2 * heads * config.head_dim + 4 * heads
+        2 * config.qkv_rows(0) + 2 * heads * config.head_dim + 4 * heads
     )  # qkv, the result, log-sum-exp
     layer = norm + attention + norm + 4 * inner
     outside = 8 + norm + 2 * hidden / 64  # the token, the last norm, and its weight over 64 tokens

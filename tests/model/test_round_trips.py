@@ -12,7 +12,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
-from isobit.model.families.rope import KINDS, Rope
+from isobit.model.families.rope import KINDS, PROPORTIONAL, Rope
 from isobit.training.train import train
 from tests.models import ALPHABET, tiny_model
 from tests.runs import write_config
@@ -69,7 +69,10 @@ def test_many_models_that_were_saved_are_the_models(family: str, tmp_path: Path)
 def test_every_family_and_every_feature_is_drawn() -> None:
     assert BASES.keys() == FAMILIES.keys()
     drawn = [config for family in BASES for _, _, config in islice(accepted(family, 0), 12)]
-    assert {config.rope.kind for config in drawn} == {*KINDS}
+    assert {config.rope.kind for config in drawn} == {*KINDS, PROPORTIONAL}
+    own = [config.global_heads for config in drawn if config.global_heads is not None]
+    assert {heads.joint for heads in own} == {False, True}
+    assert {config.logit_cap is None for config in drawn} == {False, True}
     long = [c for c in drawn if c.rope.kind == "longrope"]
     assert {c.rope.is_long(c.max_positions) for c in long} == {False, True}
     assert any(config.experts is not None and config.routed is None for config in drawn)

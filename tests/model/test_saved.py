@@ -38,6 +38,7 @@ FLOWS = [
     *((flow, "qwen3_moe") for flow in ("bf16", "fp8", "fp8-e2e")),
     ("fp8", "olmo2"),
     ("fp8", "gemma3_text"),
+    ("fp8", "gemma4_text"),
     ("fp8", "gpt_oss"),
     ("fp8", "qwen3_5_text"),
     ("fp8", "qwen3_5_moe_text"),

@@ -74,6 +74,11 @@ def _decoded(
     return [torch.cat(parts) for parts in outputs]
 
 
+def _cosines(model: Model) -> Tensor:
+    """The rotary table of all layers."""
+    return model.transformer._tables[model.config.rope, model.config.head_dim].cos
+
+
 def _differing(a: list[Tensor], b: list[Tensor]) -> int:
     """Rows that differ in any bit."""
     return sum(int((x != y).any(-1).sum()) for x, y in zip(a, b, strict=True))
@@ -358,13 +363,13 @@ def test_excepted_layers_stay_in_bf16() -> None:
 
 def test_rope_tables_grow_to_what_is_needed() -> None:
     model = random_model("float32", max_positions=1 << 20)
-    assert model.transformer._tables[model.config.rope][0].shape[0] == 0
+    assert _cosines(model).shape[0] == 0
     _packed(model, [tokens(30)])
-    assert model.transformer._tables[model.config.rope][0].shape[0] == 64
-    first = model.transformer._tables[model.config.rope][0].clone()
+    assert _cosines(model).shape[0] == 64
+    first = _cosines(model).clone()
     _packed(model, [tokens(100)])
-    assert model.transformer._tables[model.config.rope][0].shape[0] == 128
-    assert torch.equal(model.transformer._tables[model.config.rope][0][:64], first)
+    assert _cosines(model).shape[0] == 128
+    assert torch.equal(_cosines(model)[:64], first)
 
 
 def test_no_rows() -> None:

@@ -3,6 +3,7 @@ gradients."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -125,10 +126,12 @@ def test_several_adapters_by_the_kernels(tmp_path: Path) -> None:
     ]
     ids = torch.arange(3, 9)
     layout = Layout.packed([2, 2, 2])
-    numbers = torch.tensor([1, 1, -1, -1, 0, 0])
+    numbers = np.array([1, 1, -1, -1, 0, 0])
     with torch.no_grad():
         served = base.serving({name: tmp_path / name for name in given}).transformer
-        found = served.hidden(ids, layout, use="rollout", adapters=numbers)
+        assert served.served is not None
+        assigned = served.served.assignment(numbers)
+        found = served.hidden(ids, layout, use="rollout", adapters=assigned)
         first, second, bare = (
             m.transformer.hidden(ids, layout, use="rollout") for m in (*models, base)
         )

@@ -27,6 +27,8 @@ _SEEING = {
 }
 _PUBLISHED = {
     "gemma3": ("Gemma3", "gemma3"),
+    "gemma4": ("Gemma4", "gemma4"),
+    "gemma4_unified": ("Gemma4Unified", "gemma4-unified"),
     "mistral3": ("Mistral3", "mistral"),
     "mistral3-grown": ("Mistral3", "ministral3"),
     "llava": ("Llava", "llama"),
@@ -54,9 +56,13 @@ def published(path: Path, name: str) -> Any:
 
 
 def _vision(prefix: str) -> dict[str, Any]:
+    if prefix == "Gemma4Unified":  # it has no tower: patches become rows by one product
+        sizes = {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+        return {"model_type": "gemma4_unified_vision", **sizes}
     kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral"}
-    kind |= {"Llava": "clip", "LlavaNext": "clip"}
-    name = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(
+    kind |= {"Llava": "clip", "LlavaNext": "clip", "Gemma4": "gemma4"}
+    names = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}
+    name = {**names, "gemma4": "gemma4_vision"}.get(
         kind.get(prefix, ""), kind.get(prefix, "internvl_vision")
     )
     sizes = _SEEING if name != "internvl_vision" else {**_SEEING, "image_size": [28, 28]}
@@ -97,7 +103,7 @@ def _rename(folder: Path, naming: str) -> None:
         found[key] = tensor
     inside = pairs[0][new]
     assert any(key.startswith(inside) for key in found)
-    assert any("vision_tower" in key for key in found)
+    assert any("vision" in key for key in found)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -106,7 +112,7 @@ def test_sizes_that_are_left_out_are_those_of_transformers(family: str) -> None:
     """As Gemma 3's and Llava's config.json leave out what is their language model's default."""
     values = {
         "model_type": FAMILIES[family].wrappers[0],
-        "text_config": {"model_type": family, "hidden_size": 64},
+        "text_config": {"model_type": family, "hidden_size": 64, **FAMILIES[family].written},
         "vision_config": {},
         "eos_token_id": [5, 6],
     }

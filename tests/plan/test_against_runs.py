@@ -40,6 +40,7 @@ RUNS = [
     ("fp8-unified", "qwen3_moe", ()),
     ("fp8-rollout", "qwen3", ()),
     ("fp8-rollout", "gemma3_text", ()),
+    ("fp8", "gemma4_text", ()),
     ("fp8", "gpt_oss", ()),
     ("fp8", "qwen3_5_text", ("evaluation.every=1", "evaluation.samples=4")),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
@@ -148,7 +149,7 @@ FLOWS = ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")
         *((flow, "qwen3_moe", MANY) for flow in ("bf16", "fp8")),
         *(
             (flow, family, None)
-            for family in ("olmo2", "gemma3_text", "qwen3_5_text")
+            for family in ("olmo2", "gemma3_text", "gemma4_text", "qwen3_5_text")
             for flow in ("bf16", "fp8")
         ),
     ],

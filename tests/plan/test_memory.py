@@ -111,7 +111,7 @@ def test_a_frozen_model_keeps_the_learners_weights() -> None:
     assert whole.rollout + whole.learner > 1.5 * model.memory()["rollout"]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gemma4_text", "qwen3_5_text"])
 @pytest.mark.parametrize(
     "flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"]
 )

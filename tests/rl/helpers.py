@@ -177,11 +177,7 @@ def gradients(
 
     def keep(rate: float, norm: float) -> None:
         taken.append(
-            {
-                n: p.grad.clone()
-                for n, p in learner.optimizer.parameters.items()
-                if p.grad is not None
-            }
+            {n: p.grad.clone() for n, p in learner.optimizer.holders.items() if p.grad is not None}
         )
 
     learner.optimizer.step = keep  # type: ignore[method-assign]

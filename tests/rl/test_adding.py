@@ -1,8 +1,9 @@
 """A product that adds to a gradient gives it the bits that autograd's addition does, with every
 kind of weight."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from isobit.model import Model
 from isobit.model.forward import accumulate_grad as adding
 from isobit.model.forward.recompute import Recompute
 from isobit.rl import OptimizerSettings, ResolvedObjective, for_precision
+from isobit.rl.learner import gradient
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
@@ -20,7 +22,7 @@ from tests.rl.helpers import alternating, gradients, roll_out, same_bits
 
 
 @contextmanager
-def nowhere(_: Iterable[Tensor]) -> Iterator[None]:
+def nowhere(*_: object) -> Iterator[None]:
     yield
 
 
@@ -31,9 +33,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     added_to = adding.added_to
 
     def spy(master: Tensor) -> Tensor | None:
-        gradient = added_to(master)
-        found.extend([] if gradient is None else [gradient.numel()])
-        return gradient
+        before = added_to(master)
+        found.extend([] if before is None else [before.numel()])
+        return before
 
     for module in ("linear_backward", "experts"):
         monkeypatch.setattr(f"isobit.model.forward.{module}.added_to", spy)
@@ -46,13 +48,19 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]
     those of products."""
 
     def learn(
-        model: Model, in_place: bool, recompute: Recompute = False, gradient_sum_group: int = 1
+        model: Model,
+        in_place: bool,
+        recompute: Recompute = False,
+        gradient_sum_group: int = 1,
+        micro_batch_tokens: int = 40,
+        **options: Any,
     ) -> dict[str, Tensor]:
         samples = roll_out(model)
         objective = for_precision(ResolvedObjective(max_new_tokens=5), model.precision)
         settings = OptimizerSettings(gradient_sum_group=gradient_sum_group, share_prompts=False)
-        optimizer = ShardedOptimizer(model.named_parameters(), settings)
-        learner = Learner(model, optimizer, objective, micro_batch_tokens=40, recompute=recompute)
+        optimizer = ShardedOptimizer.of(model, settings)
+        options |= {"micro_batch_tokens": micro_batch_tokens, "recompute": recompute}
+        learner = Learner(model, optimizer, objective, **options)
         with monkeypatch.context() as patch:
             if not in_place:
                 patch.setattr("isobit.rl.learner.gradient.adding_in_place", nowhere)
@@ -87,6 +95,59 @@ def test_recomputed_layers_too(
     wanted = learned(model, False)
     assert same_bits(learned(model, True, recompute), wanted)
     assert held
+
+
+@pytest.mark.parametrize("masters", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batch_tokens", [40, 80, 1000])
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_and_embedding_too(
+    tied: bool,
+    micro_batch_tokens: int,
+    masters: str,
+    monkeypatch: pytest.MonkeyPatch,
+    learned: Callable[..., dict[str, Tensor]],
+) -> None:
+    """With logits that are kept and that are computed again, in several micro-batches and in one.
+    Most tokens come several times. The controls: a tied head and an embedding that are added one
+    after the other, where there is something before them; and a first sum with negative zeros."""
+    model = tiny_model("fp8", scale=4, masters=masters, tie_embeddings=tied)
+    options = {"micro_batch_tokens": micro_batch_tokens}
+    wanted = learned(model, False, **options)
+    assert set(wanted) == set(model.named_parameters())
+    whole = _rows_of_embeddings(monkeypatch, model)
+    assert same_bits(learned(model, True, **options), wanted)
+    vocabulary = model.config.vocab_size
+    assert (vocabulary in whole) == (not tied), "a tied embedding has no whole gradient"
+    if tied and micro_batch_tokens < 1000:
+        monkeypatch.setattr(adding.TiedGradient, "_put_aside", lambda self: None)
+        assert not same_bits(learned(model, True, **options), wanted)
+
+
+def _rows_of_embeddings(monkeypatch: pytest.MonkeyPatch, model: Model) -> list[int]:
+    """How many rows gradients of embeddings have, one number for each from now on."""
+    ops, found = type(model.ops), list[int]()
+    backward = model.ops.embedding_backward
+
+    def counted(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        found.append(count)
+        return backward(dy, tokens, count)
+
+    monkeypatch.setattr(ops, "embedding_backward", staticmethod(counted))
+    return found
+
+
+def test_a_gradient_that_is_checked_is_autograds(
+    learned: Callable[..., dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks see each gradient of the first micro-batch, twice, a tied embedding's too."""
+    model, seen = tiny_model("bf16", scale=4), list[set[str]]()
+    compare = gradient._compare
+    monkeypatch.setattr(
+        gradient, "_compare", lambda a, b: (seen.append({*a, *b}), compare(a, b))[-1]
+    )
+    wanted = learned(model, True)
+    assert same_bits(learned(model, True, check_gradients_every=1), wanted)
+    assert seen == [set(wanted)]
 
 
 def test_sums_of_groups_are_autograds(

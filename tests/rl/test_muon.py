@@ -208,7 +208,9 @@ def test_matrices_of_a_fused_master_are_orthogonalized_one_by_one() -> None:
     assert not torch.equal(one["layers.0.qkv|master"], fused["layers.0.qkv|master"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_5_text"]
+)
 def test_who_updates_what(family: str) -> None:
     """Linear layers by Muon, each as a Hugging Face checkpoint has it; all else by AdamW."""
     chosen = ShardedOptimizer.of(tiny_model("fp8", family), SETTINGS)
@@ -218,6 +220,7 @@ def test_who_updates_what(family: str) -> None:
     assert rest >= {"embed", "input_norm", "final_norm"}
     assert rest <= {
         *("embed", "head", "router", "router_bias", "gates", "conv", "decay", "step_bias", "sinks"),
+        "layer_scalar",
         *(f"{role}_bias" for role in roles),
         *(
             f"{norm}_norm"

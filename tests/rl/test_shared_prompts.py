@@ -24,6 +24,7 @@ FAMILIES = [
     "qwen3_moe",
     "olmo3",
     "gemma3_text",
+    "gemma4_text",
     "gpt_oss",
     "deepseek_v3",
 ]  # windows, mixtures, sinks

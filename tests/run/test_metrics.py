@@ -75,6 +75,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
                 *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
                 *("serve/", "time/serve", "env/", "tools/", "time/tools"),
                 *("preference/", "loss/dpo", "loss/ipo", "loss/kto", "loss/cross", "loss/held_out"),
+                "loss/observ",
                 *("entropy_coefficient", "groups/unshown", "prompts/skipped", "evaluation/stopped"),
             )
         )

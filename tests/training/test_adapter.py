@@ -27,8 +27,7 @@ from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.running.result import TrainResult
 from isobit.training.session.opening import open_session
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
@@ -38,7 +37,7 @@ ADAPTER = {"rank": 4, "alpha": 8}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"):
+    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
@@ -67,6 +66,7 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
         ("mxfp8", "qwen3_moe"),
         ("nvfp4[activation=bf16, kv_cache=int8]", "gpt_oss"),
         ("fp8", "gemma3_text"),
+        ("fp8", "gemma4_text"),
         ("fp8", "gpt_oss"),
     ],
 )
@@ -394,7 +394,7 @@ def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None
             "batch_size": 16,
             "out": str(tmp_path / f"sft {rate}"),
         }
-        found = supervised_run(load_sft_config(values), quiet=True)
+        found = train_supervised(load_sft_config(values), quiet=True)
         model = Model.load(all_checkpoints(found.run_dir / "checkpoints")[-1], "fp8")
         assert model.transformer.adapter is not None
         ids = [

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.run.checkpoints import all_checkpoints
-from isobit.training.sft.supervised import resume_supervised, supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests import warm
 from tests.runs import write_config
 from tests.training.test_sft_run import written
@@ -62,8 +61,8 @@ def test_it_begins_where_the_run_was(adapter: Any, tmp_path: Path, base_model: P
 
 
 def test_a_supervised_run_too(tmp_path: Path) -> None:
-    run = supervised_run(load_sft_config(written(tmp_path, steps=1)), quiet=True).run_dir
-    values, _ = begun(printed(run, resume_supervised), tmp_path)
+    run = train_supervised(load_sft_config(written(tmp_path, steps=1)), quiet=True).run_dir
+    values, _ = begun(printed(run, resume), tmp_path)
     assert values["model"]["path"] == str(run)
 
 

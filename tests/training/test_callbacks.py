@@ -10,8 +10,7 @@ import pytest
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.directory import read_jsonl
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.runs import fingerprint, write_config
 from tests.training import test_sft_run
 
@@ -61,7 +60,7 @@ def test_a_supervised_run_tells_too(tmp_path: Path) -> None:
     steps = written(tmp_path / "sft")
     path = test_sft_run.written(tmp_path / "sft")
     config = load_sft_config(path, [f"run.callbacks=[{steps}:tell]", "steps=2"])
-    supervised_run(config, quiet=True)
+    train_supervised(config, quiet=True)
     assert [step for step, _ in told(tmp_path / "sft")] == [1, 2]
     assert all("loss/cross_entropy" in metrics for _, metrics in told(tmp_path / "sft"))
 

@@ -7,8 +7,7 @@ import yaml
 
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError
-from isobit.training.sft.supervised import supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.runs import dry_run_text, fingerprint, write_config
 from tests.training.test_sft_run import written
 
@@ -41,7 +40,7 @@ def test_a_supervised_run_too(tmp_path: Path) -> None:
     path = written(tmp_path, task=TASK, evaluation={}, batch_size=4)
     values = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({k: v for k, v in values.items() if k != "steps"}))
-    found = supervised_run(load_sft_config(path, ["epochs=0.5"]), quiet=True)
+    found = train_supervised(load_sft_config(path, ["epochs=0.5"]), quiet=True)
     assert found.metrics[-1]["step"] == 2
 
 

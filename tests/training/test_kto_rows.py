@@ -19,8 +19,8 @@ from isobit.rl.algorithm.given import mismatched
 from isobit.tasks import TaskSettings
 from isobit.tasks.arithmetic import load
 from isobit.training.sft.batches import given
-from isobit.training.sft.supervised import supervised_run
 from isobit.training.sft.taught import SupervisedSample
+from isobit.training.train import train_supervised
 from tests.rl.trl_loss import needs_trl
 from tests.runs import fingerprint
 from tests.training.test_kto_run import ROWS, labelled
@@ -151,7 +151,7 @@ def test_messages_are_the_run_of_their_texts(tmp_path: Path, base_model: Path) -
                 for row in ROWS
             ]
         config = load_sft_config(labelled(folder, base_model, rows), changes)
-        found = fingerprint(supervised_run(config, quiet=True).run_dir)
+        found = fingerprint(train_supervised(config, quiet=True).run_dir)
         return found["model.safetensors"], found["metrics"]
 
     texts = run("texts", None)

@@ -9,7 +9,7 @@ import pytest
 
 from isobit.config import load_sft_config
 from isobit.errors import IsobitError
-from isobit.training.sft.supervised import resume_supervised, supervised_run
+from isobit.training.train import resume, train_supervised
 from tests import warm
 from tests.runs import fingerprint, killed_after
 from tests.training.test_sft_run import written
@@ -32,7 +32,7 @@ def labelled(folder: Path, model: Path, rows: Any = ROWS, **changes: Any) -> Pat
 
 def test_labels_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_model: Path) -> None:
     """The control: a run of another weight is another model."""
-    found = supervised_run(load_sft_config(labelled(tmp_path / "whole", base_model)), quiet=True)
+    found = train_supervised(load_sft_config(labelled(tmp_path / "whole", base_model)), quiet=True)
     rows = [row for row in found.metrics if "loss/kto" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["preference/margin"] == rows[0]["preference/kl"] == 0.0
@@ -44,10 +44,10 @@ def test_labels_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_model:
     path = labelled(tmp_path / "killed", base_model)
     process = warm.start(["isobit", "sft", str(path), "--quiet"], tmp_path)
     killed_after(process, tmp_path / "killed" / "run", 4)
-    again = resume_supervised(tmp_path / "killed" / "run", quiet=True)
+    again = resume(tmp_path / "killed" / "run", quiet=True)
     assert fingerprint(again.run_dir) == fingerprint(found.run_dir)
     other = load_sft_config(path, ["undesirable_weight=2", f"run.dir={tmp_path / 'other'}"])
-    control = fingerprint(supervised_run(other, quiet=True).run_dir)
+    control = fingerprint(train_supervised(other, quiet=True).run_dir)
     assert control["model.safetensors"] != fingerprint(found.run_dir)["model.safetensors"]
 
 
@@ -56,7 +56,7 @@ def test_what_has_no_label_is_refused(tmp_path: Path, base_model: Path) -> None:
         row = {"prompt": "1+1=", "completion": "2", "label": label}
         path = labelled(tmp_path, base_model, [row])
         with pytest.raises(IsobitError, match=rf"rows\.jsonl:1: column 'label': .*{said}"):
-            supervised_run(
+            train_supervised(
                 load_sft_config(path, ["task.held_out_size=0", "evaluation.every=0"]), quiet=True
             )
     path = labelled(tmp_path, base_model)
@@ -75,6 +75,6 @@ def test_one_held_out_answer_is_measured_without_another_prompt(
     """Its KL is 0: with its own answer in the place of another's it would be its own ratio."""
     path = labelled(tmp_path, base_model)
     config = load_sft_config(path, ["task.held_out_size=1", "optimizer.learning_rate=0.03"])
-    found = supervised_run(config, quiet=True)
+    found = train_supervised(config, quiet=True)
     last = [row["loss/held_out"] for row in found.metrics if "loss/held_out" in row][-1]
     assert abs(last - 0.5) > 1e-4

@@ -10,7 +10,7 @@ import pytest
 
 from isobit.config import load_sft_config
 from isobit.errors import IsobitError
-from isobit.training.sft.supervised import resume_supervised, supervised_run
+from isobit.training.train import resume, train_supervised
 from tests import warm
 from tests.runs import fingerprint, killed_after
 from tests.training.test_sft_run import written
@@ -32,7 +32,7 @@ def pairs(folder: Path, model: Path, **changes: Any) -> Path:
 
 def test_preferences_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_model: Path) -> None:
     """The control: a run of another beta is another model."""
-    found = supervised_run(load_sft_config(pairs(tmp_path / "whole", base_model)), quiet=True)
+    found = train_supervised(load_sft_config(pairs(tmp_path / "whole", base_model)), quiet=True)
     rows = [row for row in found.metrics if "loss/dpo" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["preference/margin"] == rows[0]["preference/chosen_reward"] == 0.0
@@ -44,10 +44,10 @@ def test_preferences_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_m
     path = pairs(tmp_path / "killed", base_model)
     process = warm.start(["isobit", "sft", str(path), "--quiet"], tmp_path)
     killed_after(process, tmp_path / "killed" / "run", 4)
-    again = resume_supervised(tmp_path / "killed" / "run", quiet=True)
+    again = resume(tmp_path / "killed" / "run", quiet=True)
     assert fingerprint(again.run_dir) == fingerprint(found.run_dir)
     other = pairs(tmp_path / "other", base_model, beta=0.5)
-    control = supervised_run(load_sft_config(other, ["steps=2"]), quiet=True)
+    control = train_supervised(load_sft_config(other, ["steps=2"]), quiet=True)
     assert control.metrics[1]["preference/margin"] == 0.0
     name = "model.safetensors"
     assert fingerprint(control.run_dir)[name] != fingerprint(found.run_dir)[name]
@@ -56,7 +56,7 @@ def test_preferences_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_m
 def test_an_adapter_is_compared_with_its_model(tmp_path: Path, base_model: Path) -> None:
     """Whose storage it shares."""
     given = {"adapter": {"rank": 2}, "steps": 2, "loss": "ipo", "evaluation": {}}
-    found = supervised_run(load_sft_config(pairs(tmp_path, base_model, **given)), quiet=True)
+    found = train_supervised(load_sft_config(pairs(tmp_path, base_model, **given)), quiet=True)
     assert found.metrics[0]["preference/margin"] == 0.0
     assert found.metrics[1]["preference/margin"] != 0.0
     assert "memory/reference_mib" not in found.metrics[0]
@@ -72,7 +72,7 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, base_model: Path) -> None:
     task = {"path": str(rows), "held_out_size": 0}
     path = pairs(tmp_path, base_model, task=task, evaluation={})
     with pytest.raises(IsobitError, match=r"rows\.jsonl:1: column 'rejected' is empty"):
-        supervised_run(load_sft_config(path), quiet=True)
+        train_supervised(load_sft_config(path), quiet=True)
     rows.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     with pytest.raises(IsobitError, match=r"rows\.jsonl:1: no column 'chosen' to learn from"):
-        supervised_run(load_sft_config(path), quiet=True)
+        train_supervised(load_sft_config(path), quiet=True)

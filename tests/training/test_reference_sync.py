@@ -17,8 +17,7 @@ from isobit.model import Model
 from isobit.plan import Machine, job_of, plan
 from isobit.run.checkpoints import all_checkpoints
 from isobit.training.saving.reference import FollowingReference, mix
-from isobit.training.sft.supervised import resume_supervised, supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests.distributed.sessions import bits, resumed, session, trained, written
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -229,12 +228,12 @@ def test_preferences_are_compared_with_a_reference_that_follows(
     """The margin is 0 again after each copy, and a run that was stopped goes on."""
     given = {"reference": {"sync_every": 2}, "evaluation": {}}
     path = pairs(tmp_path / "whole", base_model, **given)
-    whole = supervised_run(load_sft_config(path, ["steps=5"]), quiet=True)
+    whole = train_supervised(load_sft_config(path, ["steps=5"]), quiet=True)
     rows = [row["preference/margin"] for row in whole.metrics if "loss/dpo" in row]
     assert [value == 0 for value in rows] == [True, False, True, False, True]
     path = pairs(tmp_path / "stopped", base_model, **given)
-    supervised_run(load_sft_config(path, ["steps=3"]), quiet=True)
-    again = resume_supervised(tmp_path / "stopped" / "run", ["steps=5"], quiet=True)
+    train_supervised(load_sft_config(path, ["steps=3"]), quiet=True)
+    again = resume(tmp_path / "stopped" / "run", ["steps=5"], quiet=True)
     assert fingerprint(again.run_dir) == fingerprint(whole.run_dir)
 
 

@@ -38,7 +38,7 @@ from isobit.training.sft.base import cached_model
 from isobit.training.sft.batches import SupervisedBatches
 from isobit.training.sft.held_out import HeldOutAnswers
 from isobit.training.sft.initial import architecture_of
-from isobit.training.sft.supervised import resume_supervised, supervised_run
+from isobit.training.train import resume, train_supervised
 
 WriteConfig = Callable[..., Path]
 
@@ -50,7 +50,7 @@ def answered(correct: int) -> tuple[Question, ...]:
 
 def made(config: SftConfig, quiet: bool = True) -> Path:
     """The model that a supervised run ends with."""
-    return made_in(supervised_run(config, quiet=quiet).run_dir)
+    return made_in(train_supervised(config, quiet=quiet).run_dir)
 
 
 def made_in(run: Path) -> Path:
@@ -136,7 +136,7 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
     said = capsys.readouterr().err
     assert "step 4: held-out greedy accuracy 0.5000" in said
     assert "step 6:" not in said
-    resume_supervised(out.parents[1], quiet=True)  # it has what was asked for, and stays
+    resume(out.parents[1], quiet=True)  # it has what was asked for, and stays
     assert made_in(out.parents[1]) == out
     monkeypatch.undo()
     short = made(load_sft_config(config(steps=4), [f"out={out / 'short'}"]))
@@ -416,7 +416,7 @@ def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig) -> No
     for name in ("fp32", "bf16"):
         path = config(steps=10, batch_size=32)
         changes = [f"optimizer.masters={name}", f"out={path.parent / name}"]
-        found = supervised_run(load_sft_config(path, changes), quiet=True)
+        found = train_supervised(load_sft_config(path, changes), quiet=True)
         losses[name] = [row["loss/cross_entropy"] for row in found.metrics]
         out = made_in(found.run_dir)
         saved = load_file(out / "model.safetensors")

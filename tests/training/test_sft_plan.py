@@ -20,7 +20,7 @@ from isobit.training.sft.base import cached_model
 from isobit.training.sft.initial import described_model
 from isobit.training.sft.opening import open_supervised
 from isobit.training.sft.parts import lessons_of, load_supervised
-from isobit.training.sft.supervised import resume_supervised, supervised_run
+from isobit.training.train import resume, train_supervised
 from tests.models import tiny_model
 from tests.runs import fingerprint
 from tests.training.test_preference_run import pairs
@@ -82,21 +82,21 @@ def test_auto_is_a_number_that_a_run_keeps(tmp_path: Path, monkeypatch: pytest.M
     limit = int(plan(job_of(path, "optimizer.micro_batch_tokens=128")).total / 0.9)
     small = limit + (64 << 10)
     _memory(monkeypatch, small)
-    run = supervised_run(load_sft_config(path, [AUTO, "steps=2"]), quiet=True).run_dir
+    run = train_supervised(load_sft_config(path, [AUTO, "steps=2"]), quiet=True).run_dir
     kept = yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["micro_batch_tokens"]
     machine = Machine("this machine", small, host=True, packs=True)
     job = job_of(path, AUTO)
     assert kept == fitting_tokens(Job(**{**vars(job), "machine": machine}))
     assert kept % 128 == 0
     _memory(monkeypatch, small // 2)
-    resume_supervised(run, ["steps=4"], quiet=True)
+    resume(run, ["steps=4"], quiet=True)
     plain = written(tmp_path / "plain")
-    whole = supervised_run(
+    whole = train_supervised(
         load_sft_config(plain, [f"optimizer.micro_batch_tokens={kept}", "steps=4"]), quiet=True
     )
     assert fingerprint(run) == fingerprint(whole.run_dir)
     with pytest.raises(IsobitError, match="isobit sft --dry-run with a number names the keys"):
-        supervised_run(load_sft_config(path, [AUTO, f"run.dir={tmp_path / 'none'}"]), quiet=True)
+        train_supervised(load_sft_config(path, [AUTO, f"run.dir={tmp_path / 'none'}"]), quiet=True)
 
 
 def test_a_base_model_takes_a_number(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import require_run
 from isobit.training.loop import training_loop
 from isobit.training.sft.opening import open_supervised, open_supervised_again
-from isobit.training.sft.supervised import resume_supervised, supervised_run
-from isobit.training.train import resume, train
+from isobit.training.train import resume, train, train_supervised
 from tests import warm
 from tests.distributed.threads import run as on_ranks
-from tests.runs import fingerprint, killed_after, write_config
+from tests.runs import fingerprint, killed_after, without_memory, write_config
 
 STEPS = 6
 
@@ -59,7 +58,7 @@ def written(folder: Path, model: Path | None = None, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = written(tmp_path_factory.mktemp("unbroken"))
-    found = supervised_run(load_sft_config(path, ["run.report=true"]), quiet=True)
+    found = train_supervised(load_sft_config(path, ["run.report=true"]), quiet=True)
     return found.run_dir, fingerprint(found.run_dir)
 
 
@@ -123,10 +122,10 @@ def test_a_run_of_another_seed_or_that_skips_an_example_is_another(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
 ) -> None:
     """The controls of the fingerprint; the second goes on from a cursor that is one too far."""
-    other = supervised_run(load_sft_config(written(tmp_path), ["seed=1"]), quiet=True)
+    other = train_supervised(load_sft_config(written(tmp_path), ["seed=1"]), quiet=True)
     assert fingerprint(other.run_dir)["model.safetensors"] != unbroken[1]["model.safetensors"]
     path = written(tmp_path / "skipped")
-    supervised_run(load_sft_config(path, ["steps=3"]), quiet=True)
+    train_supervised(load_sft_config(path, ["steps=3"]), quiet=True)
     with open_supervised_again(tmp_path / "skipped" / "run", ["steps=6"], quiet=True) as run:
         run.state.cursor += 1
         training_loop(run)
@@ -138,11 +137,11 @@ def test_a_run_of_another_seed_or_that_skips_an_example_is_another(
 def test_a_run_that_is_extended_is_one_that_was_planned_longer(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
 ) -> None:
-    supervised_run(load_sft_config(written(tmp_path), ["steps=4"]), quiet=True)
+    train_supervised(load_sft_config(written(tmp_path), ["steps=4"]), quiet=True)
     found = resume(tmp_path / "run", ["steps=6"], quiet=True)
     assert found.exit_code == 0
     assert fingerprint(tmp_path / "run") == unbroken[1]
-    again = resume_supervised(tmp_path / "run", quiet=True)  # which has finished
+    again = resume(tmp_path / "run", quiet=True)  # which has finished
     assert fingerprint(again.run_dir) == unbroken[1]
 
 
@@ -163,7 +162,7 @@ def test_interrupted_it_saves_and_goes_on(
         run.finish()
         assert run.interruption.exit_code == 128 + number
         assert run.state.step == 3
-    assert resume_supervised(tmp_path / "run", quiet=True).exit_code == 0
+    assert resume(tmp_path / "run", quiet=True).exit_code == 0
     assert fingerprint(tmp_path / "run") == unbroken[1]
 
 
@@ -178,7 +177,7 @@ def test_ranks_train_the_same_bits(tmp_path: Path, unbroken: tuple[Path, dict[st
             run.finish()
 
     on_ranks(2, part)
-    resume_supervised(tmp_path / "run", ["steps=6", "ranks=1"], quiet=True)
+    resume(tmp_path / "run", ["steps=6", "ranks=1"], quiet=True)
     found, wanted = fingerprint(tmp_path / "run"), unbroken[1]
     for name in ("model.safetensors", "trainer/optimizer.safetensors", "step", "quantization"):
         assert found[name] == wanted[name]
@@ -197,21 +196,14 @@ def test_ranks_that_the_command_starts_train_the_same_bits(
         ended = warm.start(["isobit", "sft", *words, "--quiet"], tmp_path).wait()
         assert ended.returncode == 0, ended.stderr
     found, wanted = fingerprint(tmp_path / "run"), unbroken[1]
-    assert _without_memory(found) == _without_memory(wanted)
-
-
-def _without_memory(found: dict[str, Any]) -> dict[str, Any]:
-    """Each of several ranks holds its part of the moments alone."""
-    rows = json.loads(found["metrics"])
-    kept = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows]
-    return {**found, "metrics": kept}
+    assert without_memory(found) == without_memory(wanted)
 
 
 def test_an_adapter_is_saved_and_goes_on(tmp_path: Path, base_model: Path) -> None:
     given = {"adapter": {"rank": 2}, "steps": 4}
-    whole = supervised_run(load_sft_config(written(tmp_path / "a", base_model, **given)))
-    supervised_run(load_sft_config(written(tmp_path / "b", base_model, **given), ["steps=2"]))
-    resume_supervised(tmp_path / "b" / "run", ["steps=4"])
+    whole = train_supervised(load_sft_config(written(tmp_path / "a", base_model, **given)))
+    train_supervised(load_sft_config(written(tmp_path / "b", base_model, **given), ["steps=2"]))
+    resume(tmp_path / "b" / "run", ["steps=4"])
     assert fingerprint(tmp_path / "b" / "run") == fingerprint(whole.run_dir)
     newest = all_checkpoints(whole.run_dir / "checkpoints")[-1]
     assert (newest / "adapter_config.json").is_file()
@@ -225,7 +217,7 @@ def test_a_run_is_the_model_of_another(
     path = write_config(tmp_path, directory, steps=1)
     found = train(load_config(path), quiet=True)
     assert found.metrics[-1]["mismatch/differing_tokens"] == 0
-    more = supervised_run(load_sft_config(written(tmp_path / "more", directory)), quiet=True)
+    more = train_supervised(load_sft_config(written(tmp_path / "more", directory)), quiet=True)
     last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
     assert more.metrics[0]["loss/held_out"] == last["loss/held_out"]
 
@@ -235,19 +227,20 @@ def test_what_cannot_go_on_is_refused(
 ) -> None:
     directory, _ = unbroken
     with pytest.raises(IsobitError, match="a resumed run repeats its own config"):
-        resume_supervised(directory, ["batch_size=3"])
+        resume(directory, ["batch_size=3"])
     with pytest.raises(IsobitError, match=r"exists and is a run; .* go on with it"):
-        supervised_run(load_sft_config(written(tmp_path), [f"run.dir={directory}"]))
+        train_supervised(load_sft_config(written(tmp_path), [f"run.dir={directory}"]))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "completion": "2"}\n' * 3)
     task = {"path": str(rows), "held_out_size": 0}
     path = written(tmp_path, base_model, task=task, evaluation={}, steps=2)
-    supervised_run(load_sft_config(path), quiet=True)
+    train_supervised(load_sft_config(path), quiet=True)
     rows.write_text('{"prompt": "1+1=", "completion": "3"}\n' * 3)
     with pytest.raises(IsobitError, match=r"changed since the run began: task\.path"):
-        resume_supervised(tmp_path / "run", ["steps=3"])
+        resume(tmp_path / "run", ["steps=3"])
     where = {"dir": str(tmp_path / "rl")}
     path = write_config(tmp_path, base_model, steps=1, run=where)
-    reinforced = train(load_config(path), quiet=True)
-    with pytest.raises(IsobitError, match=r"a run of `isobit train`; go on with"):
-        resume_supervised(reinforced.run_dir)
+    train(load_config(path), quiet=True)
+    ended = warm.start(["isobit", "sft", "--resume", "rl"], tmp_path).wait()
+    assert ended.returncode == 2, ended.stderr
+    assert "rl is a run of `isobit train`; go on with: isobit train --resume rl" in ended.stderr

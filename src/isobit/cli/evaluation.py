@@ -32,7 +32,8 @@ _Task = Annotated[
     typer.Option(help="a built-in task, such as gsm8k, or file; default: the run's, or file"),
 ]
 _Data = Annotated[
-    Path | None, typer.Option(help="file or directory, all of it; default: the held-out split")
+    Path | None,
+    typer.Option(help="file or directory, every row of it; default: the held-out split"),
 ]
 _Split = Annotated[
     str | None, typer.Option(help="split of a directory with several; default: test")
@@ -40,7 +41,7 @@ _Split = Annotated[
 _Chat = Annotated[
     bool,
     typer.Option(
-        "--chat", help="a text prompt becomes a user's message; leaves gsm8k's template out"
+        "--chat", help="make each text prompt a user's message; gsm8k's template is then left out"
     ),
 ]
 _ChatTemplate = Annotated[
@@ -75,10 +76,13 @@ _Completions = Annotated[
     str | None, typer.Option(metavar="COLUMN", help="score this column instead of a model")
 ]
 _Samples = Annotated[
-    int | None, typer.Option(help="number of prompts, from the first; default: all, or the run's")
+    int | None,
+    typer.Option(
+        help="ask only this many prompts, the first ones; default: all, or the run's number"
+    ),
 ]
 _Tag = Annotated[
-    str | None, typer.Option(metavar="COLUMN", help="also report each value of this column")
+    str | None, typer.Option(metavar="COLUMN", help="report each value of this column too")
 ]
 _Pattern = Annotated[
     str | None, typer.Option(metavar="REGEX", help="finds the answer in a completion, for maj@k")

@@ -32,7 +32,7 @@ _Tools = Annotated[
 ]
 _Parser = Annotated[
     str | None,
-    typer.Option(help="how the model writes calls of tools; default: found by its chat template"),
+    typer.Option(help="how the model writes calls of tools; default: found from its chat template"),
 ]
 
 
@@ -132,7 +132,7 @@ def inspect(
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="file or directory; default: sequences that the model starts itself"),
+        typer.Option(help="file or directory; default: the model begins its own sequences"),
     ] = None,
     column: Column = None,
     decompose: Annotated[
@@ -142,12 +142,16 @@ def inspect(
     stale: Annotated[
         Path | None,
         typer.Option(
-            metavar="MODEL", help="an older checkpoint: also the mismatch of a late weight sync"
+            metavar="MODEL",
+            help="an older checkpoint; also shows the mismatch of weights that are synced late",
         ),
     ] = None,
     reward_model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="also how much the flows change its scores and ranks"),
+        typer.Option(
+            metavar="MODEL",
+            help="a reward model; also shows how much the flows change its scores and ranks",
+        ),
     ] = None,
     n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 4,
     max_new_tokens: Annotated[int, typer.Option()] = 48,

@@ -82,13 +82,14 @@ def verify(
         int | None,
         typer.Option(
             min=1,
-            help="at least so many completions of each checkpoint, in whole groups; default: all",
+            help="at least this many completions of each checkpoint, in whole groups; default: all",
         ),
     ] = None,
     certificate: Annotated[
         str | None,
         typer.Option(
-            metavar="HASH", help="a certificate that a run printed: say whether it is of this run"
+            metavar="HASH",
+            help="a certificate that a run printed; says whether it belongs to this run",
         ),
     ] = None,
 ) -> None:

@@ -27,26 +27,28 @@ def plan(
     ] = "h200",
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="of any other card, such as 24GiB, in place of --device"),
+        typer.Option(
+            metavar="SIZE", help="memory of any other card, such as 24GiB; in place of --device"
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            help="tokens of a prompt, which is not read; default: task.max_prompt_tokens, or at "
-            "most 512"
+            help="how many tokens a prompt has, since prompts are not read; default: "
+            "task.max_prompt_tokens, or at most 512"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print bytes as JSON")] = False,
 ) -> None:
-    """Say what memory a run takes of each GPU, whether it fits, and which keys lower it. Needs no
-    GPU, and reads no weights.
+    """Say how much memory a run takes on each GPU, whether it fits, and which keys lower it. Needs
+    no GPU, and reads no weights.
 
     \b
     isobit plan run.yaml --gpus 8 --device h200
     isobit plan run.yaml precision=bf16 --gpus 1,8,64 --device h100
     isobit plan run.yaml sampling.max_new_tokens=8192 --prompt-tokens 1024 --memory 24GiB
 
-    It does not estimate time. Exits with 2 where the run fits on none of the numbers.
+    It does not estimate time. The exit code is 2 if the run fits on none of the numbers of GPUs.
     """
     from isobit.cli.commands.plan import plan_command
     from isobit.config import load_config

@@ -22,7 +22,8 @@ TokenFile = Annotated[
     typer.Option(
         "--token",
         metavar="FILE",
-        help="tokens of clients, one a line; made with one if it is not there",
+        help="file with the clients' tokens, one a line; if there is none, it is made, with "
+        "one token",
     ),
 ]
 StateFolder = Annotated[
@@ -39,8 +40,8 @@ StateEvery = Annotated[
         "--state-every",
         metavar="N",
         min=1,
-        help="optimizer steps of a run between two states of it; later ones are computed again "
-        "where a server was killed",
+        help="optimizer steps between two saved states of a run; if the server is killed, the "
+        "steps after the last one are computed again",
     ),
 ]
 

@@ -17,6 +17,7 @@ DryRun = Annotated[
         "--dry-run", help="check everything, show the memory plan and the first prompt, and stop"
     ),
 ]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")]
 
 
 @app.command()
@@ -43,9 +44,7 @@ def train(
         Path | None,
         typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
-    ] = None,
+    out: Out = None,
     dry_run: DryRun = False,
     redo: Annotated[
         bool,
@@ -67,16 +66,20 @@ def train(
 
     All config keys: docs/config.md, or python -m isobit.config
     """
-    changes = list(overrides or [])
-    if resume is not None or from_rollouts is not None:
-        if config is not None:  # there is no config to give: the first argument is an override too
-            if "=" not in config:
-                raise IsobitError(f"the run has its own config: leave {config!r} out")
-            changes = [config, *changes]
-        config = None
-    elif config is None:
-        raise IsobitError("give a config, such as configs/quickstart.yaml, or --resume RUN")
+    if resume is None and from_rollouts is None:
+        if config is None:
+            raise IsobitError("give a config, such as configs/quickstart.yaml, or --resume RUN")
+        changes = list(overrides or [])
+    else:
+        config, changes = None, _without_config(config, overrides)
     raise typer.Exit(_train(config, changes, resume, from_rollouts, out, dry_run, quiet, redo))
+
+
+def _without_config(config: str | None, overrides: list[str] | None) -> list[str]:
+    """The overrides of a run that has its config already: the first argument is one too."""
+    if config is not None and "=" not in config:
+        raise IsobitError(f"the run has its own config: leave {config!r} out")
+    return [*([] if config is None else [config]), *(overrides or [])]
 
 
 def _train(
@@ -87,9 +90,9 @@ def _train(
     out: Path | None,
     dry_run: bool,
     quiet: bool,
-    redo: bool = False,
+    redo: bool,
 ) -> int:
-    from isobit.config import is_supervised, load_config
+    from isobit.config import load_config
     from isobit.config.reading import override
     from isobit.run.directory import CONFIG, require_run
 
@@ -107,12 +110,12 @@ def _train(
         raise IsobitError(
             "--from-rollouts makes a new run: say where with --out DIR, without --dry-run"
         )
-    recorded = resume or from_rollouts
-    if recorded is not None:
-        require_run(recorded)
-    if resume is not None and is_supervised(resume):
-        return _resume_supervised(resume, overrides, quiet)
-    path = config if recorded is None else recorded / CONFIG
+    if resume is not None:
+        return _resume(resume, overrides, quiet)
+    path: str | Path | None = config
+    if from_rollouts is not None:
+        require_run(from_rollouts)
+        path = from_rollouts / CONFIG
     assert path is not None
     loaded = load_config(
         path, [*overrides, *([override("run.dir", out)] if out is not None else [])]
@@ -126,14 +129,12 @@ def _train(
 
         check(loaded, lambda block: print(printable(block), flush=True))
         return 0
-    if (code := _launched(loaded.ranks, resume or Path(loaded.run.dir))) is not None:
+    if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         return code
     from isobit.training import (
         train as trainer,
     )  # only here: a launcher and a mistake in a config need none of it
 
-    if resume is not None:
-        return trainer.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
         assert out is not None
         return trainer.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
@@ -158,9 +159,7 @@ def sft(
             "steps, ranks, run.* and tracking.* (except run.dir)",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")
-    ] = None,
+    out: Out = None,
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
@@ -174,23 +173,26 @@ def sft(
     isobit sft --resume runs/base                resume after an interruption, bit for bit
     isobit sft --resume runs/base steps=200      extend a finished run
     """
-    changes = list(overrides or [])
+    from isobit.config import is_supervised, load_sft_config
+    from isobit.config.reading import override
+    from isobit.run.directory import require_run
+
     if resume is not None:
         if out is not None or dry_run:
             raise IsobitError(
                 "--resume continues a run in its own directory; leave out --out and --dry-run"
             )
-        if config is not None:  # there is no config to give: the first argument is an override too
-            if "=" not in config:
-                raise IsobitError(f"the run has its own config: leave {config!r} out")
-            changes = [config, *changes]
-        raise typer.Exit(_resume_supervised(resume, changes, quiet))
+        changes = _without_config(config, overrides)
+        require_run(resume)
+        if not is_supervised(resume):
+            raise IsobitError(
+                f"{resume} is a run of `isobit train`; go on with: isobit train --resume {resume}"
+            )
+        raise typer.Exit(_resume(resume, changes, quiet))
     if config is None:
         raise IsobitError("give a config, such as configs/quickstart-sft.yaml, or --resume RUN")
-    from isobit.config import load_sft_config
-    from isobit.config.reading import override
-
-    loaded = load_sft_config(config, [*changes, *([] if out is None else [override("out", out)])])
+    where = [] if out is None else [override("out", out)]
+    loaded = load_sft_config(config, [*(overrides or []), *where])
     if dry_run:
         from isobit.cli.commands.dry_run import supervised_dry_run
 
@@ -198,22 +200,23 @@ def sft(
         return
     if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         raise typer.Exit(code)
-    from isobit.training.sft.supervised import (
-        supervised_run,
-    )  # only here: a mistake in a config needs none of it
+    # only here: a mistake in a config needs none of it
+    from isobit.training.train import train_supervised
 
-    raise typer.Exit(supervised_run(loaded, quiet=quiet).exit_code)
+    raise typer.Exit(train_supervised(loaded, quiet=quiet).exit_code)
 
 
-def _resume_supervised(run: Path, overrides: list[str], quiet: bool) -> int:
+def _resume(run: Path, overrides: list[str], quiet: bool) -> int:
+    """Go on with a run of either kind."""
     from isobit.config import check_resumed, load_any_run_config
 
+    ranks = load_any_run_config(run, overrides).ranks
     check_resumed(overrides, run)
-    if (code := _launched(load_any_run_config(run, overrides).ranks, run)) is not None:
+    if (code := _launched(ranks, run)) is not None:
         return code
-    from isobit.training.sft.supervised import resume_supervised
+    from isobit.training.train import resume
 
-    return resume_supervised(run, overrides, quiet=quiet).exit_code
+    return resume(run, overrides, quiet=quiet).exit_code
 
 
 def _launched(ranks: int, run: Path) -> int | None:
@@ -256,8 +259,9 @@ def compare(
     """Train under several precision flows with the same data and seeds, and compare them in a table
     and a page.
 
-    \b isobit compare configs/compare-recipes.yaml isobit compare configs/quickstart.yaml steps=50
-    --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+    \b
+    isobit compare configs/compare-recipes.yaml
+    isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3
 
     After an interruption the same command continues; finished runs are not repeated.
     """

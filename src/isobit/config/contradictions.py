@@ -4,6 +4,7 @@ the whole of a config contradicts (`schema.py`)."""
 from collections.abc import Sequence
 
 from isobit.config.sections import AdapterConfig, ReferenceConfig, SamplingConfig
+from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
@@ -13,8 +14,11 @@ __all__ = [
     "MOST_OF_A_STEP",
     "check_adapter",
     "check_comparison",
+    "check_filtered",
     "check_kl",
+    "check_kto",
     "check_loss",
+    "check_observations",
     "check_reference",
     "check_step",
 ]
@@ -24,6 +28,34 @@ MOST_OF_A_STEP = 1 << 22
 _OF_COMPARISONS = {"precision": "presets", "seed": "first_seed and seeds", "run.dir": "out"}
 
 
+def check_observations(algorithm: Objective, environment: EnvironmentConfig) -> None:
+    """Raise IsobitError where what an environment says is to be learned, and none says anything
+    between two turns."""
+    if algorithm.observation_coefficient == 0 or (environment.used and environment.max_turns > 1):
+        return
+    why = "ends with the first answer (max_turns: 1)" if environment.used else "is not there"
+    raise IsobitError(
+        "algorithm.observation_coefficient learns what an environment says behind an answer, and "
+        f"the environment {why}: set environment.tools, factory or mcp and max_turns, or leave it out"
+    )
+
+
+def check_filtered(algorithm: Objective) -> None:
+    """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
+    if algorithm.kl_coefficient:
+        raise IsobitError(
+            "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+            "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+            "top_p: 1, min_p: 0, repetition_penalty: 1"
+        )
+    if algorithm.weighs_places:
+        raise IsobitError(
+            "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+            "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+            "min_p: 0, repetition_penalty: 1, or another advantage"
+        )
+
+
 def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
     """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
     if adapter is not None and optimizer.name == "muon":
@@ -31,6 +63,18 @@ def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -
             "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of "
             "each; set optimizer.name: adamw, or leave the adapter out"
         )
+
+
+def check_kto(loss: str, batch_size: int, weights: tuple[float, float]) -> None:
+    """Raise IsobitError where the weights of answers have no meaning, or KTO lacks what it needs."""
+    if loss != "kto" and weights != (1, 1):
+        raise IsobitError(
+            f"desirable_weight and undesirable_weight are of loss: kto, and loss is {loss}: "
+            "leave them out"
+        )
+    if loss == "kto" and (batch_size < 2 or not any(weights)):
+        what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
+        raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
 
 
 def check_loss(algorithm: Objective) -> None:

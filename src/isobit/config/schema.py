@@ -12,8 +12,11 @@ from isobit.config.contradictions import (
     MOST_OF_A_STEP,
     check_adapter,
     check_comparison,
+    check_filtered,
     check_kl,
+    check_kto,
     check_loss,
+    check_observations,
     check_reference,
     check_step,
 )
@@ -179,7 +182,7 @@ class Config:
         if self.serve.port is not None:
             self._check_serve()
         if sampling.filtered:
-            self._check_filtered()
+            check_filtered(algorithm)
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -189,6 +192,7 @@ class Config:
         check_reference(self.reference, algorithm, adapted=self.adapter is not None)
         check_kl(algorithm)
         check_loss(algorithm)
+        check_observations(algorithm, self.environment)
         if algorithm.correction == CorrectionRule():
             raise IsobitError(
                 "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
@@ -225,21 +229,6 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
-            )
-
-    def _check_filtered(self) -> None:
-        """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
-        if self.algorithm.kl_coefficient:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
-                "top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if self.algorithm.weighs_places:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
-                "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
-                "min_p: 0, repetition_penalty: 1, or another advantage"
             )
 
     def _check_partial(self) -> None:
@@ -330,7 +319,9 @@ class ArchitectureConfig:
     ] = "qwen3"
     hidden_size: Annotated[int, at_least(8), "width of the residual stream"] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[int | None, at_least(1), "of a layer of a mixture of experts"] = None
+    num_experts: Annotated[
+        int | None, at_least(1), "experts of each layer; default: the layers are dense"
+    ] = None
     experts_per_token: Annotated[
         int | None, at_least(1), "experts that a token is sent to; default: 2"
     ] = None
@@ -411,18 +402,19 @@ class SftConfig:
     loss: Annotated[
         str,
         OneOf(("cross_entropy", "dpo", "ipo", "kto")),
-        "of right answers; or against the model that the run began with: dpo and ipo of pairs, "
-        "columns prompt, chosen and rejected; kto of answers that are desirable or not, columns "
-        "prompt, completion and label, true or false",
+        "cross_entropy: of right answers. The others compare with the model that the run began "
+        "with. dpo and ipo: pairs of answers, in the columns prompt, chosen and rejected. kto: "
+        "answers that are desirable or not, in the columns prompt, completion and label (true "
+        "or false)",
     ] = "cross_entropy"
     beta: Annotated[
-        float, above(0), "of dpo, ipo and kto: how near the model stays to the one it began with"
+        float, above(0), "for dpo, ipo and kto: a larger one keeps the model nearer to the first"
     ] = 0.1
     desirable_weight: Annotated[
-        float, at_least(0), "of kto: weight of the loss of desirable answers"
+        float, at_least(0), "for kto: weight of the loss of desirable answers"
     ] = 1.0
     undesirable_weight: Annotated[
-        float, at_least(0), "of kto: weight of the loss of the others"
+        float, at_least(0), "for kto: weight of the loss of the others"
     ] = 1.0
     reference: ReferenceSync = ReferenceSync()
     turns: Annotated[
@@ -440,6 +432,11 @@ class SftConfig:
         int, at_least(1), "processes that train together on this machine, as of `isobit train`"
     ] = 1
     seed: Annotated[int, at_least(0), below(2**63)] = 0
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Examples of an optimizer step, by the name that they have in a run that samples."""
+        return self.batch_size
 
     @property
     def of_pairs(self) -> bool:
@@ -464,15 +461,7 @@ class SftConfig:
             )
         if self.compares and self.turns == "all":
             raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
-        weights = (self.desirable_weight, self.undesirable_weight)
-        if self.loss != "kto" and weights != (1, 1):
-            raise IsobitError(
-                f"desirable_weight and undesirable_weight are of loss: kto, and loss is {self.loss}: "
-                "leave them out"
-            )
-        if self.loss == "kto" and (self.batch_size < 2 or not any(weights)):
-            what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
-            raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
+        check_kto(self.loss, self.batch_size, (self.desirable_weight, self.undesirable_weight))
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"

@@ -5,14 +5,14 @@ Left out: sections that are declared where they are used (`schema.py` names them
 contradicts across sections (`schema.py` too).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobit.data.dataset import check_variables
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.evaluation.early_stop import StopConfig
+from isobit.evaluation.early_stop import StopConfig, check_metric
 from isobit.options.declare import (
     Example,
     Formerly,
@@ -40,25 +40,27 @@ PRECISION = (
     "written fp8[wgrad=bf16]"
 )
 CONSISTENCY = (
-    "how sums are computed. bitwise: a token has the same bits in every batch. On a CPU it takes "
-    "the faster of two orders of sums; bitwise-tdp32 and bitwise-vdp32 name one, and every CPU can "
-    "compute both. exact: the same with sums in float64, on a CPU. fast: the libraries' products, "
-    "whose bits may depend on the batch"
+    "whether the numbers of a token depend on what else is in its batch. bitwise: they do not, "
+    "to the last bit. There are two orders in which a CPU may add; it takes the one that it is "
+    "faster at. bitwise-tdp32, bitwise-vdp32: the same, in the order that is named, which "
+    "every CPU can compute. exact: as bitwise, with sums in float64; on a CPU. fast: the "
+    "products of PyTorch's libraries, whose bits may depend on the batch"
 )
 EPOCHS = (
     "passes over the training data, in place of steps: as many steps as that takes, rounded up; the "
     "run's config.yaml keeps their number"
 )
 ON_MISMATCH = (
-    "what a run does if the bits of a token differ between rollout and learner although they share "
-    "one flow under bitwise or exact. stop: it ends before it learns from the batch. warn: it "
-    "learns and prints a warning. correct: it weighs the batch by token TIS"
+    "what a run does when a token's log-probability differs in any bit between rollout and "
+    "learner, although both have the same precision, and consistency is bitwise or exact, so "
+    "that none should. stop: it ends before it learns from the batch. warn: it prints a "
+    "warning, and learns from the batch. correct: it learns from the batch with token TIS"
 )
 CHAT_TEMPLATE = (
     "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
 )
 CHAT_TEMPLATE_KWARGS = (
-    "variables of the chat template; a row's own are its column `chat_template_kwargs`"
+    "variables of the chat template; a row may give its own in the column `chat_template_kwargs`"
 )
 BACKEND = (
     "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
@@ -125,7 +127,7 @@ class RewardModelConfig:
     path: Annotated[str, "a Hugging Face directory, such as a LlamaForSequenceClassification"]
     weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str, "name in the metrics"] = "reward_model"
-    precision: Annotated[PrecisionValue, "the reward model's own flow"] = "fp8"
+    precision: Annotated[PrecisionValue, "precision of the reward model"] = "fp8"
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ class EngineConfig(EngineSize):
 
     sleep: Annotated[
         Literal["auto", "always", "never"],
-        "whether the KV cache gives its memory back while the learner works; auto: on a GPU, "
-        "unless cuda_graphs are on, which would have to be captured again",
+        "whether the KV cache gives its memory back while the learner works. auto: on a GPU, "
+        "unless cuda_graphs is on, since the graphs would have to be captured again",
     ] = "auto"
 
 
@@ -190,8 +192,8 @@ class ServeConfig:
         float,
         above(0),
         below(1),
-        "the part of the run's time that requests may take, beside that in which it waits for "
-        "rewards; no step waits for a request",
+        "the share of the run's time that requests may take, besides the time in which it "
+        "waits for rewards; no step waits for a request",
     ] = 0.2
     max_sequences: Annotated[
         int, at_least(1), "answers that are sampled at the same time, beside the rollout's"
@@ -200,9 +202,9 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ReferenceSync:
-    """Whether the reference follows the policy: every so many steps it moves towards it (TR-DPO:
-    Gorbatovski et al. 2024, arXiv 2404.09656), or in every step a little, as the mean of policies
-    that is called an EMA teacher."""
+    """Whether the reference follows the policy. It may move towards the policy every so many steps
+    (TR-DPO: Gorbatovski et al. 2024, arXiv 2404.09656), or a little in every step, as an EMA
+    teacher does."""
 
     sync_every: Annotated[
         int, at_least(0), "steps after which the reference moves to the policy; 0: never"
@@ -211,7 +213,8 @@ class ReferenceSync:
         float,
         above(0),
         at_most(1),
-        "what it then takes of the policy, and 1 minus this of itself; 1: it becomes the policy",
+        "the share of the policy's weights that it then takes; the rest stays its own. 1: it "
+        "becomes the policy",
     ] = 1.0
 
     @property
@@ -238,8 +241,8 @@ class ReferenceConfig(ReferenceSync):
     ] = None
     weights: Annotated[
         Literal["initial", "policy"],
-        "without a path: those that the run began with, or those of the policy as it is, which take "
-        "no memory of their own",
+        "where there is no path. initial: the weights that the run began with. policy: those "
+        "of the policy as it is now, which take no more memory",
     ] = "initial"
     shown: Annotated[
         Shown | None,
@@ -249,23 +252,22 @@ class ReferenceConfig(ReferenceSync):
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """Which samples the mismatch of rollout and learner is measured on, besides those that are
-    learned anyway."""
+    """Samples that the learner compares with the rollout, besides those that it learns from."""
 
     samples_of_zero_advantage: Annotated[
         int,
         Formerly("samples_of_idle_groups"),
         at_least(0),
-        "samples without an advantage teach nothing, and the learner skips them. So many of them "
-        "it compares with the rollout in each step all the same",
+        "the learner skips samples whose advantage is 0, for they teach nothing. In each step "
+        "it still compares this many of them with the rollout",
     ] = 4
     share_ahead: Annotated[
         float,
         at_least(0),
         at_most(1),
-        "with `rollouts_ahead` or `partial`: the share of the completions that are learned from "
-        "later, rounded up, that the learner "
-        "compares while it still has the weights that sampled them; 0: none",
+        "with `rollouts_ahead` or `partial`, completions are learned from after the weights "
+        "have changed. This share of them, rounded up, the learner compares before, while it "
+        "still has the weights that sampled them; 0: none",
     ] = 1 / 16
 
 
@@ -327,6 +329,11 @@ class EvaluationConfig(StopConfig):
         "metric that chooses the best model; larger is better. auto: accuracy/held_out, and "
         "reward/held_out where two models have the same accuracy",
     ] = "auto"
+
+    def check_metrics(self, known: Sequence[str]) -> None:
+        """And for the best model, which may be chosen by two."""
+        check_metric("best_by", self.best_by, [*known, "auto"])
+        super().check_metrics(known)
 
     def __post_init__(self) -> None:
         self.check_stop(self.every)

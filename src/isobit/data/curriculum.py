@@ -26,11 +26,14 @@ class CurriculumConfig:
 
     mode: Annotated[
         Literal["none", "skip", "weighted"],
-        "none: all. skip: those of which all completions were solved, or none, are taken with the "
-        "chance floor, the others always. weighted: each with the chance 4p(1 - p), at least floor",
+        "none: all are. skip: a prompt with p = 0 or p = 1 is taken with probability floor, "
+        "and the others always. weighted: each is taken with probability 4p(1 - p), or with "
+        "floor if that is more",
     ] = "none"
-    floor: Annotated[float, above(0), at_most(1), "the least chance that a prompt is taken"] = 0.1
-    solved_at: Annotated[float, "the reward from which on a completion is solved"] = 1.0
+    floor: Annotated[
+        float, above(0), at_most(1), "the smallest probability with which a prompt is taken"
+    ] = 0.1
+    solved_at: Annotated[float, "a completion with at least this reward is solved"] = 1.0
 
     @property
     def chooses(self) -> bool:

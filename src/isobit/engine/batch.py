@@ -131,13 +131,9 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     )
 
 
-def adapter_numbers(
-    plan: StepPlan, scheduler: Scheduler, served: MultiLora | None
-) -> Tensor | None:
-    """Of each row of the step the number of its request's adapter, [T] int64; None where the model
-    serves none."""
-    if served is None:
-        return None
+def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora) -> NDArray[np.int64]:
+    """Of each row of the step the number of its request's adapter, [T] int64. Raises IsobitError
+    for one that is not served any more."""
     count = plan.decode + plan.num_drafted
     decoding = [scheduler.at[slot] for slot in plan.rows(scheduler.rows).slot[:count].tolist()]
     pairs = [(sequence, 1) for sequence in decoding] + [
@@ -145,7 +141,7 @@ def adapter_numbers(
     ]
     numbers = [served.number(sequence.owner.request.adapter) for sequence, _ in pairs]
     counts = [count for _, count in pairs]
-    return torch.from_numpy(np.repeat(np.array(numbers, np.int64), counts))
+    return np.repeat(np.array(numbers, np.int64), counts)
 
 
 def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:

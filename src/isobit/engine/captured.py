@@ -98,10 +98,12 @@ class RecordedCalls:
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
     """How decode steps are captured; None: not at all. By operators that never wait for a GPU, or
-    those in C++; not where rows are of several adapters, which are other rows in each step."""
+    those in C++. Where rows are of several adapters, which are other rows in each step, only by
+    the latter, which read them from memory."""
     ops = model.transformer.ops["rollout"]
-    if not wanted or model.transformer.served is not None:
+    if not wanted:
         return None
     if ops.device.type == "cuda":
-        return CudaGraph if ops.backend == "triton" else None
+        several = model.transformer.served is not None
+        return CudaGraph if ops.backend == "triton" and not several else None
     return RecordedCalls if isinstance(ops, NativeBase) else None

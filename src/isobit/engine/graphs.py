@@ -17,6 +17,7 @@ Left out: chunks of prompts, which `runner.py` computes as they are.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from isobit.engine.rows import DecodeRows
 from isobit.engine.sampler import NEUTRAL, Draws, Kinds, draw
 from isobit.kernels import Layout, Store
 from isobit.model import Model
+from isobit.model.adapters.multi_lora import Assignment
 
 SMALLEST_CONTEXT = 1024
 MOST_KEPT = 512
@@ -131,6 +133,8 @@ class DecodeGraphs:
         self._ops = model.transformer.ops["rollout"]
         self._last_token = model.config.vocab_size - 1
         self.asynchronous, max_rows = kind.asynchronous, min(max_rows, kind.most_rows)
+        served = model.transformer.served
+        self._assignment = None if served is None else Assignment(served, max_rows, max_rows)
         self.page_size, self.max_rows, self.longest = page_size, max_rows, longest
         self.spare_page, self.smallest_context = spare_page, SMALLEST_CONTEXT
         self.ladder = ladder(max_rows) if self.asynchronous else list(range(1, max_rows + 1))
@@ -173,9 +177,16 @@ class DecodeGraphs:
             self.clear()
         self._storage, self._stores, self._padded = storage, stores, 0
 
-    def launch(self, rows: DecodeRows, which: Rows, source: Rows | None = None) -> Launch:
-        """Start a step of the table's rows `which`. With `source` it is the step after the one that
-        is under way, whose row source[r] has the token that row r continues with."""
+    def launch(
+        self,
+        rows: DecodeRows,
+        which: Rows,
+        source: Rows | None = None,
+        adapters: Rows | None = None,
+    ) -> Launch:
+        """Start a step of the table's rows `which`, by `adapters` of these numbers, where the model
+        serves several. With `source` it is the step after the one that is under way, whose row
+        source[r] has the token that row r continues with."""
         positions = rows.position[which] + (source is not None)
         count, most = self.ladder[bisect_left(self.ladder, which.size)], int(positions.max()) + 1
         context = self.smallest_context
@@ -193,10 +204,15 @@ class DecodeGraphs:
             # a token drawn from NaN may be any; the host stops there, and what is under way must
             # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
-        if graph is not None:
-            graph.replay()
-        else:
-            graph = self._captured(count, context, rows.kinds)
+        given: AbstractContextManager[None] = nullcontext()
+        if self._assignment is not None:
+            assert adapters is not None
+            given = self._assignment.of(adapters)
+        with given:
+            if graph is not None:
+                graph.replay()
+            else:
+                graph = self._captured(count, context, rows.kinds)
         self._graphs[key] = graph
         if self.asynchronous:
             host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
@@ -229,8 +245,11 @@ class DecodeGraphs:
         draws = Draws(keys, settings, kinds)
 
         def step() -> None:
-            hidden = self._transformer.hidden(tokens, layout, self._stores, use="rollout")
-            drawn, logprobs = draw(hidden, weight, draws, self._ops)
+            hidden = self._transformer.hidden(
+                tokens, layout, self._stores, use="rollout", adapters=self._assignment
+            )
+            cap = self._transformer.config.logit_cap
+            drawn, logprobs = draw(hidden, weight, draws, self._ops, cap=cap)
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 

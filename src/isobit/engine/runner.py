@@ -215,9 +215,11 @@ class Runner:
         on_host = build(plan, self.scheduler, self.model.config.vocab_size)
         batch = on_host.to(ops.device)
         tape = RouteTape() if self.routes is not None else None
-        numbers = adapter_numbers(plan, self.scheduler, transformer.served)
+        adapters, served = None, transformer.served
+        if served is not None:
+            adapters = served.assignment(adapter_numbers(plan, self.scheduler, served))
         hidden = transformer.hidden(
-            batch.tokens, batch.layout, self.stores, use="rollout", tape=tape, adapters=numbers
+            batch.tokens, batch.layout, self.stores, use="rollout", tape=tape, adapters=adapters
         )
         if self.routes is not None and tape is not None:
             self.routes.write(on_host.layout.slots.numpy(), tape.routes().cpu().numpy())
@@ -225,7 +227,8 @@ class Runner:
             return _NO_TOKENS
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
-        drawn = hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source
+        cap, weight = self.model.config.logit_cap, transformer.head_weight("rollout")
+        drawn = hidden, weight, batch.draws, ops, batch.source, cap
         tokens, logprobs = draw(*drawn)
         if self.scheduler.num_with_top:
             sequences = [self.scheduler.at[slot] for slot in plan.draws.tolist()]
@@ -244,8 +247,10 @@ class Runner:
             or not self.scheduler.may_be_captured
         ):
             return None
-        count = plan.decode + plan.num_drafted
-        return self.graphs.launch(plan.rows(self.scheduler.rows), np.arange(count))
+        count, served = plan.decode + plan.num_drafted, self.model.transformer.served
+        numbers = None if served is None else adapter_numbers(plan, self.scheduler, served)
+        rows = plan.rows(self.scheduler.rows)
+        return self.graphs.launch(rows, np.arange(count), adapters=numbers)
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one of the decoding rows, which stand at `places` of what is under

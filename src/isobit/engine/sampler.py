@@ -20,6 +20,7 @@ from isobit.engine.types import Top
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.ops import Temperature
 from isobit.kernels.sampling import filtering
+from isobit.kernels.sampling.capped import logits_of
 from isobit.kernels.sampling.filtering import Limits
 from isobit.kernels.sampling.top import top_logprobs
 
@@ -100,28 +101,44 @@ class Draws:
 
 
 def draw(
-    hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None = None
+    hidden: Tensor,
+    weight: Prepared,
+    draws: Draws,
+    ops: Ops,
+    source: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by
-    default row r, of hidden [T, C] under the output head's weight [V, C]."""
+    default row r, of hidden [T, C] under the output head's weight [V, C], whose logits are capped
+    by `cap`."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = ops.fused_head and not (
-        draws.kinds.greedy or draws.kinds.filtered or draws.penalty is not None
-    )
+    fused = ops.fused_head and not _held(draws, cap)
     if draws.keys.shape[0] <= rows or fused:
-        return _draw(hidden, weight, draws, ops, source)
+        return _draw(hidden, weight, draws, ops, source, cap)
     hidden = hidden if source is None else hidden.index_select(0, source)
-    parts = [_draw(h, weight, d, ops, None) for h, d in zip(hidden.split(rows), draws.split(rows))]
+    pairs = zip(hidden.split(rows), draws.split(rows))
+    parts = [_draw(h, weight, d, ops, None, cap) for h, d in pairs]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
+def _held(draws: Draws, cap: float | None) -> bool:
+    """Whether logits are held, because the head's own operators do not draw so."""
+    kinds = draws.kinds
+    return kinds.greedy or kinds.filtered or draws.penalty is not None or cap is not None
+
+
 def _draw(
-    hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None
+    hidden: Tensor,
+    weight: Prepared,
+    draws: Draws,
+    ops: Ops,
+    source: Tensor | None,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     kinds, temperature = draws.kinds, draws.temperature
-    if not (kinds.greedy or kinds.filtered or draws.penalty is not None):
+    if not _held(draws, cap):
         return ops.head_sample(hidden, weight, draws.keys, temperature, source)
-    logits = ops.product(hidden, weight, None, torch.float32)
+    logits = logits_of(ops, hidden, weight, cap)
     logits = logits if source is None else logits.index_select(0, source)
     if draws.penalty is not None and draws.seen is not None:
         logits = filtering.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
@@ -130,7 +147,7 @@ def _draw(
         kept = filtered_logits(logits, draws) if kinds.filtered else logits
         tokens = torch.where(draws.greedy, tokens, ops.sample(kept, draws.keys, temperature))
         logits = kept
-    if not ops.fused_head:
+    if not ops.fused_head or cap is not None:
         return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
     # the head's own operators have other bits than logits that are held, the learner's: for all but
     # filtered rows
@@ -156,6 +173,7 @@ def top_of_draws(
     draws: Draws,
     ops: Ops,
     source: Tensor | None,
+    cap: float | None,
     counts: Sequence[int],
 ) -> list[Top]:
     """Of draw r the counts[r] likeliest tokens under the distribution that it was drawn from;
@@ -166,8 +184,8 @@ def top_of_draws(
             found.append([])
             continue
         own = hidden[row : row + 1] if source is None else hidden[source[row : row + 1]]
-        logits = ops.product(own, weight, None, torch.float32)
-        changed = bool(one.filtered & ~one.greedy)
+        logits = logits_of(ops, own, weight, cap)
+        changed = bool(one.filtered & ~one.greedy) or cap is not None
         if one.penalty is not None and one.seen is not None:
             logits = filtering.penalize(logits, one.seen, one.penalty.unsqueeze(1))
             changed |= bool(one.penalty != 1)

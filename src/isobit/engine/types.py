@@ -51,7 +51,7 @@ class Sampling:
         float,
         at_least(0),
         at_most(1),
-        "only tokens of this share of the likeliest one's probability; 0: off",
+        "only tokens that are at least this share as likely as the likeliest one; 0: off",
     ] = 0.0
     seed: NotAnOption[int] = 0
     stop: Annotated[tuple[str, ...], "texts that end a completion"] = ()
@@ -60,7 +60,8 @@ class Sampling:
         float,
         above(0),
         at_most(100),
-        "makes tokens rarer that stand in prompt or completion; 1: off",
+        "above 1, tokens that are in the prompt or in the completion already become less "
+        "likely; 1: off",
     ] = 1.0
     stop_tokens: NotAnOption[tuple[int, ...]] = ()
     top_logprobs: NotAnOption[int] = 0
@@ -133,8 +134,9 @@ class EngineSize:
     num_speculative_tokens: Annotated[
         int | Literal["auto"],
         at_least(0),
-        "tokens of a sequence that a step drafts and checks, from what was said of its prompt "
-        "before; 0: none; auto: as many as pay. No bit of a result depends on it",
+        "how many tokens of a sequence a step guesses ahead and checks; guesses come from what "
+        "was said of the same prompt before. 0: none. auto: as many as save time. No bit of a "
+        "result depends on it",
     ] = 0
 
 

@@ -22,8 +22,8 @@ class McpServer:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """Several turns: tools and environments, in worker processes. Without tools, a factory and MCP
-    servers an episode is one answer."""
+    """Several turns: tools and environments, in worker processes. Where there are no tools, factory
+    or MCP servers, an episode is one answer."""
 
     tools: Annotated[
         tuple[str, ...],
@@ -42,25 +42,26 @@ class EnvironmentConfig:
     max_tokens: Annotated[
         int | None,
         at_least(1),
-        "tokens of an episode behind its prompt, those of tools included; default: twice "
-        "sampling.max_new_tokens for each turn, as far as the model's context goes",
+        "the most tokens of an episode after its prompt, those of tools included; default: "
+        "twice sampling.max_new_tokens for each turn, as far as the model's context goes",
     ] = None
     turn_deadline_s: Annotated[
         float, above(0), "seconds for what an environment does between two turns"
     ] = 30.0
     on_error: Annotated[
         Literal["observe", "end", "stop"],
-        "when a tool raises or takes too long. observe: the model is told. end: the episode is "
-        "over. stop: the run is",
+        "when a tool raises or takes too long. observe: the model is told. end: the episode "
+        "ends. stop: the run ends",
     ] = "observe"
     history: Annotated[
         Literal["append", "fork"],
-        "what the model sees of its past turns. append: all that it wrote, as tokens; refused "
-        "where the chat template would change it. fork: what the template writes of it; where "
-        "that is another, a context of its own begins, and all of an episode share its advantage",
+        "what the model sees of its past turns. append: the tokens that it wrote; refused "
+        "where the chat template would change them. fork: what the template makes of them. "
+        "Where that differs, a new context begins; all contexts of an episode share its "
+        "advantage",
     ] = "append"
     parser: Annotated[
-        str | None, "how the model writes calls of tools; default: found by its chat template"
+        str | None, "how the model writes calls of tools; default: found from its chat template"
     ] = None
     workers: Annotated[
         int, at_least(1), at_most(64), "worker processes; each serves many episodes at once"

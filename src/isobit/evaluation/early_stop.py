@@ -7,11 +7,11 @@ is larger. Left out: which model is kept (`best.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.options.declare import at_least
 
 STOPPED = "evaluation/stopped"
@@ -25,13 +25,13 @@ class StopConfig:
     stop_by: Annotated[str, "the metric that stop_at and patience look at"] = "accuracy/held_out"
     stop_at: Annotated[
         float | None,
-        "the run ends as soon as an evaluation after a step reaches this: at least, or of a loss at "
-        "most",
+        "the run ends as soon as an evaluation reaches this value; a loss reaches it from "
+        "above. The evaluation before the first step does not count",
     ] = None
     patience: Annotated[
         int | None,
         at_least(1),
-        "the run ends after so many evaluations in a row that were not better than the best before",
+        "the run ends after this many evaluations in a row without a new best",
     ] = None
 
     @property
@@ -46,6 +46,21 @@ class StopConfig:
             raise IsobitError(
                 f"evaluation.{key} is looked at every evaluation.every steps; set that too"
             )
+
+    def check_metrics(self, known: Sequence[str]) -> None:
+        """Raise IsobitError unless an evaluation, which has the `known` metrics, has the one that
+        ends the run."""
+        if self.stops:
+            check_metric("stop_by", self.stop_by, known)
+
+
+def check_metric(key: str, name: str, known: Sequence[str]) -> None:
+    """Raise IsobitError unless the metric that `evaluation.KEY` names is known."""
+    if name not in known:
+        raise IsobitError(
+            f"evaluation.{key}: the evaluation has no metric {brief(name)!r}; "
+            f"{did_you_mean(name, known)}"
+        )
 
 
 class EarlyStop:

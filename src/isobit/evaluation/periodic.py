@@ -15,8 +15,6 @@ from isobit.data.dataset import Example, Prompt
 from isobit.distributed import ALONE, Ranks
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
-from isobit.errors import IsobitError, brief, did_you_mean
-from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Question, Result
 from isobit.evaluation.summary import ALL, summarize
@@ -56,18 +54,13 @@ class PeriodicEvaluation:
     ranks: Ranks = ALONE
     dialogue: Dialogue | None = None
 
-    def check_metric(self, key: str, name: str) -> None:
-        """Raises IsobitError unless an evaluation has the metric that `key` names (and for a tag
-        that the prompts do not have)."""
+    @property
+    def metrics(self) -> list[str]:
+        """The names of what `evaluate` measures."""
         tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
-        known = ["accuracy/held_out", "reward/held_out", *([AUTO] if key == "best_by" else [])]
-        known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
-        known += [f"accuracy/tag/{tag}" for tag in tags]
-        if name not in known:
-            raise IsobitError(
-                f"evaluation.{key}: the evaluation has no metric {brief(name)!r}; "
-                f"{did_you_mean(name, known)}"
-            )
+        sampled = [f"{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
+        rest = [*sampled, *(f"tag/{tag}" for tag in tags)]
+        return ["accuracy/held_out", "reward/held_out", *(f"accuracy/{name}" for name in rest)]
 
     def evaluate(
         self, trainer_state: Mapping[str, float] | None = None

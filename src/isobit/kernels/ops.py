@@ -146,7 +146,7 @@ class Ops(Protocol):
         x: Operand,
         weight: Prepared,
         bias: Tensor | None,
-        adapters: "Sequence[Factors]",
+        adapters: "Sequence[Factors] | Tensor",
         rows: Tensor,
         offsets: Tensor,
         dtype: torch.dtype,
@@ -154,7 +154,8 @@ class Ops(Protocol):
         """`product` to float32, plus what adapters make of x [T, K] in `dtype`, each of its own
         rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
         rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
-        twice; offsets int64 on the CPU."""
+        twice; offsets int64 on the CPU. Where the product `rounds_last` to bfloat16, `adapters` may
+        be their addresses [G] int64, 0 for none: all is then read when it is computed."""
 
     def add_low_rank(
         self,
@@ -369,6 +370,11 @@ class Ops(Protocol):
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature);
         logits [T, V] float32."""
 
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """logits [T, V] float32, contiguous, overwritten by cap · tanh(logits / cap), float64 inside and
+        rounded once; elementwise. What samples and what learns hold such logits: operators of the
+        head know of no cap."""
+
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt,
         sample, position."""
@@ -393,6 +399,24 @@ class Ops(Protocol):
         log-probabilities [T] and, where there is one, that of the entropies [T] float32. With
         `into` the weight's is added to it, as in `gradient_product`; one that is not `trained` has
         none."""
+
+    def head_backward_kept(
+        self,
+        dlogprobs: Tensor,
+        logits: Sequence[Tensor],
+        hidden: Tensor,
+        weight: Prepared,
+        tokens: Tensor,
+        temperature: float,
+        dentropy: Tensor | None = None,
+        into: Tensor | None = None,
+        from_zero: bool = False,
+        trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`head_backward` of rows whose logits, [rows, V] float32 each, were kept in chunks, and are
+        overwritten: the bits of `head_backward` of each chunk in turn, which adds to the weight's
+        gradient of those before. That is added to `into`, or with `from_zero` to 0, as to an `into`
+        of zeros."""
 
     def head_sample(
         self,

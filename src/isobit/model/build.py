@@ -207,6 +207,9 @@ class _LayerMaker:
             if mixture
             else Mlp(self.made("gate_up"), self.made("down"), config.activation),
             mlp_out_norm=norms.get("mlp_out_norm"),
+            scalar=_vector(self.named("layer_scalar"), self.flow, self.sources)
+            if config.layer_scalars
+            else None,
         )
 
     def attention(self) -> Attention | Delta | LatentAttention:

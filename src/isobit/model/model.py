@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,9 +144,8 @@ class Model:
                 given[name] = drawn
                 continue
             if len(shape) == 1:
-                given[name] = torch.full(
-                    shape, 1.0 - config.offset_of(name) if name.endswith("norm") else 0.0
-                )
+                one = name.endswith(("norm", "layer_scalar"))
+                given[name] = torch.full(shape, 1.0 - config.offset_of(name) if one else 0.0)
                 continue
             deviation = (
                 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
@@ -320,7 +320,8 @@ class Model:
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
         for part in hidden.split(rows):
-            found = top_of_rows(part, self.transformer.head_weight("rollout"), count, ops)
+            weight = self.transformer.head_weight("rollout")
+            found = top_of_rows(part, weight, count, ops, self.config.logit_cap)
             ops.raise_faults()
             yield found
 
@@ -405,13 +406,12 @@ class Model:
     def _packed_hidden(self, rows: list[list[int]], use: str, adapter: str | None) -> Tensor:
         """The hidden states of sequences, none of which is empty, one after the other."""
         tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        numbers = (
-            None
-            if adapter is None
-            else torch.full(tokens.shape, self._multi_lora().number(adapter))
-        )
+        adapters = None
+        if adapter is not None:
+            served = self._multi_lora()
+            adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
-        return self.transformer.hidden(tokens, layout, use=use, adapters=numbers)
+        return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ come from (`model.py`).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -31,11 +31,11 @@ from isobit.kernels import (
 )
 from isobit.kernels.sampling.filtering import Context, Filtering
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.adapters.multi_lora import Assignment, MultiLora
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
 from isobit.model.families.rope import Tables, make_tables
-from isobit.model.forward.head import head_logprobs
+from isobit.model.forward.head import head_logprobs, head_rows
 from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.layers import Pass, Watch, forward
@@ -94,7 +94,8 @@ class Transformer:
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
-        self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
+        layers = range(config.num_layers)
+        self._ropes = {(config.rope_of(layer), config.heads_of(layer).dim) for layer in layers}
         self._tables = self._tables_of(0)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
@@ -269,18 +270,16 @@ class Transformer:
         *,
         recompute: Recompute = False,
         calibrating: bool = False,
-        adapters: Tensor | None = None,
+        adapters: Assignment | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
-        `adapters` [T] int64, on the CPU, are the numbers of those that are `served`. The other
+        `adapters`: which rows are by which of those that are `served`; None: by none. The other
         arguments are described in `Pass`.
         """
         ops = self.ops[use]
-        if self.served is not None and use == "rollout":
-            self.served.take(adapters, len(tokens), ops.device)
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
         one = Pass(
             config=self.config,
@@ -295,7 +294,9 @@ class Transformer:
             recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
         )
-        return forward(tokens, self._working[use], one)
+        served = self.served if use == "rollout" else None
+        with nullcontext() if served is None else served.forward(len(tokens), adapters):
+            return forward(tokens, self._working[use], one)
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
@@ -317,19 +318,19 @@ class Transformer:
         chunk: int | None = None,
         filtering: Filtering | None = None,
         context: Context | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T,
-        vocabulary] at once."""
-        rows = chunk if chunk is not None else self.head_rows
-        head = self._working[use].outside.head
-        return head_logprobs(
-            hidden, head, targets, temperature, rows, self.ops[use], filtering, context
-        )
+        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T, vocabulary]
+        at once only to `keep` them for the backward."""
+        rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
+        given = self._working[use].outside.head, targets, temperature, rows, ops
+        return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap, keep)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """[T] float32, of the learner's logits from another model's, in chunks of rows."""
-        head = self._working["learner"].outside.head
-        return head_divergence(hidden, head, other, divergence, self.head_rows, self.ops["learner"])
+        head, ops = self._working["learner"].outside.head, self.ops["learner"]
+        rows, cap = self.head_rows, self.config.logit_cap
+        return head_divergence(hidden, head, other, divergence, rows, ops, cap)
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
@@ -469,11 +470,5 @@ class Transformer:
         return self._tables
 
     def _tables_of(self, positions: int) -> Tables:
-        given, device = self.config, self.ops["learner"].device
-        return make_tables(self._ropes, positions, given.head_dim, given.max_positions, device)
-
-
-def head_rows(vocab_size: int, host: bool) -> int:
-    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
-    but 256, since each chunk of the backward adds to a gradient as large as the head."""
-    return max(256, (1 << (22 if host else 28)) // vocab_size)
+        device = self.ops["learner"].device
+        return make_tables(self._ropes, positions, self.config.max_positions, device)

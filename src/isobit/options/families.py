@@ -20,6 +20,8 @@ FAMILIES = {
     "olmo2": "olmo",
     "olmo3": "olmo",
     "gemma3_text": "gemma",
+    "gemma4_text": "gemma",
+    "gemma4_unified_text": "gemma",
     "glm4": "glm",
     "phi3": "phi",
     "granite": "granite",
@@ -31,8 +33,6 @@ FAMILIES = {
 UNREAD = {
     "gemma2": ("its scores and logits are capped", "gemma3_text"),
     "gemma3n_text": ("its layers have embeddings of their own", "gemma3_text"),
-    "gemma4_text": ("its logits are capped, and its heads differ by layer", "gemma3_text"),
-    "gemma4_unified_text": ("its logits are capped, and its heads differ by layer", "gemma3_text"),
     "phimoe": ("its norms are not of root mean squares, and its experts are masked", "mixtral"),
     "phi4_multimodal": ("its adapters for images and sound are part of it", "phi3"),
     "deepseek_v2": ("its experts are chosen by a softmax in groups", "deepseek_v3"),

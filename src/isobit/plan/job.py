@@ -119,8 +119,7 @@ class Job:
     @property
     def prompts(self) -> int:
         """Of a step."""
-        config = self.config
-        return config.batch_size if isinstance(config, SftConfig) else config.prompts_per_step
+        return self.config.prompts_per_step
 
     @property
     def completions(self) -> int:

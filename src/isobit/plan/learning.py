@@ -17,9 +17,10 @@ from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import ModelConfig
+from isobit.model.forward.head import head_rows
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
-from isobit.model.transformer import Transformer, head_rows
+from isobit.model.transformer import Transformer
 from isobit.plan.live_bytes import LiveTrace
 
 _SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many
@@ -64,11 +65,12 @@ class LearningMemory:
     logits: Phase
     head_rows: int
 
-    def at(self, tokens: int, exchanged: int = 0) -> int:
-        """`exchanged`: bytes that a layer's gradients take besides while ranks send them."""
+    def at(self, tokens: int, exchanged: int = 0, kept: int = 0) -> int:
+        """`exchanged`: bytes that a layer's gradients take besides while ranks send them; `kept`:
+        of logits that the head's backward finds."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
         more = self.logits.at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
-        return max(forward, head + more, layers + exchanged)
+        return max(forward + kept, head + more + kept, layers + exchanged)
 
 
 @dataclass(frozen=True)

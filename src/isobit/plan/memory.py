@@ -22,9 +22,9 @@ from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
 from isobit.model.adapters.targets import targeted
+from isobit.model.forward.head import head_rows, most_kept
 from isobit.model.forward.head_divergence import WORKING_BYTES as DIVERGENCE_BYTES
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.model.transformer import head_rows
 from isobit.model.weights.masters import MASTERS
 from isobit.plan.cards import MIB, gib
 from isobit.plan.job import Job
@@ -255,16 +255,21 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
-    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged)
+    kept = 0
+    if job.machine.host and config.adapter is None:
+        kept = 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
+    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged, kept)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
         )
+    if job.algorithm.observation_coefficient > 0 and config.adapter is None:
+        taken += 4 * job.model.vocab_size * job.model.hidden_size  # the head's second gradient
     if job.sampled is not None and job.sampled.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
-        width = job.model.num_kv_heads * job.model.head_dim
+        width = max(job.model.heads_of(layer).width for layer in range(job.model.num_layers))
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {rows:,} tokens"
     return label, gradients + taken if several else max(gradients, taken)

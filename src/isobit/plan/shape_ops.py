@@ -244,6 +244,9 @@ class ShapeOps(Composed):
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         return torch.empty_like(gate_up)
 
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        return logits
+
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         return empty(logits.shape[0], dtype=torch.int64)
 

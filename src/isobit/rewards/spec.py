@@ -26,8 +26,8 @@ class RewardSpec:
     name: Annotated[str | None, "name in the metrics; default: the function's"] = None
     options: Annotated[
         Mapping[str, Any],
-        "options of a built-in reward, which how-to/rewards.md has; or values for parameters of your "
-        "own function",
+        "options of a built-in reward (how-to/rewards.md lists them), or values for parameters "
+        "of your own function",
     ] = field(default_factory=dict)
     deadline_s: Annotated[
         float | None, above(0), "seconds for one call; default: rewards.deadline_s"

@@ -32,6 +32,8 @@ METRICS: dict[str, str] = {
     "loss/policy": "algorithm.loss, aggregated as the objective says; mean over the step's "
     "optimizer steps",
     "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
+    "loss/observation": "mean cross-entropy of the tokens that environments said, in nats, where "
+    "these are learned (algorithm.observation_coefficient)",
     "loss/cross_entropy": "of a supervised run: mean cross-entropy of the step's trained tokens, in "
     "nats",
     "loss/held_out": "of a supervised run: mean cross-entropy of the held-out answers' trained "

@@ -57,8 +57,8 @@ class ArithmeticOptions:
         float,
         at_least(0),
         at_most(1),
-        "part of the examples to train on whose prompt shows the answer first, such as "
-        "579;123+456=: what a model learns from to make use of a demonstration",
+        "share of the training examples whose prompt shows the answer first, such as "
+        "579;123+456=. From these a model learns to use a demonstration",
     ] = 0.0
     pairs: Annotated[
         bool,

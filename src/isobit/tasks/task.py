@@ -23,10 +23,11 @@ class DataFile:
     weight: Annotated[
         float | None,
         above(0),
-        "its part of the prompts, relative to the others'; default, of all or none: its rows",
+        "how many of the prompts are from it, relative to the other files. Give it for all "
+        "files, or for none; default: the number of its rows",
     ] = None
-    split: Annotated[str | None, "as `task.split`; default: that"] = None
-    columns: Annotated[Mapping[str, str], "as `task.columns`, over those"] = field(
+    split: Annotated[str | None, "which split of it is trained on; default: `task.split`"] = None
+    columns: Annotated[Mapping[str, str], "as `task.columns`; these take precedence"] = field(
         default_factory=dict
     )
 

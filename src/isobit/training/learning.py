@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
-from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
 from isobit.rl import Sample
@@ -15,14 +15,14 @@ from isobit.rl.algorithm.correction import small_step
 from isobit.rl.algorithm.given import GIVEN
 from isobit.rl.learner.agreement import Disagreement
 from isobit.rl.learner.batch import SampleKey, mismatch_of
-from isobit.rl.learner.learner import Learned, Learner
+from isobit.rl.learner.learner import Learned
 from isobit.training.measuring.agreement import warning_of
 from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.quantization import LearnerTotals
 from isobit.training.measuring.statistics import recorded
 from isobit.training.objects import Measure, measured
 from isobit.training.sampled_ahead import AheadCompared, SampledAhead
-from isobit.training.saving.reference import FollowingReference
+from isobit.training.saving.checkpoint import Trained
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
@@ -40,39 +40,39 @@ class Lesson:
     activations: LearnerTotals
 
 
+def _never(found: Disagreement, step: int, unlearned: bool) -> NoReturn:
+    raise AssertionError("what was not sampled is compared with no rollout") from found
+
+
 class Learning:
-    """`engines`: those that are put to sleep first, where `sleep` (always, auto or never) says so.
-    `reference`: if it follows the policy, it may move once the policy has learned. `settle` waits
-    for what is sampled meanwhile, and returns what that took.
+    """A reference of what is `trained`, if it follows the policy, may move once the policy has
+    learned. Of a run that samples: `engines` are put to sleep first, where `sleep` (always, auto or
+    never) says so; `settle` waits for what is sampled meanwhile, and returns what that took;
     `failure_of(disagreement, step, unlearned)` is how a run ends that may not learn from tokens
     that differ."""
 
     def __init__(
         self,
-        learner: Learner,
-        calibrator: Calibrator,
-        engines: Sequence[Engine],
+        trained: Trained,
         ahead: SampledAhead,
         state: State,
         meter: Meter,
         saver: Saver,
-        measures: Sequence[Measure],
-        *,
-        reference: FollowingReference | None = None,
-        quantization_every: int,
-        sleep: str,
-        settle: Callable[[], Mapping[str, float]],
-        failure_of: Callable[[Disagreement, int, bool], RunFailed],
         note: Callable[[str], None],
+        *,
+        quantization_every: int,
+        engines: Sequence[Engine] = (),
+        measures: Sequence[Measure] = (),
+        sleep: str = "never",
+        settle: Callable[[], Mapping[str, float]] = dict,
+        failure_of: Callable[[Disagreement, int, bool], RunFailed] = _never,
     ) -> None:
-        self._learner = learner
-        self._calibrator = calibrator
-        self._engines = engines
-        self._ahead = ahead
-        self._state, self._meter, self._saver = state, meter, saver
+        self._learner, self._calibrator = trained.learner, trained.calibrator
+        self._reference = trained.reference
+        self._engines, self._ahead, self._measures = engines, ahead, measures
+        self._state, self._meter, self._saver, self._note = state, meter, saver, note
         self._quantization_every, self._sleep = quantization_every, sleep
-        self._measures, self._settle, self._reference = measures, settle, reference
-        self._failure_of, self._note = failure_of, note
+        self._settle, self._failure_of = settle, failure_of
         self._warned = False
         self._crediting: dict[str, float] = {}  # what credit took of the step that comes
 

@@ -11,7 +11,7 @@ With a unified precision the learner computes the rollout's log-probabilities bi
 (tests/training/test_loop.py), so they are the old log-probabilities of the surrogate. Where
 rollouts run ahead of the learner or past groups are replayed they are of older weights, and a
 correction weighs them. Each verb returns what it found, and `record` is given all of it. Left out:
-how a run is opened (`session/opening.py`), and each verb itself (`policy.py`,
+how a run is opened (`running/opening.py`), and each verb itself (`policy.py`,
 `rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
 """
 
@@ -47,7 +47,7 @@ class Rollouts(Protocol):
 
 
 class Run(Protocol):
-    """An open run, as `session/open_run.py` puts it together."""
+    """An open run, as `running/open_run.py` has it."""
 
     objective: ResolvedObjective
     policy: Policy

@@ -3,8 +3,10 @@ memory planned for. The verbs of the loop are given what they need of it. Left o
 (`session/assembly.py`)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from isobit.config import Config
+from isobit.data.dataset import Dataset
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.engine.dialogue import Dialogue
@@ -50,6 +52,10 @@ class Parts:
     teaching: Teaching | None = None
 
     @property
+    def train(self) -> Dataset:
+        return self.task.train
+
+    @property
     def model(self) -> Model:
         return self.trained.model
 
@@ -76,17 +82,16 @@ class Parts:
         """As resolved: `auto` is a number here, which the run's config.yaml keeps."""
         return self.resolved.micro_batch_tokens
 
+    def resolved_values(self) -> dict[str, Any]:
+        """What the config leaves open, as `resolved.json` has it."""
+        return self.resolved.plain()
+
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
-        found = {
-            "memory/kv_cache_mib": sum(engine.kv_bytes for engine in self.engines),
-            "memory/weights_mib": sum(self.model.memory().values()),
-            "memory/optimizer_mib": self.optimizer.nbytes,
-        }
-        if (following := self.trained.reference) is not None:
-            found["memory/reference_mib"] = following.nbytes
-        elif self.reference is not None and not self.config.shares_reference:
-            found["memory/reference_mib"] = sum(self.reference.memory().values())
+        kept = sum(engine.kv_bytes for engine in self.engines)
+        reference = None if self.config.shares_reference else self.reference
+        found = {"memory/kv_cache_mib": kept / 2**20, **self.trained.memory_metrics(reference)}
         if self.scorer.models:
-            found["memory/reward_models_mib"] = sum(m.model.nbytes() for m in self.scorer.models)
-        return {name: size / 2**20 for name, size in found.items()}
+            judging = sum(weighted.model.nbytes() for weighted in self.scorer.models)
+            found["memory/reward_models_mib"] = judging / 2**20
+        return found

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isobit.data.dataset import Dataset
-from isobit.engine.calibration import Calibrator
-from isobit.model import Model
 from isobit.model.adapters.low_rank import update_norm
 from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
+from isobit.training.saving.checkpoint import Trained
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
@@ -29,15 +28,9 @@ class Policy:
     `train`."""
 
     def __init__(
-        self,
-        model: Model,
-        calibrator: Calibrator,
-        train: Dataset,
-        state: State,
-        meter: Meter,
-        saver: Saver,
+        self, trained: Trained, train: Dataset, state: State, meter: Meter, saver: Saver
     ) -> None:
-        self.model, self._calibrator, self._train = model, calibrator, train
+        self.model, self._calibrator, self._train = trained.model, trained.calibrator, train
         self._state, self._meter, self._saver = state, meter, saver
 
     def sync(self) -> Synced:

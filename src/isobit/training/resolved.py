@@ -32,8 +32,7 @@ def in_steps(config: _Config, prompts: int) -> _Config:
     up; one without `epochs` as it is."""
     if config.epochs is None:
         return config
-    each = config.batch_size if isinstance(config, SftConfig) else config.prompts_per_step
-    steps = math.ceil(Fraction(str(config.epochs)) * prompts / each)
+    steps = math.ceil(Fraction(str(config.epochs)) * prompts / config.prompts_per_step)
     if steps >= MOST_STEPS:
         raise IsobitError(
             f"epochs {config.epochs:g} of {prompts:,} prompts are {brief(steps)} steps; give less than "

@@ -39,7 +39,8 @@ class AheadCompared:
 class SampledAhead:
     """Compares a `share` of what is sampled `ahead` steps before it is learned from, or, with
     `partial`, of what a step leaves for later ones, chosen by `seed`. `late`: batches arrive when
-    the learner has learned, and with `keeps_weights` the weights of before are kept until then."""
+    the learner has learned, and with `keeps_weights` the weights of before are kept until then.
+    By default nothing is ahead."""
 
     def __init__(
         self,
@@ -48,12 +49,12 @@ class SampledAhead:
         meter: Meter,
         saver: Saver,
         *,
-        share: float,
-        seed: int,
-        ahead: int,
-        partial: bool,
-        late: bool,
-        keeps_weights: bool,
+        share: float = 0.0,
+        seed: int = 0,
+        ahead: int = 0,
+        partial: bool = False,
+        late: bool = False,
+        keeps_weights: bool = False,
     ) -> None:
         self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
         self._share, self._seed = share, seed

@@ -1,5 +1,5 @@
-"""`train` and `resume`, which are public, and `replay`, for `--from-rollouts`: they open a run and
-train it.
+"""`train` and `resume`, which are public; `train_supervised`, for `isobit sft`, and `replay`, for
+`--from-rollouts`: they open a run and train it.
 
 Left out: the algorithm (`loop.py`).
 """
@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config, is_supervised, load_any_run_config, load_config
+from isobit.config import Config, SftConfig, load_any_run_config, load_config
 from isobit.distributed import Ranks
-from isobit.distributed.launch import joined, restarted
-from isobit.run.directory import CONFIG, require_run
 from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
+from isobit.training.running.open_run import OpenRun
 from isobit.training.running.result import TrainResult, trained
 from isobit.training.session.opening import open_replay, open_resumed, open_session
-from isobit.training.sft.supervised import resume_supervised
+from isobit.training.sft.opening import open_supervised, open_supervised_again
 
 
 def train(
@@ -45,16 +44,27 @@ def train(
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run
     that had to stop.
     """
-    loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(
-        load_config(config, overrides)
+    given = Given(rewards, data, held_out, callbacks, measures)
+    loaded, objects = given.into(load_config(config, overrides))
+    folder = Path(loaded.run.dir)
+    return trained(
+        folder,
+        loaded.run.rank_timeout_s,
+        lambda ranks: open_resumed(folder, (), given, quiet=quiet, ranks=ranks),
+        new=lambda ranks: open_session(loaded, objects, quiet=quiet, ranks=ranks),
     )
-    with joined(loaded.run.rank_timeout_s) as ranks:
-        if _began(Path(loaded.run.dir), ranks):
-            given = Given(rewards, data, held_out, callbacks, measures)
-            with open_resumed(Path(loaded.run.dir), (), given, quiet=quiet, ranks=ranks) as session:
-                return trained(session)
-        with open_session(loaded, objects, quiet=quiet, ranks=ranks) as session:
-            return trained(session)
+
+
+def train_supervised(config: SftConfig, *, quiet: bool = False) -> TrainResult:
+    """Supervised training on right answers in a new run directory, by the learner, precision and
+    optimizer of RL, and by the same loop. Ranks and errors: as of `train`."""
+    folder = Path(config.run.dir)
+    return trained(
+        folder,
+        config.run.rank_timeout_s,
+        lambda ranks: open_supervised_again(folder, (), quiet=quiet, ranks=ranks),
+        new=lambda ranks: open_supervised(config, quiet=quiet, ranks=ranks),
+    )
 
 
 def resume(
@@ -68,22 +78,24 @@ def resume(
     measures: Sequence[Measure] = (),
     quiet: bool = False,
 ) -> TrainResult:
-    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run
-    never stopped, bit for bit (tests/test_resume.py).
+    """Go on with an interrupted run from its newest whole checkpoint, or extend a finished one: the
+    result is that of a run never stopped, bit for bit (tests/test_resume.py,
+    tests/training/test_sft_run.py).
 
     The objects that the run began with must be given again. `overrides` may change steps, ranks,
     on_mismatch, rewards.on_error, rewards.environment, environment.workers, environment.variables,
     run.*, tracking.*, fleet.* and serve.* (except run.dir).
     """
-    given = Given(rewards, data, held_out, callbacks, measures)
-    require_run(Path(run_dir))
-    if is_supervised(Path(run_dir)):
-        return resume_supervised(Path(run_dir), overrides, quiet=quiet)
-    with (
-        joined(_timeout_of(Path(run_dir), overrides)) as ranks,
-        open_resumed(Path(run_dir), overrides, given, quiet=quiet, ranks=ranks) as session,
-    ):
-        return trained(session)
+    folder = Path(run_dir)
+    config = load_any_run_config(folder, overrides)
+
+    def again(ranks: Ranks) -> OpenRun:
+        if isinstance(config, SftConfig):
+            return open_supervised_again(folder, overrides, quiet=quiet, ranks=ranks)
+        given = Given(rewards, data, held_out, callbacks, measures)
+        return open_resumed(folder, overrides, given, quiet=quiet, ranks=ranks)
+
+    return trained(folder, config.run.rank_timeout_s, again)
 
 
 def replay(
@@ -91,18 +103,9 @@ def replay(
 ) -> TrainResult:
     """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit
     for bit."""
-    with joined(_timeout_of(recorded, overrides)) as ranks:
-        if _began(out, ranks):
-            with open_resumed(out, (), Given(), quiet=quiet, ranks=ranks) as session:
-                return trained(session)
-        with open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks) as session:
-            return trained(session)
-
-
-def _began(directory: Path, ranks: Ranks) -> bool:
-    """Whether the ranks were started again after one died, and the run goes on."""
-    return any(ranks.all_gather_json(restarted() and (directory / CONFIG).is_file()))
-
-
-def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
-    return load_any_run_config(run_dir, overrides).run.rank_timeout_s
+    return trained(
+        out,
+        load_any_run_config(recorded, overrides).run.rank_timeout_s,
+        lambda ranks: open_resumed(out, (), Given(), quiet=quiet, ranks=ranks),
+        new=lambda ranks: open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks),
+    )

@@ -24,8 +24,6 @@ from isobit.run.completions import COMPLETIONS
 from isobit.training.saving.certificate import of_config
 from isobit.training.saving.checkpoint import head_of
 
-_WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
-
 
 @dataclass
 class Records:

@@ -18,6 +18,7 @@ from isobit.kernels.ops import Ops
 from isobit.kernels.optim import definition as optim
 from isobit.kernels.product import definition as product
 from isobit.kernels.quantize import definition as quantize
+from isobit.kernels.sampling import capped
 from isobit.precision import Precision
 
 
@@ -64,7 +65,9 @@ class Composed(Ops):
     sinks_backward = staticmethod(attention.sinks_backward)
 
     embedding_backward = staticmethod(head.embedding_backward)
+    cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = head.head_logprobs
     head_backward = head.head_backward
+    head_backward_kept = head.head_backward_kept
     head_sample = head.head_sample
     square_sums = staticmethod(optim.square_sums)

@@ -87,6 +87,8 @@ class NativeOps(NativeBase, Composed):
     delta_rule = delta.delta_rule
     delta_rule_backward = delta.delta_rule_backward
     head_backward = head.head_backward
+    cap_logits = sampling.cap_logits
+    head_backward_kept = head.head_backward_kept
     token_logprobs = sampling.token_logprobs
     sample = sampling.sample
     square_sums = optim.square_sums

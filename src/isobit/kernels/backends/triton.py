@@ -26,6 +26,7 @@ from isobit.kernels.delta.triton import backward as delta_backward
 from isobit.kernels.delta.triton import convolution
 from isobit.kernels.delta.triton import forward as delta
 from isobit.kernels.experts.triton import grouped, routing
+from isobit.kernels.head import definition as head_definition
 from isobit.kernels.head import triton as head
 from isobit.kernels.heads.triton import backward as heads_backward
 from isobit.kernels.heads.triton import forward as heads
@@ -43,6 +44,7 @@ from isobit.kernels.product.triton.cublas import cublas_product
 from isobit.kernels.product.triton.library import LibraryProducts
 from isobit.kernels.quantize import definition as quantize_definition
 from isobit.kernels.quantize import triton as quantize_kernels
+from isobit.kernels.sampling import capped
 from isobit.kernels.sampling import triton as sampling
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton.launch import Faults, target
@@ -224,8 +226,10 @@ class TritonOps(Ops):
     delta_rule = staticmethod(delta.delta_rule)
     delta_rule_backward = staticmethod(delta_backward.delta_rule_backward)
     embedding_backward = staticmethod(head.embedding_backward)
+    cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = staticmethod(head.head_logprobs)
     head_backward = head.head_backward
+    head_backward_kept = head_definition.head_backward_kept
     head_sample = staticmethod(head.head_sample)
     token_logprobs = staticmethod(sampling.token_logprobs)
     sample = staticmethod(sampling.sample)

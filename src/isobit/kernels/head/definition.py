@@ -3,6 +3,8 @@ logits are a product and are held. Left out: log-probabilities and samples of lo
 (`sampling/definition.py`).
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,41 @@ def head_backward(
     logits = ops.product(hidden, weight, None, torch.float32)
     given = (hidden, weight, tokens, temperature, dentropy)
     return head_gradients(ops, dlogprobs, logits, *given, into=into, trained=trained)
+
+
+def head_backward_kept(
+    ops: Ops,
+    dlogprobs: Tensor,
+    logits: Sequence[Tensor],
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
+    dentropy: Tensor | None = None,
+    into: Tensor | None = None,
+    from_zero: bool = False,
+    trained: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As `Ops.head_backward_kept`."""
+    dhidden, total = torch.empty_like(hidden), None
+    for rows, some in rows_of(logits):
+        dhidden[rows], total = head_gradients(
+            ops, dlogprobs[rows], some, hidden[rows], weight, tokens[rows], temperature,
+            None if dentropy is None else dentropy[rows], into=total, trained=trained,
+        )  # fmt: skip
+    if total is None:
+        return dhidden, into
+    if into is not None:
+        return dhidden, into.add_(total)
+    return dhidden, total.add_(0.0) if from_zero else total
+
+
+def rows_of(chunks: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each chunk in the whole, and the chunk."""
+    start = 0
+    for chunk in chunks:
+        yield slice(start, start + len(chunk)), chunk
+        start += len(chunk)
 
 
 def head_gradients(

@@ -38,6 +38,11 @@ class Factors:
     parts: tuple[Part, ...]
     scale: float
 
+    @property
+    def address(self) -> int:
+        """Of a struct by which `Ops.adapted_product` takes them too; 0: there is none."""
+        return 0
+
 
 def prepare_factors(
     ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
@@ -62,12 +67,13 @@ def adapted_product(
     x: Operand,
     weight: Prepared,
     bias: Tensor | None,
-    adapters: Sequence[Factors],
+    adapters: Sequence[Factors] | Tensor,
     rows: Tensor,
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.adapted_product`."""
+    """As `Ops.adapted_product`, of factors that have no address."""
+    assert not isinstance(adapters, Tensor)
     total = ops.product(x, weight, bias, torch.float32)
     return ops.add_low_rank(total, x, adapters, rows, offsets, dtype)
 

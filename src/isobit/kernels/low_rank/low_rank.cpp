@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "native/replay.h"
 #include "product/ordered.h"
 
 namespace {
@@ -127,6 +128,8 @@ void add_rows(const LowRank& g, const LowRankFactors& own, const uint16_t* u, in
 
 }  // namespace
 
+EXPORT void isobit_ordered_product(const Product* arguments);
+
 EXPORT void isobit_low_rank(const LowRank* arguments) {
     static thread_local Scratch scratch, kept;
     Scratch large;
@@ -140,18 +143,24 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
     }
     std::vector<Strip> strips;
     int64_t size = 0, work = 0;
-    for (int64_t i = 0; i < g.count; i++) size += (g.offsets[i + 1] - g.offsets[i]) * g.adapters[i]->ranks;
+    for (int64_t i = 0; i < g.count; i++)
+        if (const LowRankFactors* own = g.adapters[i * g.adapter_step]) size += (g.offsets[i + 1] - g.offsets[i]) * own->ranks;
     uint16_t* u = (uint16_t*)scratch.get(size / 4 + 1);
     std::vector<const LowRankFactors*> adapter(g.rows_of_x, nullptr);
     std::vector<const uint16_t*> u_of(g.rows_of_x, nullptr);
     for (int64_t i = 0; i < g.count; i++) {
-        const LowRankFactors* own = g.adapters[i];
+        const LowRankFactors* own = g.adapters[i * g.adapter_step];
+        if (!own) continue;
         work += (g.offsets[i + 1] - g.offsets[i]) * own->ranks;
         for (int64_t at = g.offsets[i]; at < g.offsets[i + 1]; at += STRIP) {
             const int64_t count = g.offsets[i + 1] - at < STRIP ? g.offsets[i + 1] - at : STRIP;
             strips.push_back({own, g.rows + at, count, u});
             for (int64_t r = 0; r < count; r++, u += own->ranks) adapter[g.rows[at + r]] = own, u_of[g.rows[at + r]] = u;
         }
+    }
+    if (g.product && strips.empty()) {  // the weight alone
+        product.out = g.out, product.out_kind = BF16;
+        return isobit_ordered_product(&product);
     }
     for_each_in_turn(useful_threads(g.threads, work * g.k / 32), int64_t(strips.size()), [&](int64_t i) { find_u(g, strips[i]); });
     const int threads = useful_threads(g.threads, work * g.columns / 32 + g.columns * product.k * (g.rows_of_x + 4) / 96);
@@ -178,3 +187,4 @@ EXPORT void isobit_low_rank(const LowRank* arguments) {
         }
     });
 }
+REPLAYED(isobit_low_rank)

@@ -20,8 +20,8 @@ struct LowRankFactors {
     double scale;
 };
 
-// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i]. `product`: the
-// one to float32 that they are added to; null: `total` has it already. x in BF16; null: the product's, E4M3 codes by rows.
+// Rows rows[offsets[i]] to rows[offsets[i + 1]] of x [T, k] and of total [T, columns] are of adapters[i * adapter_step],
+// or of none where that is null. `product`: the one to float32 that they are added to; null: `total` has it already. x in BF16; null: the product's, E4M3 codes by rows.
 // `out` [T, columns] in BF16 is the sums, rounded.
 struct LowRank {
     const Product* product;
@@ -33,6 +33,6 @@ struct LowRank {
     const int64_t* rows;
     const int64_t* offsets;
     const LowRankFactors* const* adapters;
-    int64_t count, threads;
+    int64_t adapter_step, count, threads;
     int64_t isa, isa_of_few, order;  // the path for many rows of an adapter, and for few
 };

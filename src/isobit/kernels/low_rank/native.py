@@ -13,6 +13,7 @@ from isobit.kernels.low_rank import definition
 from isobit.kernels.low_rank.definition import Factors, Part
 from isobit.kernels.matrices import Operand, Prepared, weight_of
 from isobit.kernels.native.base import NativeBase
+from isobit.kernels.native.interface import LowRankFactorsArguments
 from isobit.kernels.product.ordered import computes
 from isobit.kernels.quantize.native import dequantize
 from isobit.precision import PackedFP4, QTensor
@@ -20,11 +21,14 @@ from isobit.precision import PackedFP4, QTensor
 
 @dataclass(frozen=True, eq=False)
 class PackedFactors(Factors):
-    """Factors that are packed together: `address` is that of their struct in C++, and `kept` all
-    that it points to."""
+    """Factors that are packed together: their struct in C++, and `kept`, all that it points to."""
 
-    address: int
+    struct: LowRankFactorsArguments
     kept: tuple[object, ...]
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
 
 
 def prepare_factors(
@@ -35,7 +39,7 @@ def prepare_factors(
         return definition.prepare_factors(ops, parts, scale)
     struct, kept = ops.ordered.low_rank_factors(parts, scale)
     plain = tuple(Part(*part) for part in parts)
-    return PackedFactors(plain, scale, ctypes.addressof(struct), (struct, kept))
+    return PackedFactors(plain, scale, struct, kept)
 
 
 def adapted_product(
@@ -43,13 +47,13 @@ def adapted_product(
     x: Operand,
     weight: Prepared,
     bias: Tensor | None,
-    adapters: Sequence[Factors],
+    adapters: Sequence[Factors] | Tensor,
     rows: Tensor,
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """As `Ops.adapted_product`."""
-    packed = _packed(ops, adapters, dtype)
+    packed = adapters if isinstance(adapters, Tensor) else _packed(ops, adapters, dtype)
     if packed is None or isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
         given = (x, weight, bias, adapters, rows, offsets, dtype)
         return definition.adapted_product(ops, *given)
@@ -75,8 +79,8 @@ def add_low_rank(
     return ops.ordered.add_low_rank(total, values, packed, rows, offsets)
 
 
-def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> list[int] | None:
+def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> Tensor | None:
     """The addresses of adapters that are packed, all of them."""
     packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
     fits = ops.ordered is not None and dtype == torch.bfloat16 and len(packed) == len(adapters)
-    return packed if fits else None
+    return torch.tensor(packed, dtype=torch.int64) if fits else None

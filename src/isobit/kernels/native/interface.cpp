@@ -34,8 +34,8 @@ const Field low_rank_factors[] = {
 #define STRUCT LowRank
 const Field low_rank[] = {
     FIELD(product), FIELD(x), FIELD(x_row), FIELD(rows_of_x), FIELD(k), FIELD(total), FIELD(out), FIELD(columns),
-    FIELD(rows), FIELD(offsets), FIELD(adapters), FIELD(count), FIELD(threads), FIELD(isa), FIELD(isa_of_few),
-    FIELD(order), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(rows), FIELD(offsets), FIELD(adapters), FIELD(adapter_step), FIELD(count), FIELD(threads), FIELD(isa),
+    FIELD(isa_of_few), FIELD(order), {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT Attention

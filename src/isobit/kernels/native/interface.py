@@ -164,9 +164,11 @@ class LowRankArguments(ctypes.Structure):
     """`struct LowRank` of low_rank.h."""
 
     _fields_ = [
-        ("product", _P), ("x", _P), ("x_row", _I), ("rows_of_x", _I), ("k", _I), ("total", _P),
+        ("product", ctypes.POINTER(ProductArguments)), ("x", _P), ("x_row", _I),
+        ("rows_of_x", _I), ("k", _I), ("total", _P),
         ("out", _P), ("columns", _I), ("rows", _P), ("offsets", _P), ("adapters", _P),
-        ("count", _I), ("threads", _I), ("isa", _I), ("isa_of_few", _I), ("order", _I),
+        ("adapter_step", _I), ("count", _I), ("threads", _I), ("isa", _I), ("isa_of_few", _I),
+        ("order", _I),
     ]  # fmt: skip
 
 
@@ -195,6 +197,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_ordered_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_ordered_product": (None, [_P]),
     "isobit_ordered_products": (None, [_P, _I, _I]),
+    "isobit_ordered_sum": (None, [_P, _I, _I]),
     "isobit_low_rank": (None, [_P]),
     "isobit_rows32_self_test": (_I, []),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
@@ -214,7 +217,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_round_stochastically": (None, [_P, _P, _I, _I, _I, _I, _I]),
     "isobit_replay": (_I, [_P, _I]),
     "isobit_token_logprobs": (_I, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
-    "isobit_logits_gradient": (None, [_P, _P, _P, _I, _I, _P, _I]),
+    "isobit_softmax": (None, [_P, _I, _I, _I]),
+    "isobit_logits_gradient": (None, [_P, _I, _P, _P, _I, _I, _I]),
+    "isobit_cap_logits": (None, [_P, _I, _D, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),

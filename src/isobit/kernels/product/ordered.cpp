@@ -201,6 +201,43 @@ EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t 
     });
 }
 
+// Rows of sums of a thread, [rows][stride], whose subnormal numbers are kept: 0 plus them, or what `out` has.
+static __attribute__((noinline)) void add_sums(const float* sums, int64_t rows, int64_t columns, int64_t stride, bool adds,
+                                               float* out) {
+    for (int64_t r = 0; r < rows; r++, sums += stride, out += stride) {
+        int64_t j = 0;
+        for (; j + 16 <= columns; j += 16)
+            store(out + j, (adds ? load<f32x16>(out + j) : splat(0.0f)) + load<f32x16>(sums + j));
+        for (; j < columns; j++) out[j] = (adds ? out[j] : 0.0f) + sums[j];
+    }
+}
+
+// The sum of products of as many rows and columns, which are added in their order, each as `adds` does: float32, of BF16
+// numbers. With ADDS it is added to what `out` has, with FROM_ZERO to 0, so that none of its zeros is negative. A cell's
+// sums stay in the second cache from one product to the next.
+EXPORT void isobit_ordered_sum(const Product* each, int64_t count, int64_t begins) {
+    enum { REPLACES, ADDS, FROM_ZERO };
+    constexpr int64_t ROWS = 256, PANELS = 64;
+    const int64_t m = each[0].m, n = each[0].n, panels = padded(n, PANEL) / PANEL;
+    const int64_t wide = (panels + PANELS - 1) / PANELS, cells = (m + ROWS - 1) / ROWS * wide;
+    int64_t work = 0;
+    for (int64_t i = 0; i < count; i++) work += n * each[i].k * (m + 4) / 96;
+    for_each(useful_threads(each[0].threads, work), cells, [&](int64_t cell) {
+        static thread_local Scratch scratch;
+        const int64_t row = cell / wide * ROWS, rows = m - row < ROWS ? m - row : ROWS;
+        const int64_t first = cell % wide * PANELS, last = first + PANELS < panels ? first + PANELS : panels;
+        float *out = (float*)each[0].out + row * n, *sums = begins == ADDS ? (float*)scratch.get((rows * n + 1) / 2) : out;
+        for (int64_t i = 0; i < count; i++) {
+            const Flushing flushing;
+            Product g = each[i];
+            g.a = (const uint16_t*)g.a + row * g.a_row, g.m = rows, g.out = sums, g.adds = i > 0;
+            ordered_path(g.isa)(g, 0, rows, first, last);
+        }
+        const int64_t column = first * PANEL, columns = (last * PANEL < n ? last * PANEL : n) - column;
+        if (begins != REPLACES) add_sums(sums + column, rows, columns, n, begins == ADDS, out + column);
+    });
+}
+
 // How many elements of adversarial products differ from scalar fused multiply-adds: of BF16 numbers and of codes, alone
 // and in tiles, with K that fills no block.
 EXPORT int64_t isobit_ordered_self_test(int64_t isa, int64_t order) {

@@ -39,6 +39,7 @@ ORDERS = (TDP32, VDP32)
 """`enum Order` of ordered.h."""
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
+_REPLACES, _ADDS, _FROM_ZERO = 0, 1, 2
 _DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
 """The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
 _PAGES = LargePages()
@@ -126,6 +127,26 @@ class OrderedProducts:
         self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
         return result
 
+    def summed(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        into: Tensor | None = None,
+        from_zero: bool = False,
+    ) -> Tensor:
+        """The sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N] float32:
+        the bits of `product` and of additions to the first one's result. `into`: it is added to
+        that; `from_zero`: to 0, as with an `into` of zeros."""
+        assert all(x.dtype == torch.bfloat16 for pair in pairs for x in pair)
+        shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
+        result = torch.empty(shape) if into is None else into
+        assert result.shape == shape
+        assert result.is_contiguous()
+        given = [self._arguments(a, b, None, result) for a, b in pairs]
+        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
+        begins = _ADDS if into is not None else _FROM_ZERO if from_zero else _REPLACES
+        self._lib.isobit_ordered_sum(ctypes.byref(each), len(given), begins)
+        return result
+
     def low_rank_factors(
         self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
     ) -> tuple[LowRankFactorsArguments, tuple[object, ...]]:
@@ -151,11 +172,11 @@ class OrderedProducts:
         a: Operand,
         b: Operand | Packed,
         bias: Tensor | None,
-        factors: Sequence[int],
+        factors: Tensor,
         rows: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """As `Ops.adapted_product`, in BF16, of the structs at these addresses."""
+        """As `Ops.adapted_product`, in BF16, of the structs at these addresses, int64."""
         out = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=torch.bfloat16)
         product, _kept = self._arguments(a, b, bias, out)
         product.out_kind = KINDS[torch.float32]
@@ -168,7 +189,7 @@ class OrderedProducts:
         return out
 
     def add_low_rank(
-        self, total: Tensor, x: Tensor, factors: Sequence[int], rows: Tensor, offsets: Tensor
+        self, total: Tensor, x: Tensor, factors: Tensor, rows: Tensor, offsets: Tensor
     ) -> Tensor:
         """As `Ops.add_low_rank`, of x [T, K] BF16, contiguous."""
         assert total.is_contiguous()
@@ -181,21 +202,20 @@ class OrderedProducts:
         out: Tensor,
         x: Tensor | None,
         inner: int,
-        factors: Sequence[int],
+        factors: Tensor,
         rows: Tensor,
         offsets: Tensor,
         sums: Tensor | ProductArguments,
     ) -> None:
         rows = rows.contiguous()
         assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous())
-        addresses = (ctypes.c_void_p * len(factors))(*factors)
-        product, total = (
-            (None, sums) if isinstance(sums, Tensor) else (ctypes.addressof(sums), None)
-        )
+        # a pointer of ctypes keeps what it points to, also in a recording
+        product, total = (None, sums) if isinstance(sums, Tensor) else (ctypes.pointer(sums), None)
         arguments = LowRankArguments(
             product, pointer(x), inner, out.shape[0], inner, pointer(total), out.data_ptr(),
-            out.shape[1], rows.data_ptr(), offsets.data_ptr(), ctypes.addressof(addresses),
-            len(factors), torch.get_num_threads(), self._isa, self._isa_of_few, self._order,
+            out.shape[1], rows.data_ptr(), offsets.data_ptr(), factors.data_ptr(),
+            factors.stride(0), factors.shape[0], torch.get_num_threads(), self._isa,
+            self._isa_of_few, self._order,
         )  # fmt: skip
         self._lib.isobit_low_rank(ctypes.byref(arguments))
 

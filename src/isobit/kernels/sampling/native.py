@@ -1,4 +1,4 @@
-"""Log-probabilities and sampled tokens in C++ (`sampling.cpp`)."""
+"""Log-probabilities, sampled tokens and capped logits in C++ (`sampling.cpp`)."""
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ def token_logprobs(
     )  # fmt: skip
     assert not outside, f"a token is none of {logits.shape[1]}"
     return logprobs, entropy
+
+
+def cap_logits(ops: NativeBase, logits: Tensor, cap: float) -> Tensor:
+    """As `Ops.cap_logits`."""
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    ops.lib.isobit_cap_logits(logits.data_ptr(), logits.numel(), cap, torch.get_num_threads())
+    return logits
 
 
 def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:

@@ -1,5 +1,5 @@
 // Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V] and its
-// temperature, temperature[r * step].
+// temperature, temperature[r * step]. And logits that are capped.
 #include "native/replay.h"
 #include "sampling/philox.h"
 
@@ -61,6 +61,34 @@ EXPORT int64_t isobit_token_logprobs(const float* logits, const int64_t* tokens,
     return 0;
 }
 REPLAYED(isobit_token_logprobs)
+
+// cap tanh(x / cap): with t = exp(-2 |x| / cap) its magnitude is cap (1 - t) / (1 + t).
+static INLINE f64x8 capped(f64x8 x, double cap) {
+    const i64x8 sign = (i64x8)splat(-0.0);
+    const f64x8 t = exponential((f64x8)((i64x8)x & ~sign) * splat(-2.0) / splat(cap));
+    const f64x8 magnitude = splat(cap) * (splat(1.0) - t) / (splat(1.0) + t);
+    return (f64x8)(((i64x8)magnitude & ~sign) | ((i64x8)x & sign));
+}
+static INLINE void cap_sixteen(float* x, double cap) {
+    const f32x16 given = load<f32x16>(x);
+    round_once(capped(widen(low_half(given)), cap), capped(widen(high_half(given)), cap), x);
+}
+
+// logits [count], in place, float64 inside.
+EXPORT void isobit_cap_logits(float* logits, int64_t count, double cap, int64_t threads) {
+    constexpr int64_t part = 4096;
+    for_each(useful_threads(threads, count), (count + part - 1) / part, [&](int64_t p) {
+        const int64_t end = std::min(count, (p + 1) * part);
+        int64_t i = p * part;
+        for (; i + 16 <= end; i += 16) cap_sixteen(logits + i, cap);
+        if (i == end) return;
+        float rest[16] = {};
+        std::memcpy(rest, logits + i, (end - i) * sizeof(float));
+        cap_sixteen(rest, cap);
+        std::memcpy(logits + i, rest, (end - i) * sizeof(float));
+    });
+}
+REPLAYED(isobit_cap_logits)
 
 static INLINE double uniform(uint32_t word) { return (double(word) + 0.5) * 0x1p-32; }
 

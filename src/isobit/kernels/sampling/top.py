@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.kernels.matrices import Prepared
 from isobit.kernels.ops import Ops, Temperature
+from isobit.kernels.sampling.capped import logits_of
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
@@ -31,8 +32,8 @@ def top_logprobs(
     changed: bool,
 ) -> list[tuple[int, float]]:
     """The `count` likeliest tokens of a row and their log-probabilities: of its hidden state [1,
-    C] under the head's weight [V, C], and its logits [1, V]. `changed`: by filters or a penalty,
-    so they are of logits that are held also where the head's own operators are others."""
+    C] under the head's weight [V, C], and its logits [1, V]. `changed`: by filters, a penalty or a
+    cap, so they are of logits that are held also where the head's own operators are others."""
     tokens = likeliest(logits[0], count)
     times = tokens.shape[0]
     each = float(temperature)
@@ -44,18 +45,18 @@ def top_logprobs(
 
 
 def top_of_rows(
-    hidden: Tensor, weight: Prepared, count: int, ops: Ops
+    hidden: Tensor, weight: Prepared, count: int, ops: Ops, cap: float | None = None
 ) -> list[list[tuple[int, float]]]:
-    """The same of every row of hidden [T, C], at temperature 1."""
+    """The same of every row of hidden [T, C], at temperature 1; logits are capped by `cap`."""
     return [
         top_logprobs(
             row,
             weight,
-            ops.product(row, weight, None, torch.float32),
+            logits_of(ops, row, weight, cap),
             1.0,
             count,
             ops,
-            changed=False,
+            changed=cap is not None,
         )
         for row in hidden.split(1)
     ]

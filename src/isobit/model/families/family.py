@@ -109,6 +109,13 @@ class Family:
     them, and so counts more than the one inside; `rope_more`: their parameters that no other family
     has, all needed. `wrappers`: the model_types of models that wrap such a one, and whose language
     model is read; `sizes`: what stands for sizes that config.json leaves out in these.
+    `norms_values`: values are normed, each head by itself, without a weight. `score_scale`: what
+    scores are multiplied by, whatever head_dim is. `layer_scalars`: a layer's sum is multiplied by
+    a number of its own, which is not trained. `capped_logits`: config.json may have a cap of
+    logits. `global_head_dim`: layers without a window have heads of their own
+    (`hub/layer_heads.py`), and this stands for their width; None where all layers' are alike.
+    `checks` raise for a config.json, and its name, that has what is not here. `written`: keys that
+    a config.json needs besides, because what stands for them in transformers is something else.
     """
 
     architecture: str
@@ -137,6 +144,13 @@ class Family:
     multipliers: bool = False
     latent: Mapping[str, int] | None = None
     predicts_more: bool = False
+    norms_values: bool = False
+    score_scale: float | None = None
+    layer_scalars: bool = False
+    capped_logits: bool = False
+    global_head_dim: int | None = None
+    checks: tuple[Callable[[Mapping[str, Any], str], None], ...] = ()
+    written: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (

@@ -1,18 +1,37 @@
-"""Gemma 3, its models of text. Norms stand before and after attention and MLP and multiply by 1 +
-weight in float32, gates have GELU, embeddings are multiplied by the root of their width, and the
-scale of scores has a key of its own.
+"""Gemma 3 and Gemma 4, their models of text. Norms stand before and after attention and MLP, gates
+have GELU, and embeddings are multiplied by the root of their width. Five of six layers have a
+window, and a rotary embedding of their own. Of those that read images or hear the text is taken
+(`hub/wrapped.py`).
 
-Five of six layers have a window, and a rotary embedding of their own. Of those that read images
-(4B to 27B) the text is taken (`hub/wrapped.py`).
+Gemma 3's norms multiply by 1 + weight in float32, and the scale of scores has a key of its own.
+
+Of Gemma 4 these are the dense ones (12B, 31B). Their norms multiply by the weight; values are
+normed too, and scores are not scaled. The layers without a window have wider heads and fewer of
+keys, which may be their values; of each head a quarter is rotated. A layer's sum is multiplied by a
+number, and logits are capped. Left out: embeddings of each layer and layers that read the keys of
+others (E2B, E4B), and experts beside an MLP (26B-A4B).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from isobit.errors import IsobitError
 from isobit.model.families.family import LLAMA_MODULES, Family, sizes
 from isobit.model.families.reading import whole
-from isobit.model.families.ropes import by_layer_type
+from isobit.model.families.rope import PROPORTIONAL, Rope
+from isobit.model.families.ropes import by_layer_type, by_sections
 from isobit.model.families.windows import Windows
+
+_MODULES = LLAMA_MODULES | {
+    "attention_out_norm": ("post_attention_layernorm",),
+    "post_norm": ("pre_feedforward_layernorm",),
+    "mlp_out_norm": ("post_feedforward_layernorm",),
+}
+_NORMS = ("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm")
+_SMALL = "layers with embeddings of their own, as E2B and E4B have"
+_SHARED = "layers that read the keys and values of others"
+_BESIDE = "experts beside an MLP, as 26B-A4B has"
 
 
 def _but_every_sixth(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
@@ -20,16 +39,76 @@ def _but_every_sixth(values: Mapping[str, Any], where: str, layers: int) -> list
     return [(layer + 1) % pattern != 0 for layer in range(layers)]
 
 
+def _but_every_sixth_and_the_last(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
+    return [(layer + 1) % 6 != 0 and layer + 1 < layers for layer in range(layers)]
+
+
+def _dense(per_layer: int) -> Callable[[Mapping[str, Any], str], None]:
+    """Raises IsobitError for a Gemma 4 that is not dense, or sees later tokens; `per_layer` stands
+    for hidden_size_per_layer_input."""
+
+    def check(values: Mapping[str, Any], where: str) -> None:
+        for key, what, usual in (
+            ("hidden_size_per_layer_input", _SMALL, per_layer),
+            ("num_kv_shared_layers", _SHARED, 0),
+            ("enable_moe_block", _BESIDE, False),
+        ):
+            if values.get(key, usual):
+                raise IsobitError(
+                    f"{where}: {key} {values.get(key, usual)!r:.80} is not supported: {what}; the "
+                    "nearest that is read is a dense Gemma 4, such as 12B or 31B"
+                )
+        if (direction := values.get("use_bidirectional_attention")) not in (None, "vision"):
+            raise IsobitError(
+                f"{where}: use_bidirectional_attention {direction!r:.80} is not supported: a model "
+                "that sees later tokens has no log-probabilities to train"
+            )
+        kinds = values.get("layer_types")
+        if isinstance(kinds, list) and kinds and kinds[-1] != "full_attention":
+            raise IsobitError(
+                f"{where}: layer_types must end with full_attention in this architecture, got "
+                f"{kinds[-1]!r:.80}"
+            )
+
+    return check
+
+
+_GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    _MODULES
+    | {
+        "joint.qkv": ("self_attn.q_proj", "self_attn.k_proj"),
+        "layer_scalar": ("layer_scalar",),
+    },
+    norms=_NORMS,
+    qk_norm=True,
+    norms_values=True,
+    attention_bias=True,
+    activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    score_scale=1.0,
+    scaled_embedding=True,
+    layer_scalars=True,
+    capped_logits=True,
+    global_head_dim=512,
+    checks=(_dense(256),),
+    written={"hidden_size_per_layer_input": 0},
+    windows=Windows(512, slides=_but_every_sixth_and_the_last, nullable=False),
+    ropes=by_sections(Rope(1e6, PROPORTIONAL, (("partial_rotary_factor", 0.25),)), Rope(10000.0)),
+    max_positions=131072,
+    kv_heads=4,
+    head_dim=256,
+    nullable=(),
+    tied=True,
+    wrappers=("gemma4",),
+    sizes=sizes(262144, 2304, 9216, 30, 8),
+)
+
 FAMILIES = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        LLAMA_MODULES
-        | {
-            "attention_out_norm": ("post_attention_layernorm",),
-            "post_norm": ("pre_feedforward_layernorm",),
-            "mlp_out_norm": ("post_feedforward_layernorm",),
-        },
-        norms=("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"),
+        _MODULES,
+        norms=_NORMS,
         norm_offset=1.0,
         qk_norm=True,
         attention_bias=True,
@@ -48,5 +127,15 @@ FAMILIES = {
         tied=True,
         wrappers=("gemma3",),
         sizes=sizes(262208, 2304, 9216, 26, 8),
-    )
+    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4,
+        architecture="Gemma4UnifiedForCausalLM",
+        checks=(_dense(0),),
+        written={},
+        windows=Windows(1024, slides=_but_every_sixth_and_the_last, nullable=False),
+        max_positions=262144,
+        wrappers=("gemma4_unified",),
+    ),
 }

@@ -1,5 +1,6 @@
 """Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3,
-yarn and longrope scaling.
+yarn and longrope scaling, and proportional, Gemma 4's: of all dimensions, as pairs of the two
+halves, the first part turn by the angles that they have where all turn, and the others do not.
 
 Frequencies and angles are float64, tables float32. Formulas: Su et al. 2021 (default), Chen et al.
 2023 (linear), Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn), Ding et
@@ -24,16 +25,19 @@ from torch.nn import functional
 from isobit.errors import IsobitError
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+PROPORTIONAL = "proportional"
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),
+    PROPORTIONAL: (),
 }
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor", "factor"),
+    PROPORTIONAL: ("factor",),
 }  # null: left out
 _LISTS = ("short_factor", "long_factor")
 _SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
@@ -60,18 +64,20 @@ class Rope:
         partial: float | None = None,
         original: int | None = None,
         more: tuple[str, ...] = (),
+        kinds: tuple[str, ...] = KINDS,
     ) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
 
         `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's
         own where config.json has none; where a family rotates whole heads (None), another part is
         refused; `original` stands for an original length beside the section, which counts more than
-        the one inside; `more` are parameters that the family needs beside those of the kind.
+        the one inside; `more` are parameters that the family needs beside those of the kind, and
+        `kinds` those that it may have.
         IsobitError for a kind that is not supported, a parameter that is missing or no number, and
         for two sections that say different things.
         """
         read = []
-        own = _Own(theta, max_positions, partial, original, more)
+        own = _Own(theta, max_positions, partial, original, more, kinds)
         for key in ("rope_scaling", "rope_parameters"):
             section = values.get(key)
             if section is not None and not isinstance(section, dict):
@@ -123,7 +129,10 @@ class Rope:
         return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
 
     def rotated(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated, its first ones."""
+        """How many dimensions of a head are rotated, its first ones; of proportional all, most by
+        angles of 0."""
+        if self.kind == PROPORTIONAL:
+            return head_dim
         return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
 
     def check(self, head_dim: int) -> None:
@@ -193,6 +202,10 @@ class Rope:
         parameters = dict(self.parameters)
         if self.kind == "linear":
             return inverse / parameters["factor"], 1.0
+        if self.kind == PROPORTIONAL:
+            turned = int(parameters.get(_PARTIAL, 1.0) * head_dim // 2)
+            inverse[turned:] = 0.0
+            return inverse / parameters.get("factor", 1.0), 1.0
         if self.kind == "llama3":
             return _llama3(inverse, parameters), 1.0
         if self.kind == "yarn":
@@ -212,6 +225,7 @@ class _Own(NamedTuple):
     partial: float | None
     original: int | None
     more: tuple[str, ...]
+    kinds: tuple[str, ...]
 
 
 class Table(NamedTuple):
@@ -222,21 +236,19 @@ class Table(NamedTuple):
     growth: Tensor | None
 
 
-Tables = dict[Rope | None, Table]
-"""Of each rotary embedding that a model has; None is that of layers without one, by which rotation
-leaves every element as it is."""
+Turned = tuple[Rope | None, int]
+"""A rotary embedding and the width of the heads that it turns; None is that of layers without one,
+by which rotation leaves every element as it is."""
+Tables = dict[Turned, Table]
+"""Of each that a model has."""
 
 
 def make_tables(
-    ropes: Iterable[Rope | None],
-    num_positions: int,
-    head_dim: int,
-    context: int,
-    device: torch.device,
+    ropes: Iterable[Turned], num_positions: int, context: int, device: torch.device
 ) -> Tables:
     """The tables of these, on a device; `context` as of `Rope.tables`."""
     found: Tables = {}
-    for rope in ropes:
+    for rope, head_dim in ropes:
         shape = num_positions, head_dim // 2
         cos, sin = (
             (torch.ones(shape), torch.zeros(shape))
@@ -244,7 +256,7 @@ def make_tables(
             else rope.tables(num_positions, head_dim, context)
         )
         growth = None if rope is None else rope.growth(num_positions)
-        found[rope] = Table(
+        found[rope, head_dim] = Table(
             cos.to(device), sin.to(device), None if growth is None else growth.to(device)
         )
     return found
@@ -254,10 +266,11 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, fam
     """One section. `original_max_position_embeddings` beside it counts more than the one inside,
     else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
-    if kind not in KINDS:
+    if kind not in family.kinds:
         old = "; su is the old name of longrope: give that" if kind == "su" else ""
         raise IsobitError(
-            f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}{old}"
+            f"{where}: unsupported rope scaling {kind!r:.80}: supported are "
+            f"{', '.join(family.kinds)}{old}"
         )
     if any(isinstance(value, dict) for value in section.values()):
         raise IsobitError(
@@ -267,7 +280,7 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, fam
     outside = values.get(_PARTIAL)
     rotated = 1.0 if family.partial is None else family.partial
     partial = section.get(_PARTIAL, rotated if outside is None else outside)
-    if partial != 1.0 and family.partial is None:
+    if partial != 1.0 and family.partial is None and kind != PROPORTIONAL:
         raise IsobitError(
             f"{where}: partial rotary embedding is not supported ({_PARTIAL} {partial!r:.80})"
         )

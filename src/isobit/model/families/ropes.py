@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.families.rope import Rope
+from isobit.model.families.rope import KINDS, PROPORTIONAL, Rope
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -60,18 +60,7 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
             Rope.from_hf(one, where, theta=own, max_positions=max_positions)
             for one, own in zip(given, (theta, sliding_theta))
         )
-        if "longrope" in (full.kind, sliding.kind):
-            raise IsobitError(
-                f"{where}: unsupported rope scaling 'longrope': no model whose layer types have "
-                "rotary embeddings of their own has it"
-            )
-        if any(dict(rope.parameters).get("truncate") is False for rope in (full, sliding)):
-            raise IsobitError(
-                f"{where}: rope scaling yarn: truncate off is not supported where layer types "
-                "have rotary embeddings "
-                "of their own: transformers ignores it there, and truncates; leave it out"
-            )
-        return full, sliding
+        return _checked(full, sliding, where)
 
     def write(full: Rope, sliding: Rope) -> dict[str, Any]:
         if (
@@ -85,3 +74,59 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
         }
 
     return RopeKinds(read, write)
+
+
+def by_sections(full: Rope, sliding: Rope) -> RopeKinds:
+    """One section each in rope_parameters, with a theta, and no keys beside it; these where it is
+    left out."""
+
+    def read(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
+        if beside := [key for key in ("rope_theta", "rope_scaling") if values.get(key) is not None]:
+            raise IsobitError(
+                f"{where}: {beside[0]} is not read in this architecture; give rope_parameters of "
+                "each layer type"
+            )
+        sections = values.get("rope_parameters")
+        if sections is None:
+            return full, sliding
+        if not isinstance(sections, dict) or not all(
+            isinstance(sections.get(kind), dict) and "rope_theta" in sections[kind]
+            for kind in _KINDS
+        ):
+            raise IsobitError(
+                f"{where}: rope_parameters must have the sections {' and '.join(_KINDS)}, each "
+                "with a rope_theta"
+            )
+        first, second = (
+            Rope.from_hf(
+                {"rope_parameters": sections[kind]},
+                where,
+                theta=own.theta,
+                max_positions=max_positions,
+                kinds=(*KINDS, PROPORTIONAL),
+            )
+            for kind, own in zip(_KINDS, (full, sliding))
+        )
+        return _checked(first, second, where)
+
+    def write(full: Rope, sliding: Rope) -> dict[str, Any]:
+        sections = {kind: rope.section() for kind, rope in zip(_KINDS, (full, sliding))}
+        return {"rope_parameters": sections}
+
+    return RopeKinds(read, write)
+
+
+def _checked(full: Rope, sliding: Rope, where: str) -> tuple[Rope, Rope]:
+    """The two. Raises IsobitError for scalings that transformers has not in such a model."""
+    if "longrope" in (full.kind, sliding.kind):
+        raise IsobitError(
+            f"{where}: unsupported rope scaling 'longrope': no model whose layer types have "
+            "rotary embeddings of their own has it"
+        )
+    if any(dict(rope.parameters).get("truncate") is False for rope in (full, sliding)):
+        raise IsobitError(
+            f"{where}: rope scaling yarn: truncate off is not supported where layer types "
+            "have rotary embeddings "
+            "of their own: transformers ignores it there, and truncates; leave it out"
+        )
+    return full, sliding

@@ -30,6 +30,7 @@ from isobit.kernels import (
     unwatched,
 )
 from isobit.model.adapters import low_rank
+from isobit.model.forward.accumulate_grad import tied_gradient
 from isobit.model.forward.linear_backward import (
     GradientCodes,
     backward_of_codes,
@@ -352,7 +353,7 @@ class _Embedding(Function):
     def forward(
         ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, factor: float | None, ops: Ops
     ) -> Tensor:
-        ctx.count, ctx.factor, ctx.ops = master.shape[0], factor, ops
+        ctx.master, ctx.factor, ctx.ops = master, factor, ops
         ctx.save_for_backward(tokens)
         return _embedded(tokens, working, factor)
 
@@ -361,7 +362,11 @@ class _Embedding(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         dy = dy if ctx.factor is None else dy.float() * ctx.factor
-        return None, ctx.ops.embedding_backward(dy, tokens, ctx.count), None, None, None
+        tied = tied_gradient(ctx.master)
+        if tied is not None:
+            tied.add_embedding(dy, ctx.ops)
+            return None, None, None, None, None
+        return None, ctx.ops.embedding_backward(dy, tokens, len(ctx.master)), None, None, None
 
 
 def _embedded(tokens: Tensor, table: Tensor, factor: float | None) -> Tensor:

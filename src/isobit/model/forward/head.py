@@ -1,10 +1,11 @@
 """The output head with its gradient: log-probabilities of given tokens, a few rows of logits at a
 time.
 
-Logits are never held for a whole batch; the backward computes them again. Where logits are filtered
+Logits are not held for a whole batch, and the backward computes them again, unless those of a few
+rows are kept. Where logits are filtered
 (top-k, top-p, min-p) the distribution is softmax over each row's support, a constant of the
 gradient; it is computed from logits that are held, as the rollout's is, also where a backend has a
-fused head. Left out: the other operators (`autograd.py`)."""
+fused head. So it is where a model caps its logits. Left out: the other operators (`autograd.py`)."""
 
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.head.definition import head_gradients
+from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.kernels.sampling.filtering import (
     Context,
     Filtering,
@@ -23,7 +25,11 @@ from isobit.kernels.sampling.filtering import (
     penalize,
     slopes,
 )
+from isobit.model.forward.accumulate_grad import added_to, tied_gradient
 from isobit.model.weights.stored import Weight
+
+_ALL: Filtering = (0, 1.0, 0.0, 1.0)
+"""Of logits that are held, and not filtered."""
 
 
 def head_logprobs(
@@ -35,18 +41,36 @@ def head_logprobs(
     ops: Ops,
     filtering: Filtering | None = None,
     context: Context | None = None,
+    cap: float | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets`, entropy), [T] float32 both, with their gradients, `chunk`
-    rows of logits at a time.
+    rows of logits at a time, capped by `cap`.
 
     hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the
     renormalized distribution; a target outside its row's support is added to it. A repetition
-    penalty is of the tokens in the rows' `context`."""
+    penalty is of the tokens in the rows' `context`. `keep`: of a head that is trained, a backend
+    that holds logits keeps them for the backward, with the same bits."""
+    if cap is not None and filtering is None:
+        filtering = _ALL
+    given = head, targets, temperature, filtering, context, chunk, ops, cap
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(
-            hidden, head.master, head, targets, temperature, filtering, context, chunk, ops
-        )
-    return _chunked_logprobs(hidden, head, targets, temperature, filtering, context, chunk, ops)
+        keep = keep and filtering is None and head.master.requires_grad and not ops.fused_head
+        return _HeadLogprobs.apply(hidden, head.master, *given, keep)
+    return _chunked_logprobs(hidden, *given)
+
+
+def head_rows(vocab_size: int, host: bool) -> int:
+    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
+    but 256, since each chunk of the backward adds to a gradient as large as the head."""
+    return max(256, (1 << (22 if host else 28)) // vocab_size)
+
+
+def most_kept(tokens: int, hidden_size: int) -> int:
+    """Rows of logits that are kept for the backward of a micro-batch of so many tokens, at most:
+    those of `hidden_size` rows take what the head's gradient does, of which autograd would hold
+    two. None beside the activations of many tokens."""
+    return min(tokens, hidden_size) if tokens <= 2 * hidden_size else 0
 
 
 class _HeadLogprobs(Function):
@@ -62,9 +86,12 @@ class _HeadLogprobs(Function):
         context: Context | None,
         chunk: int,
         ops: Ops,
+        cap: float | None,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.kept = list[Tensor]() if keep else None
         logprobs, entropy = _chunked_logprobs(
-            hidden, head, targets, temperature, filtering, context, chunk, ops
+            hidden, head, targets, temperature, filtering, context, chunk, ops, cap, ctx.kept
         )
         ctx.head = head
         ctx.temperature = temperature
@@ -72,6 +99,7 @@ class _HeadLogprobs(Function):
         ctx.chunk = chunk
         ctx.ops = ops
         ctx.context = context
+        ctx.cap = cap
         ctx.save_for_backward(hidden, targets)
         ctx.set_materialize_grads(False)  # most losses have no gradient by the entropy
         return logprobs, entropy
@@ -84,24 +112,45 @@ class _HeadLogprobs(Function):
         hidden, targets = ctx.saved_tensors
         if dlogprobs is None:
             dlogprobs = torch.zeros(len(hidden), device=hidden.device)
-        weight, filtering, ops = ctx.head.prepared, ctx.filtering, ctx.ops
-        dhidden, dweight, trained = torch.empty_like(hidden), None, ctx.needs_input_grad[1]
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            given = (hidden[rows], weight, targets[rows], ctx.temperature)
-            of_entropy = None if dentropy is None else dentropy[rows]
-            if filtering is None:
-                found = ops.head_backward(dlogprobs[rows], *given, of_entropy, dweight, trained)
-            else:
-                logits, slope = _kept(
-                    *given, filtering, _seen(ctx.context, rows, weight, filtering), ops
-                )
-                more = (of_entropy, slope, dweight, trained)
-                found = head_gradients(ops, dlogprobs[rows], logits, *given, *more)
-            dhidden[rows], dweight = found
+        master, trained = ctx.head.master, ctx.needs_input_grad[1]
+        tied = tied_gradient(master) if trained else None
+        into = added_to(master) if trained and ctx.kept is not None else None
+        if ctx.kept is None:
+            dhidden, dweight = _by_chunks(ctx, dlogprobs, dentropy, trained)
+        else:
+            dhidden, dweight = ctx.ops.head_backward_kept(
+                dlogprobs, ctx.kept, hidden, ctx.head.prepared, targets, ctx.temperature, dentropy,
+                into, tied is not None, trained,
+            )  # fmt: skip
         if trained and dweight is None:
-            dweight = torch.zeros(weight.shape, device=hidden.device)
-        return dhidden, dweight, None, None, None, None, None, None, None
+            dweight = torch.zeros(master.shape, device=hidden.device)
+        if tied is not None and dweight is not None:
+            tied.add_head(dweight, from_zero=ctx.kept is not None)
+        given = None if tied is not None or into is not None else dweight
+        ctx.kept = None
+        return dhidden, given, None, None, None, None, None, None, None, None, None
+
+
+def _by_chunks(
+    ctx: Any, dlogprobs: Tensor, dentropy: Tensor | None, trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(gradient of hidden, of the weight if it is `trained` and there are rows), of logits that are
+    computed again."""
+    (hidden, targets), weight, filtering = ctx.saved_tensors, ctx.head.prepared, ctx.filtering
+    dhidden, dweight, ops = torch.empty_like(hidden), None, ctx.ops
+    for start in range(0, hidden.shape[0], ctx.chunk):
+        rows = slice(start, start + ctx.chunk)
+        given = (hidden[rows], weight, targets[rows], ctx.temperature)
+        of_entropy = None if dentropy is None else dentropy[rows]
+        if filtering is None:
+            found = ops.head_backward(dlogprobs[rows], *given, of_entropy, dweight, trained)
+        else:
+            seen = _seen(ctx.context, rows, weight, filtering)
+            logits, slope = _kept(*given, filtering, seen, ops, ctx.cap, slopes_too=True)
+            more = (of_entropy, slope, dweight, trained)
+            found = head_gradients(ops, dlogprobs[rows], logits, *given, *more)
+        dhidden[rows], dweight = found
+    return dhidden, dweight
 
 
 def _chunked_logprobs(
@@ -113,17 +162,24 @@ def _chunked_logprobs(
     context: Context | None,
     chunk: int,
     ops: Ops,
+    cap: float | None,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`kept`: where to put the logits of each chunk."""
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = []
     for place, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):
-        if filtering is None:
+        if kept is not None:
+            kept.append(ops.product(rows, head.prepared, None, torch.float32))
+            parts.append(ops.token_logprobs(kept[-1], tokens, temperature))
+        elif filtering is None:
             parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
         else:
             seen = _seen(
                 context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering
             )
-            logits, _ = _kept(rows, head.prepared, tokens, temperature, filtering, seen, ops)
+            given = (rows, head.prepared, tokens, temperature, filtering)
+            logits, _ = _kept(*given, seen, ops, cap, slopes_too=False)
             parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -136,13 +192,22 @@ def _kept(
     filtering: Filtering,
     seen: Tensor | None,
     ops: Ops,
+    cap: float | None,
+    *,
+    slopes_too: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and their slope where
-    tokens that were `seen` are penalized."""
-    logits, slope = ops.product(hidden, weight, None, torch.float32), None
+    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and where they are
+    wanted their slopes by the head's product, if logits are capped, or tokens that were `seen`
+    penalized."""
+    logits, slope = logits_of(ops, hidden, weight, cap), None
+    if cap is not None and slopes_too:
+        slope = cap_slope(logits, cap)
     if seen is not None:
         penalty = torch.full((len(logits), 1), filtering[3], device=logits.device)
-        slope, logits = slopes(logits, seen, penalty), penalize(logits, seen, penalty)
+        if slopes_too:
+            own = slopes(logits, seen, penalty)
+            slope = own if slope is None else slope.mul_(own)
+        logits = penalize(logits, seen, penalty)
     return filter_around(logits, tokens, temperature, filtering[:3]), slope
 
 

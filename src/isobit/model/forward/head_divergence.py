@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.matrices import values
+from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.model.weights.stored import Weight
 
 DivergenceOf = Callable[[Tensor, Tensor], Tensor]
@@ -30,22 +31,30 @@ WORKING_BYTES = 4 * 12
 @dataclass(frozen=True, eq=False)
 class Other:
     """The model that is compared with: `hidden` [T, its width] in its compute format, its head, and
-    its operators. It has no gradient."""
+    its operators, and the cap of its logits, if they are capped. It has no gradient."""
 
     hidden: Tensor
     head: Prepared
     ops: Ops
+    cap: float | None = None
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, V] float32."""
-        return self.ops.product(self.hidden[rows], self.head, None, torch.float32)
+        return logits_of(self.ops, self.hidden[rows], self.head, self.cap)
 
 
 def head_divergence(
-    hidden: Tensor, head: Weight, other: Other, divergence: DivergenceOf, chunk: int, ops: Ops
+    hidden: Tensor,
+    head: Weight,
+    other: Other,
+    divergence: DivergenceOf,
+    chunk: int,
+    ops: Ops,
+    cap: float | None = None,
 ) -> Tensor:
-    """[T] float32 of hidden [T, C], `chunk` rows of logits at a time."""
-    found: Tensor = _HeadDivergence.apply(hidden, head.master, head, other, divergence, chunk, ops)
+    """[T] float32 of hidden [T, C], `chunk` rows of logits at a time; these are capped by `cap`."""
+    given = head, other, divergence, chunk, ops, cap
+    found: Tensor = _HeadDivergence.apply(hidden, head.master, *given)
     return found
 
 
@@ -60,11 +69,12 @@ class _HeadDivergence(Function):
         divergence: DivergenceOf,
         chunk: int,
         ops: Ops,
+        cap: float | None,
     ) -> Tensor:
-        ctx.given = head.prepared, other, divergence, chunk, ops
+        ctx.given = head.prepared, other, divergence, chunk, ops, cap
         ctx.save_for_backward(hidden)
         found = [
-            divergence(ops.product(hidden[rows], head.prepared, None, torch.float32), theirs)
+            divergence(logits_of(ops, hidden[rows], head.prepared, cap), theirs)
             for rows in _chunks(len(hidden), chunk)
             for theirs in (other.logits(rows),)
         ]
@@ -74,20 +84,22 @@ class _HeadDivergence(Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        weight, other, divergence, chunk, ops = ctx.given
+        weight, other, divergence, chunk, ops, cap = ctx.given
         dhidden, trained = torch.empty_like(hidden), ctx.needs_input_grad[1]
         dweight = torch.zeros(weight.shape, device=hidden.device) if trained else None
         for rows in _chunks(len(hidden), chunk):
-            logits = ops.product(hidden[rows], weight, None, torch.float32).requires_grad_()
+            logits = logits_of(ops, hidden[rows], weight, cap).requires_grad_()
             with torch.enable_grad():
                 found = divergence(logits, other.logits(rows))
                 (dlogits,) = torch.autograd.grad(found, logits, slope[rows])
+            if cap is not None:
+                dlogits = dlogits * cap_slope(logits.detach(), cap)
             del found, logits
             dlogits = dlogits.to(hidden.dtype)
             dhidden[rows] = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
             if dweight is not None:
                 ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32, dweight)
-        return dhidden, dweight, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Heads, KVStore, Layout, Ops, StateStore, Store, unwatched
-from isobit.model.families.rope import Tables
+from isobit.model.families.rope import Table, Tables
 from isobit.model.forward import autograd
 from isobit.model.forward.attend import Attended, attend, attend_linear
 from isobit.model.forward.delta import Recurrent, linear_attention
@@ -24,6 +24,7 @@ from isobit.model.forward.moe import RouteTape, mixture
 from isobit.model.forward.recompute import Recompute, recomputed
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.weights.layout import (
     Attention,
     Delta,
@@ -33,7 +34,7 @@ from isobit.model.weights.layout import (
     Working,
 )
 from isobit.model.weights.permute_heads import arranged, arranged_norm
-from isobit.model.weights.stored import Vector, Weight
+from isobit.model.weights.stored import FROZEN, Vector, Weight
 from isobit.precision import QuantSpec
 
 Watch = Callable[[Ops, int | None], Any]
@@ -69,6 +70,10 @@ class Pass:
     def ops_of(self, layer: int | None) -> Ops:
         """The operators of a layer, or outside the layers."""
         return self.ops if self.watch is None else self.watch(self.ops, layer)
+
+    def table_of(self, index: int) -> Table:
+        """The rotary table of a layer."""
+        return self.tables[self.config.rope_of(index), self.config.heads_of(index).dim]
 
     def store_of(self, index: int, layer: Layer) -> KVStore:
         """Where a layer's keys and values are."""
@@ -111,8 +116,9 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
 
 def _layer(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
-) -> tuple[Tensor, Tensor]:
-    """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
+) -> tuple[Tensor, Tensor | None]:
+    """(what the layer adds, the residual stream that it is added to), both [T, hidden]; or their
+    sum times the layer's number, and None."""
     eps, ops = ctx.config.rms_eps, ctx.ops_of(index)
     if isinstance(layer.attention, Delta):
         x, residual = _linear_attention(x, residual, index, layer, layer.attention, ctx, ops)
@@ -141,7 +147,8 @@ def _layer(
             )
         own = layer.mlp
         x = autograd.gated_linear(gate_up, own.activation, own.down, ops, again, codes)
-    return _added(x, layer.mlp_out_norm, ctx, ops), residual
+    x = _added(x, layer.mlp_out_norm, ctx, ops)
+    return (x, residual) if layer.scalar is None else ((x + residual) * layer.scalar.working, None)
 
 
 def _norm_then_project(
@@ -184,13 +191,15 @@ def _linear_attention(
 
 def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops) -> Tensor:
     """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) ·
-    D], to [T, hidden]."""
-    config, dim, norms = ctx.config, ctx.config.head_dim, own.head_norms
-    rope = config.rope_of(index)
+    D], or [T, (H + KV) · D] where keys are values, to [T, hidden]."""
+    config, sizes, norms = ctx.config, ctx.config.heads_of(index), own.head_norms
+    rope, dim = config.rope_of(index), sizes.dim
+    if config.norms_values:
+        qkv = _with_normed_values(qkv, sizes, config.rms_eps, ops)
     if norms is not None and config.norms_all_heads:
         qkv, norms = _normed_heads(qkv, norms, config.rms_eps, ops), None
     rotated = dim if rope is None else rope.rotated(dim)
-    qkv, gate = arranged(qkv, config, rotated)
+    qkv, gate = arranged(qkv, config, sizes, rotated)
     if norms is not None:
         norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
     heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
@@ -225,7 +234,7 @@ def _attended(
     ctx: Pass,
 ) -> Attended:
     """What a layer's attention takes besides its rows."""
-    config, table = ctx.config, ctx.tables[ctx.config.rope_of(index)]
+    config, table = ctx.config, ctx.table_of(index)
     working = None if norms is None else (norms[0].working, norms[1].working)
     query, query_scale = _rounding_of_queries(index, layer, ctx)
     return Attended(
@@ -246,7 +255,7 @@ def _grown(heads: Tensor, count: int, index: int, ctx: Pass) -> Tensor:
     """Heads [T, H + 2 KV, D], whose first `count`, the queries, are multiplied by a float32 number
     for each position where the layer's rotation has one, each product rounded once. Rotation is
     linear, so this is a multiplication of rotated queries, as long as they are not normed."""
-    growth = ctx.tables[ctx.config.rope_of(index)].growth
+    growth = ctx.table_of(index).growth
     if growth is None:
         return heads
     queries, others = heads.tensor_split((count,), dim=1)
@@ -276,9 +285,19 @@ def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Op
     return torch.cat((q, k, v), dim=1)
 
 
+def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) -> Tensor:
+    """qkv [T, (H + 2 KV) · D] with its values normed, each head by itself and without a weight;
+    where keys are values [T, (H + KV) · D] with values behind them."""
+    others, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
+    one = torch.ones(sizes.dim, dtype=qkv.dtype, device=qkv.device)
+    rows, unweighted = values.contiguous().view(-1, sizes.dim), Vector("", FROZEN, one)
+    normed = autograd.rms_norm(rows, None, unweighted, eps, ops)[0].view(values.shape)
+    return torch.cat((qkv if sizes.joint else others, normed), dim=1)
+
+
 def _recomputed_layer(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`_layer`, computed again in the backward. The tape records the first forward only; a router's
     probabilities have a gradient, so they are among the results."""
     tape = ctx.tape if isinstance(layer.mlp, Mixture) else None

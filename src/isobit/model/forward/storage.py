@@ -23,5 +23,6 @@ def new_store(
     if config.linear is not None and config.is_linear(layer):
         inputs = config.linear.width - 1, config.linear.channels
         return StateStore.allocate(pages, inputs, config.linear.state, flow.compute, device)
-    shape = pages * page_size, config.num_kv_heads, config.head_dim
+    heads = config.heads_of(layer)
+    shape = pages * page_size, heads.kv_heads, heads.dim
     return KVStore.allocate(*shape, kv, flow.compute, scales, device)

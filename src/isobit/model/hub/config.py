@@ -3,13 +3,13 @@
 Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query
 attention, in which a layer may have a sliding window, or linear attention in its place, and a gated
 MLP, or several of which a router chooses. How families differ is in their tables (`families/`).
-Left out: capped scores and logits; each is refused with the reason, and nothing in a model
+Left out: capped scores, and what else `unsupported.py` refuses with the reason; nothing in a model
 directory is ever executed. What is accepted has the log-probabilities of `transformers`
 (`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -19,6 +19,7 @@ from isobit.model.families import (
     MOST_LAYERS,
     Family,
     flag,
+    number,
     optional_whole,
     real,
     whole,
@@ -28,10 +29,14 @@ from isobit.model.families import (
 from isobit.model.families.rope import Rope
 from isobit.model.hub.experts import Experts
 from isobit.model.hub.latent import Latent
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
+from isobit.model.hub.unsupported import check_supported
 from isobit.model.hub.wrapped import architectures, text_of
 from isobit.options.families import nearest
+
+_CAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class ModelConfig:
     `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
     divided by its root; head_dim where None. `linear`: which layers have linear attention, None if
     none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
-    attention, None where it is another."""
+    attention, None where it is another. `global_heads`: those of layers without a window, None
+    where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
+    not capped."""
 
     family: str
     vocab_size: int
@@ -71,6 +78,8 @@ class ModelConfig:
     linear: LinearAttention | None = None
     multipliers: Multipliers | None = None
     latent: Latent | None = None
+    global_heads: LayerHeads | None = None
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         for key in (
@@ -85,17 +94,21 @@ class ModelConfig:
                 raise IsobitError(
                     f"config.json: {key} must be at least 1, got {getattr(self, key)}"
                 )
-        if self.num_heads % self.num_kv_heads:
-            raise IsobitError(
-                f"config.json: {self.num_heads} attention heads cannot share "
-                f"{self.num_kv_heads} key/value heads evenly"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise IsobitError(
-                f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}"
-            )
-        self.rope.check(self.head_dim)
+        own = LayerHeads(self.num_kv_heads, self.head_dim)
+        for heads in (own,) if self.global_heads is None else (own, self.global_heads):
+            if self.num_heads % heads.kv_heads:
+                raise IsobitError(
+                    f"config.json: {self.num_heads} attention heads cannot share "
+                    f"{heads.kv_heads} key/value heads evenly"
+                )
+            if heads.dim < 2 or heads.dim % 2:
+                raise IsobitError(
+                    f"config.json: rotary embedding needs an even head_dim, got {heads.dim}"
+                )
+            self.rope.check(heads.dim)
         family = FAMILIES[self.family]
+        assert self.global_heads is None or family.global_head_dim is not None
+        assert self.logit_cap is None or family.capped_logits
         assert (self.experts is not None) == (family.mixtures is not None)
         if self.experts is not None and family.mixtures is not None:
             assert (self.experts.shared > 0) == (family.mixtures.shared > 0)
@@ -118,20 +131,23 @@ class ModelConfig:
             f"a {self.family} of transformers has no such biases and norms: {given}"
         )
 
-    @property
-    def qkv_size(self) -> int:
-        """What attention takes of a token: queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def heads_of(self, layer: int) -> LayerHeads:
+        """The heads of a layer's attention."""
+        if self.global_heads is not None and not self.slides(layer):
+            return self.global_heads
+        return LayerHeads(self.num_kv_heads, self.head_dim)
+
+    def qkv_rows(self, layer: int) -> int:
+        """Rows of a layer's projection: of queries, their gates, keys, and values that are not the
+        keys."""
+        heads = self.heads_of(layer)
+        queries = self.num_heads * heads.dim * (2 if self.gated_attention else 1)
+        return queries + (1 if heads.joint else 2) * heads.width
 
     @property
     def gated_attention(self) -> bool:
         """Whether each head has a gate."""
         return FAMILIES[self.family].gated_attention
-
-    @property
-    def qkv_rows(self) -> int:
-        """Rows of attention's projection: `qkv_size`, and the gates."""
-        return self.qkv_size + (self.num_heads * self.head_dim if self.gated_attention else 0)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -142,6 +158,16 @@ class ModelConfig:
     def norms_all_heads(self) -> bool:
         """Whether all heads of a token share one norm of queries, and one of keys."""
         return FAMILIES[self.family].norms_all_heads
+
+    @property
+    def norms_values(self) -> bool:
+        """Whether values are normed, each head by itself, without a weight."""
+        return FAMILIES[self.family].norms_values
+
+    @property
+    def layer_scalars(self) -> bool:
+        """Whether a layer's sum is multiplied by a number of its own."""
+        return FAMILIES[self.family].layer_scalars
 
     @property
     def interleaved(self) -> bool:
@@ -184,6 +210,8 @@ class ModelConfig:
         """What scores are multiplied by."""
         if self.multipliers is not None:
             return self.multipliers.attention
+        if (fixed := FAMILIES[self.family].score_scale) is not None:
+            return fixed
         root = float((self.query_scalar or self.head_dim) ** -0.5)
         return root if self.latent is None else root * self.rope.score_factor
 
@@ -200,14 +228,15 @@ class ModelConfig:
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= self.max_positions else window
 
+    def slides(self, layer: int) -> bool:
+        """Whether the layer is one of those with a window."""
+        return bool(self.windows) and self.windows[layer] is not None
+
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, None if it has none."""
-        slides = bool(self.windows) and self.windows[layer] is not None
-        return (
-            None
-            if layer in self.unrotated
-            else (self.sliding_rope if slides else None) or self.rope
-        )
+        if layer in self.unrotated:
+            return None
+        return (self.sliding_rope if self.slides(layer) else None) or self.rope
 
     def is_linear(self, layer: int) -> bool:
         """Whether the layer has linear attention in place of attention."""
@@ -239,7 +268,7 @@ class ModelConfig:
         values = text_of(values, where)
         name = _family_of(values, where)
         family = FAMILIES[name]
-        _refuse_unsupported(values, where, family)
+        check_supported(values, where, family)
         num_heads, hidden = (
             whole(values, key, where) for key in ("num_attention_heads", "hidden_size")
         )
@@ -263,7 +292,7 @@ class ModelConfig:
         experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
         ids = _ids(values, where)
-        return ModelConfig(
+        config = ModelConfig(
             family=name,
             vocab_size=whole(values, "vocab_size", where),
             hidden_size=hidden,
@@ -300,6 +329,7 @@ class ModelConfig:
             multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
             latent=latent,
         )
+        return _with_own_heads(config, values, where)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both
@@ -354,7 +384,24 @@ class ModelConfig:
         if self.latent is not None:
             del values["head_dim"]
             values |= self.latent.to_hf()
-        return values
+        if family.global_head_dim is not None:
+            own = self.global_heads or LayerHeads(self.num_kv_heads, self.head_dim)
+            values |= own.to_hf()
+        if family.capped_logits:
+            values[_CAP] = self.logit_cap
+        return {**values, **family.written}
+
+
+def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:
+    """With the heads of layers without a window, and the logits' cap, where the family has them."""
+    family, heads, cap = FAMILIES[config.family], None, None
+    if family.global_head_dim is not None:
+        slides = [config.slides(layer) for layer in range(config.num_layers)]
+        others = LayerHeads(config.num_kv_heads, config.head_dim)
+        heads = LayerHeads.from_hf(values, where, others, slides, family.global_head_dim)
+    if family.capped_logits and values.get(_CAP) is not None:
+        cap = number(values, _CAP, where, 1.0)
+    return replace(config, global_heads=heads, logit_cap=cap)
 
 
 def _family_of(values: Mapping[str, Any], where: str) -> str:
@@ -427,41 +474,3 @@ def _ids(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
 
 def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
-
-
-def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -> None:
-    named = family.activation_name or family.activation
-    activation = values.get(family.activation_key, named)
-    if activation != named:
-        raise IsobitError(
-            f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {named}"
-        )
-    for key, wanted in family.fixed.items():
-        if values.get(key, wanted) != wanted:
-            raise IsobitError(
-                f"{where}: unsupported {key} {values[key]!r:.80}: supported is {wanted}"
-            )
-    for key in family.off:
-        if values.get(key) not in (None, False):
-            raise IsobitError(
-                f"{where}: {key} {values[key]!r:.80} is not supported: it must be null or false"
-            )
-    if not values.get("is_causal", True):
-        raise IsobitError(
-            f"{where}: is_causal is off: a model that sees later tokens has no "
-            "log-probabilities to train"
-        )
-    if values.get("per_layer_config"):
-        raise IsobitError(
-            f"{where}: per_layer_config is not supported: all layers must have one form"
-        )
-    quantized = values.get("quantization_config")
-    blocks: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    kind, named = blocks, "FP8 blocks of 128x128"
-    if family.mixtures is not None and family.mixtures.together == "columns":
-        kind, named = {"quant_method": "mxfp4"}, "MXFP4"
-    if quantized and not (isinstance(quantized, dict) and kind.items() <= quantized.items()):
-        raise IsobitError(
-            f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one "
-            f"in {named}"
-        )

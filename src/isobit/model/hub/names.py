@@ -30,7 +30,8 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-_BARE = ("sinks", "decay", "step_bias", "balance")  # tensors whose names end with the module's
+_BARE = ("sinks", "decay", "step_bias", "balance", "layer_scalar")
+"""Tensors whose names end with the module's."""
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -260,8 +261,10 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         key = f"{inside[0]}.{base}" if inside else own if linear and own in modules else base
         if config.latent is not None and config.latent.q_rank is None:
             key = f"whole.{key}" if f"whole.{key}" in modules else key
+        if key == "qkv" and config.heads_of(int(index)).joint:
+            key = "joint.qkv"
         named = modules[key]
-        heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, linear)
+        heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, int(index))
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
         row = (
             (1, *shape[1:]) if base == "conv" else shape[1:]
@@ -269,7 +272,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
 
 
-def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[int, ...]:
+def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
     """Rows of each of the tensors that a master is made of."""
     if base == "gate_up" or base == "gates":
         return rows // 2, rows // 2
@@ -278,10 +281,11 @@ def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[i
         first = config.latent.first_rows(config.num_heads)
         return first, rows - first
     assert base == "qkv"
-    if linear and config.linear is not None:
+    if config.linear is not None and config.is_linear(layer):
         return config.linear.channels, config.linear.values
-    kv = config.num_kv_heads * config.head_dim
-    return rows - 2 * kv, kv, kv
+    heads = config.heads_of(layer)
+    others = (heads.width,) if heads.joint else (heads.width, heads.width)
+    return rows - sum(others), *others
 
 
 def layer_and_role(name: str) -> tuple[int, str]:

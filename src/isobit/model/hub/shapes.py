@@ -7,10 +7,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every master, in order.
 
     `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D,
-    C], `q_norm` and `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D],
-    `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C]
+    C], or [(H + KV) · D, C] where keys are values, `q_norm` and `k_norm` [D], or [H · D] and [KV ·
+    D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and
+    `down` [C, I], or `router` [E, C]
     and `experts.e.gate_up` and `experts.e.down` of each expert e, `shared.gate_up` and
-    `shared.down` of an MLP beside them and `shared_gate` [1, C], and `mlp_out_norm`; `final_norm`;
+    `shared.down` of an MLP beside them and `shared_gate` [1, C], and `mlp_out_norm`, and
+    `layer_scalar` [1], which no gradient reaches; `final_norm`;
     `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A bias has
     the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
     from `qkv` to `o`, one with latent attention `Latent.shapes`, and where attention has gates,
@@ -19,13 +21,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         linear = config.linear if config.is_linear(index) else None
-        inside = _attention_shapes(config)
+        inside = _attention_shapes(config, index)
         if linear is not None:
             inside = _own_shapes(config, linear.shapes(config.hidden_size))
         elif config.latent is not None:
             own = config.latent.shapes(config.hidden_size, config.num_heads)
             inside = _own_shapes(config, own)
         inside |= _mlp_shapes(config, config.is_mixture(index))
+        inside |= {"layer_scalar": (1,)} if config.layer_scalars else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm"] = (config.hidden_size,)
     if not config.tie_embeddings:
@@ -33,12 +36,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = (config.num_heads, config.num_kv_heads) if config.norms_all_heads else (1, 1)
-    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (config.qkv_rows, hidden)}
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, rows = config.hidden_size, config.qkv_rows(layer)
+    kv_heads, dim, _ = config.heads_of(layer)
+    heads, kv_heads = (config.num_heads, kv_heads) if config.norms_all_heads else (1, 1)
+    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (rows, hidden)}
     if config.qkv_bias:
-        shapes["qkv_bias"] = (config.qkv_rows,)
+        shapes["qkv_bias"] = (rows,)
     if config.qk_norm:
         shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
     if config.sinks:

@@ -178,7 +178,8 @@ class LatentAttention:
 class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention
     (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
-    where the architecture has them."""
+    where the architecture has them, as it may have the number [1] that the sum is multiplied by
+    (`scalar`)."""
 
     flow: Flow
     input_norm: Vector | None
@@ -187,6 +188,7 @@ class Layer:
     post_norm: Vector | None
     mlp: Mlp | Mixture
     mlp_out_norm: Vector | None
+    scalar: Vector | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,16 +262,15 @@ def remake(
 
     def make() -> None:
         for name, target in targets.values():
-            if shards.owned(name):
-                made = made_like(
-                    target,
-                    masters.parameters[name],
-                    ops,
-                    name,
-                    largest.get(name),
-                    offsets.get(name, 0.0),
-                )
-                (put or write)(rows_of(target, shards.own(name)), made)
+            if not shards.owned(name):
+                continue
+            master, offset = masters.parameters[name], offsets.get(name, 0.0)
+            into = rows_of(target, shards.own(name))
+            if put is None and isinstance(target, Tensor) and not offset:
+                write(into, master.detach())  # which rounds, without a second copy
+            else:
+                made = made_like(target, master, ops, name, largest.get(name), offset)
+                (put or write)(into, made)
         if shards.ranks.size > 1:
             ops.raise_faults()
 

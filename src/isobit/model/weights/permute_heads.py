@@ -14,20 +14,23 @@ import torch
 from torch import Tensor
 
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.weights.stored import Vector
 
 
-def arranged(qkv: Tensor, config: ModelConfig, rotated: int) -> tuple[Tensor, Tensor | None]:
+def arranged(
+    qkv: Tensor, config: ModelConfig, own: LayerHeads, rotated: int
+) -> tuple[Tensor, Tensor | None]:
     """(queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of the
-    projection."""
-    if rotated == config.head_dim and not config.gated_attention and not config.interleaved:
+    projection of a layer with its `own` heads."""
+    if rotated == own.dim and not config.gated_attention and not config.interleaved:
         return qkv, None
-    heads, gate = qkv.unflatten(1, (-1, config.head_dim)), None
+    heads, gate = qkv.unflatten(1, (-1, own.dim)), None
     if config.gated_attention:
         pairs, others = heads.tensor_split((2 * config.num_heads,), dim=1)
         query, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
         heads = torch.cat((query, others), dim=1)
-    turned, values = heads.tensor_split((config.num_heads + config.num_kv_heads,), dim=1)
+    turned, values = heads.tensor_split((config.num_heads + own.kv_heads,), dim=1)
     heads = torch.cat((in_halves(turned, rotated, config.interleaved), values), dim=1)
     return heads.flatten(1), None if gate is None else gate.flatten(1)
 

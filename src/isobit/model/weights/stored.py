@@ -103,7 +103,8 @@ class Vector:
 def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
     """A new working copy."""
     if not offset:
-        return master.detach().to(dtype, copy=True)
+        plain = torch.contiguous_format  # a leaf of one number, expanded, has a step of 0
+        return master.detach().to(dtype, copy=True, memory_format=plain)
     return master.detach().float() + offset
 
 

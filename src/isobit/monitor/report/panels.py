@@ -51,6 +51,9 @@ LEARNING = (
     Panel("Clipped tokens", ("clip_fraction",), note="fraction whose gradient the clip cuts off"),
     Panel("Learning rate", ("learning_rate",)),
     Panel("KL to the reference", ("loss/kl",), unit="nats per token"),
+    Panel(
+        "Observations", ("loss/observation",), unit="nats per token", note="what environments said"
+    ),
     Panel("Skipped optimizer steps", ("steps/skipped",)),
     Panel("Staleness of the samples", ("staleness/mean", "staleness/max"), unit="steps"),
     Panel(

@@ -39,8 +39,8 @@ class Rejection:
     measure: Annotated[
         str,
         OneOf(MEASURES),
-        "of learner to rollout; inverse_ratio: of rollout to learner, as verl's k1 modes are "
-        "bounded",
+        "what is bounded, of learner to rollout. inverse_ratio: of rollout to learner, which "
+        "verl's k1 modes bound",
     ] = "ratio"
     level: Annotated[str, OneOf(LEVELS)] = "token"
     low: float | None = None

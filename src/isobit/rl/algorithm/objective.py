@@ -92,11 +92,11 @@ class Objective:
     ] = "grpo"
     advantage: Annotated[
         Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function,
-        "by name, or your own: path/to/file.py:function. grpo_batch: over the deviation of all "
-        "rewards of a step; opo: less the mean by length; maxrl: over the mean of the group, of "
-        "rewards of 0 and more; otb: less the baseline of least variance of each token's place, for "
-        "one forward more; distillation: of each token how much likelier it is to the teacher, "
-        "reference.path",
+        "by name, or your own: path/to/file.py:function. grpo_batch: divided by the standard "
+        "deviation of all rewards of the step. opo: less the group's mean weighted by length. "
+        "maxrl: divided by the group's mean, for rewards of 0 and more. otb: less the baseline of "
+        "least variance of each token's place, for one more forward. distillation: for each token, "
+        "how much likelier the teacher (reference.path) finds it",
     ] = "grpo"
     discount: Annotated[
         float,
@@ -110,23 +110,24 @@ class Objective:
     loss: Annotated[
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
         "by name, or your own: path/to/file.py:function. reinforce: advantage times "
-        "log-probability, without a ratio; sapo: a soft gate in place of the clip; gmpo: the "
-        "geometric mean of a sequence's clipped ratios; dppo_tv, dppo_kl: no gradient of tokens "
-        "that leave a region around the old policy; vespo: a soft weight of a whole sequence; "
-        "divergence: from a teacher's distribution over the vocabulary, in a distillation",
+        "log-probability, without a ratio. sapo: a soft gate in place of the clip. gmpo: the "
+        "geometric mean of a sequence's clipped ratios. dppo_tv, dppo_kl: no gradient for "
+        "tokens that leave a region around the old policy. vespo: a soft weight for a whole "
+        "sequence. divergence: how far the policy is from a teacher's distribution over the "
+        "vocabulary, in a distillation",
     ] = "clip"
     divergence_beta: Annotated[
         float,
         at_least(0),
         at_most(1),
-        "of loss: divergence: 1 is the reverse KL, 0 the forward KL, and between them the "
+        "for loss: divergence. 1: the reverse KL. 0: the forward KL. Between them: the "
         "generalized Jensen-Shannon divergence (GKD)",
     ] = 1.0
     divergence_top_k: Annotated[
         int,
         at_least(0),
-        "of loss: divergence: over so many of the policy's likeliest tokens, all others being one "
-        "more; 0: over all",
+        "for loss: divergence. Compares this many of the policy's likeliest tokens, and all "
+        "others as if they were one more; 0: compares all",
     ] = 0
     ratio: Annotated[
         str,
@@ -137,27 +138,30 @@ class Objective:
     dual_clip: Annotated[
         float | None,
         above(1),
-        "largest loss of a token with a negative advantage A, over |A|; default: none",
+        "a token with a negative advantage A has at most this times |A| as its loss; default: "
+        "no limit",
     ] = None
     sapo_temperatures: Annotated[
         tuple[Annotated[float, above(0)], Annotated[float, above(0)]],
-        "of the gate of loss: sapo, for tokens with a positive advantage and for the others: how "
-        "soon it fades as the ratio leaves 1",
+        "for loss: sapo. How soon its gate closes as the ratio leaves 1, for tokens with a "
+        "positive advantage and for the others",
     ] = (1.0, 1.05)
     vespo_k: Annotated[
         tuple[Annotated[float, at_least(0)], Annotated[float, at_least(0)]],
-        "of loss: vespo, for tokens with an advantage of 0 and more and for the others: the power "
-        "of a sequence's ratio in its weight",
+        "for loss: vespo. The power to which a sequence's ratio is raised in its weight, for "
+        "tokens with an advantage of 0 and more and for the others",
     ] = (2.0, 3.0)
     vespo_lambda: Annotated[
         tuple[Annotated[float, above(0)], Annotated[float, above(0)]],
-        "of loss: vespo, likewise: how soon the weight falls as the ratio grows",
+        "for loss: vespo. How soon the weight falls as the ratio grows, for the same two",
     ] = (3.0, 2.0)
     loss_aggregation: Annotated[
         str,
         OneOf(AGGREGATIONS),
-        "the mean over tokens, the mean over completions of the mean or the sum over their tokens, "
-        "or that sum divided by max_new_tokens (constant)",
+        "token_mean: the mean over all tokens. sequence_mean: the mean over the tokens of each "
+        "completion, and of these the mean. sequence_sum: the sum over the tokens of each "
+        "completion, and of these the mean. constant: as sequence_sum, divided by "
+        "max_new_tokens",
     ] = "sequence_mean"
     clip_low: Annotated[
         float,
@@ -175,8 +179,9 @@ class Objective:
     off_policy_mask_threshold: Annotated[
         float | None,
         above(0),
-        "no loss of tokens with a negative advantage in a sequence whose mean of log rollout minus "
-        "log policy is above this (DeepSeek-V3.2), under any loss; default: none",
+        "leaves out the tokens with a negative advantage of a sequence in which log rollout "
+        "minus log policy is above this in the mean (DeepSeek-V3.2); works with every loss; "
+        "default: leaves out none",
     ] = None
     dynamic_sampling: Annotated[
         bool, "sample other prompts in place of those whose completions all have the same reward"
@@ -185,10 +190,10 @@ class Objective:
         int, at_least(1), "the most rounds of rollouts in one step, under dynamic sampling"
     ] = 10
     overlong_buffer: Annotated[
-        int, at_least(0), "tokens before the length limit in which the reward sinks; 0: off"
+        int, at_least(0), "over this many tokens before the length limit the reward falls; 0: off"
     ] = 0
     overlong_penalty: Annotated[
-        float, at_least(0), "what the reward has lost at the length limit"
+        float, at_least(0), "how much lower the reward is at the length limit"
     ] = 1.0
     kl_coefficient: Annotated[
         float, at_least(0), "weight of the KL penalty against the reference; 0: none"
@@ -213,15 +218,15 @@ class Objective:
     ] = "auto"
     mask_truncated: Annotated[
         bool,
-        "no loss of completions that ended at the length limit; their rewards still count in "
+        "completions that ended at the length limit have no loss; their rewards still count in "
         "their group's advantages (DAPO's overlong filtering)",
     ] = False
     top_entropy_quantile: Annotated[
         float,
         above(0),
         at_most(1),
-        "share of a step's tokens, those of the highest entropy, that have a loss (a KL penalty is "
-        "of all); below 1 it takes one forward more. 0.2 in arXiv 2506.01939",
+        "only this share of a step's tokens, those with the highest entropy, have a loss (a KL "
+        "penalty is of all). Below 1 it takes one more forward. arXiv 2506.01939 takes 0.2",
     ] = 1.0
     entropy_coefficient: Annotated[
         float,
@@ -232,16 +237,23 @@ class Objective:
     entropy_target: Annotated[
         float | None,
         above(0),
-        "adapt the coefficient to this mean entropy, in nats per token: it grows while the entropy "
-        "is at or below it, shrinks above, and applies only at or below; default: a constant "
-        "coefficient",
+        "adapts the coefficient so that the mean entropy, in nats per token, comes to this: it "
+        "grows while the entropy is at or below the target, and shrinks above. The bonus "
+        "counts only at or below. Default: a constant coefficient",
     ] = None
     entropy_coefficient_step: Annotated[
-        float, above(0), "what an optimizer step changes the coefficient by, under entropy_target"
+        float, above(0), "how much an optimizer step changes the coefficient, under entropy_target"
     ] = 0.005
     entropy_coefficient_max: Annotated[
         float, above(0), "the largest coefficient, under entropy_target"
     ] = 1.0
+    observation_coefficient: Annotated[
+        float,
+        at_least(0),
+        "weight in the loss of the cross-entropy of what an environment says behind the model's "
+        "answers, its mean over these tokens of an optimizer step (ECHO, arXiv 2605.24517, which "
+        "takes 0.05); the prompt is not among them. 0: none",
+    ] = 0.0
     router_replay: Annotated[
         bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"
     ] = False

@@ -37,8 +37,8 @@ class PartialSettings:
     max_staleness: Annotated[
         int,
         at_least(0),
-        "age limit of tokens in steps; older ones are context of their completion, and no loss is "
-        "on them",
+        "age limit of tokens in steps; older ones have no loss, and are only the context of "
+        "what follows",
     ] = 4
 
     @property

@@ -152,6 +152,19 @@ class Sample:
         return len(self.trained)
 
     @property
+    def observed(self) -> list[int]:
+        """The positions in the completion of what an environment said, as the chat template writes
+        it: of each context the tokens that are `given_behind` a sampled one. Those that a context
+        begins with are none: they are its prompt."""
+        edges = [0, *self.forks, len(self.completion_ids)]
+        mask = self.completion_mask or ()
+        return [
+            begin + place
+            for begin, end in pairwise(edges)
+            for place in given_behind(mask[begin:end])
+        ]
+
+    @property
     def contexts(self) -> list[tuple[int, ...]]:
         """The tokens of each context, from the prompt's on: one, where it forks nowhere."""
         edges = [*self.forks, len(self.completion_ids)]
@@ -200,6 +213,14 @@ class Sample:
 
 Group = Sequence[Sample]
 """The samples of one prompt."""
+
+
+def given_behind(mask: Sequence[bool]) -> list[int]:
+    """The places of a context's tokens that were given behind a sampled one, without the token right
+    behind it: of an answer that was cut off that is its end, which the model did not choose.
+    `mask`: which were sampled."""
+    first = next((place for place, sampled in enumerate(mask) if sampled), len(mask))
+    return [place for place in range(first + 1, len(mask)) if not (mask[place] or mask[place - 1])]
 
 
 def groups_to_json(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:

@@ -2,7 +2,7 @@
 distance to the rollout."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ class TrainingBatch:
     `fresh`: the place among a sample's trained tokens from which on they have to be of the weights
     that learning begins with, so that a difference is a mismatch; None: none has to. `zero`:
     whether it teaches nothing, since its advantage is 0 or it is `masked`: left out of the loss and
-    its averages, though it counts as a sequence. `known`: the samples whose `old` are the
-    learner's, not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
+    its averages, though it counts as a sequence. `observed`: how many of its tokens are learned
+    as what an environment said. `known`: the samples whose `old` are the learner's, not the
+    rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
     `comparable_tokens`: those tokens of all samples.
     """
 
@@ -43,6 +44,7 @@ class TrainingBatch:
     fresh: Sequence[int | None]
     zero: Sequence[bool]
     masked: Sequence[bool]
+    observed: Sequence[int]
     comparable_tokens: int
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
@@ -102,6 +104,13 @@ class TrainingBatch:
         )
         return [0.0 if self.masked[i] else weight for i, weight in zip(part, weights)]
 
+    def observation_weights_of(self, part: Sequence[int]) -> dict[int, float]:
+        """By the index of a sample of the optimizer batch `part`, the weight of each of its tokens
+        that are learned as what an environment said: one over all of these. Empty: there is none."""
+        counts = [self.observed[i] for i in part]
+        weights = token_weights(counts, "token_mean", self.objective.max_new_tokens)
+        return {i: weight for i, weight, count in zip(part, weights, counts) if count}
+
     def optimizer_batch(
         self, update: Update, entropy_coefficient: float = 0.0
     ) -> "OptimizerBatch | None":
@@ -117,7 +126,13 @@ class TrainingBatch:
             self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
         ]
         return OptimizerBatch(
-            self.objective, self.samples, update, inputs, self._sizes(update), entropy_coefficient
+            self.objective,
+            self.samples,
+            update,
+            inputs,
+            self._sizes(update),
+            entropy_coefficient,
+            self.observation_weights_of(part),
         )
 
     def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
@@ -205,7 +220,8 @@ class TokenInputs:
 @dataclass(frozen=True, eq=False)
 class OptimizerBatch:
     """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its
-    micro-batches, and their `sizes`; the weight of the entropy bonus."""
+    micro-batches, and their `sizes`; the weight of the entropy bonus; the weight of each token that
+    an environment said, by its sample's index, where such are learned."""
 
     objective: ResolvedObjective
     samples: Sequence[Sample]
@@ -213,6 +229,7 @@ class OptimizerBatch:
     inputs: Sequence[TokenInputs]
     sizes: Totals
     entropy_coefficient: float = 0.0
+    observation_weights: Mapping[int, float] = field(default_factory=dict)
 
 
 def training_batch(
@@ -228,10 +245,14 @@ def training_batch(
     fresh = [_fresh_from(sample, weights_version) if stale else 0 for sample in samples]
     credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
     masked = [objective.mask_truncated and sample.truncated for sample in samples]
-    zero = zero_advantage_samples(objective, credit, masked)
+    learned = objective.observation_coefficient > 0
+    observed = [
+        len(sample.observed) if learned and not out else 0 for sample, out in zip(samples, masked)
+    ]
+    zero = zero_advantage_samples(objective, credit, masked, observed)
     comparable = sum(len(row[first:]) for row, first in zip(rollout, fresh) if first is not None)
     return TrainingBatch(
-        objective, samples, credit, rollout, rollout, fresh, zero, masked, comparable
+        objective, samples, credit, rollout, rollout, fresh, zero, masked, observed, comparable
     )
 
 

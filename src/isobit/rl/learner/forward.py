@@ -12,6 +12,7 @@ from isobit.kernels import Copies
 from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
+from isobit.model.forward.head import most_kept
 from isobit.model.forward.head_divergence import Other
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
@@ -42,7 +43,8 @@ class Teacher:
         hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
         rows = Copies.of(packed.rows, len(hidden)).to(self.model.ops.device)
         hidden = copied(hidden, rows, self.model.ops)
-        return Other(hidden, transformer.head_weight("learner"), self.model.ops)
+        weight, cap = transformer.head_weight("learner"), self.model.config.logit_cap
+        return Other(hidden, weight, self.model.ops, cap)
 
 
 def forward(
@@ -55,8 +57,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the
     learner's flow, as of `forward_compared`."""
-    found = forward_compared(model, packed, temperature, filtering, tape, recompute, None)
-    return found[:2]
+    return forward_compared(model, packed, temperature, filtering, tape, recompute, None)[:2]
 
 
 def forward_compared(
@@ -67,9 +68,10 @@ def forward_compared(
     tape: RouteTape | None,
     recompute: Recompute,
     compared: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(log-probability, entropy, what `compared` makes of hidden rows, if it is given) of every
-    trained token of a packed batch, [C] float32, by the learner's flow.
+    trained token of a packed batch, [C] float32, by the learner's flow; and the log-probability of
+    what is `observed` in it, if it is, [K] float32, at temperature 1 and unfiltered.
 
     All are on the CPU, wherever the model is: what an algorithm does with single tokens happens
     there. Here a learner waits for a GPU, once per micro-batch. `tape` and `recompute` are those of
@@ -81,11 +83,17 @@ def forward_compared(
     )
     rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
     targets, context = packed.targets.to(device), packed.context.to(device)
+    keep = len(rows) <= most_kept(len(hidden), model.config.hidden_size)
     logprobs, entropy = transformer.head_logprobs(
-        rows, targets, temperature, filtering=filtering, context=context
+        rows, targets, temperature, filtering=filtering, context=context, keep=keep
     )
     distance = None if compared is None else compared(rows).cpu()
-    found = logprobs.cpu(), entropy.cpu(), distance
+    observed = None
+    if packed.observed is not None:
+        before = Copies.of(packed.observed.rows, len(hidden)).to(device)
+        said = copied(hidden, before, model.ops), packed.observed.targets.to(device)
+        observed = transformer.head_logprobs(*said)[0].cpu()
+    found = logprobs.cpu(), entropy.cpu(), distance, observed
     model.ops.raise_faults()
     return found
 
@@ -93,13 +101,15 @@ def forward_compared(
 @dataclass(frozen=True, eq=False)
 class Computed:
     """The forward over a micro-batch of C trained tokens: log-probability and entropy [C] float32,
-    and what else was made of the hidden rows: the divergence from a teacher, or log-probabilities
-    at half the temperature; the routers' tape of a mixture of experts."""
+    what else was made of the hidden rows: the divergence from a teacher, or log-probabilities at
+    half the temperature; the log-probability of K tokens that were `observed`, [K] float32, if
+    these are learned; the routers' tape of a mixture of experts."""
 
     packed: PackedBatch
     logprobs: Tensor
     entropy: Tensor
     beside: Tensor | None = None
+    observed: Tensor | None = None
     tape: RouteTape | None = None
 
 
@@ -111,7 +121,7 @@ class PolicyForward:
     `recompute`: keep only each layer's inputs for a backward. `plain`: of a reference, or
     supervised: no top-k or top-p, and what routers do is not looked at. `teacher`: whose
     distribution the policy's is compared with. `halves`: log-probabilities at half the temperature
-    too."""
+    too. `observes`: with what environments said."""
 
     model: Model
     objective: ResolvedObjective
@@ -122,10 +132,11 @@ class PolicyForward:
     plain: bool = False
     teacher: Teacher | None = None
     halves: bool = False
+    observes: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
         model, objective, experts = self.model, self.objective, self.model.config.routed
-        packed = pack(samples, self.share_prompts)
+        packed = pack(samples, self.share_prompts, self.observes)
         compared = self._at_half(packed) if self.halves else self._compared(samples)
         if self.plain:
             found = forward(model, packed, objective.temperature, recompute=self.recompute)

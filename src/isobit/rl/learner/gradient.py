@@ -11,7 +11,7 @@ out: which samples are in the batch, and the update.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,14 @@ from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_policy
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.batch import OptimizerBatch
-from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
+from isobit.rl.learner.forward import (
+    Computed,
+    MicroBatch,
+    PolicyForward,
+    gather_micro_batches,
+    logprobs_of,
+)
+from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.learner.routing import (
     BatchLoad,
     RoutingTotals,
@@ -201,7 +208,8 @@ class Differentiation:
     ) -> MicroBatch:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
         objective, routing, totals = one.objective, RoutingTotals(), Totals()
-        found = replace(policy, totals=routing)(_samples(one, index))
+        observes = bool(one.observation_weights)
+        found = replace(policy, totals=routing, observes=observes)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
         inputs = replace(inputs, divergence=found.beside)
@@ -218,10 +226,28 @@ class Differentiation:
         if inputs.reference_logprobs is not None and objective.kl_coefficient > 0:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
-        with adding_in_place(() if self._sum.hooked else self._leaves.values()):
+        if found.observed is not None:
+            weights = _observation_weights(one, index, found.packed)
+            cross_entropy = -found.observed
+            total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
+            totals.observe(cross_entropy[weights > 0])
+        with self._adding(policy, found):
             total.backward()
         totals.count(loss, outputs, found.entropy, kl)
         return MicroBatch(totals, routing, found.logprobs.detach())
+
+    def _adding(self, policy: PolicyForward, found: Computed) -> AbstractContextManager[None]:
+        """Inside, the backward of a micro-batch adds to gradients where they are."""
+        if self._sum.hooked:
+            return adding_in_place(())
+        # the head that is used twice has two gradients a backward
+        twice = policy.teacher is not None or found.observed is not None
+        apart = ("embed", "head") if twice else ()
+        masters = [leaf for name, leaf in self._leaves.items() if name not in apart]
+        config, tied = policy.model.config, self._leaves.get("embed")
+        if tied is None or not config.tie_embeddings or tied.device.type != "cpu":
+            return adding_in_place(masters)
+        return adding_in_place(masters, tied, found.packed.tokens)
 
     @torch.no_grad()
     def _forward(
@@ -275,6 +301,14 @@ class Differentiation:
 def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
     """Those of a micro-batch."""
     return [one.samples[i] for i in one.update.micro_batches[number]]
+
+
+def _observation_weights(one: OptimizerBatch, number: int, packed: PackedBatch) -> Tensor:
+    """Of the tokens that environments said in a micro-batch, [K] float32; 0 where a sample's are
+    not learned."""
+    assert packed.observed is not None
+    of_samples = [one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[number]]
+    return torch.tensor(of_samples)[packed.observed.sequence]
 
 
 class _NotFinite(Exception):

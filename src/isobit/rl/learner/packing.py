@@ -26,6 +26,7 @@ from torch import Tensor
 
 from isobit.kernels import Copies, Keys, Layout
 from isobit.kernels.sampling.filtering import Context
+from isobit.rl.algorithm.samples import given_behind
 
 MOST_KEYS = 4
 """Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for
@@ -58,12 +59,23 @@ class _Context:
 
 
 @dataclass(frozen=True, eq=False)
+class Observed:
+    """What environments said, K tokens: of each the row that predicts it, its id and its sample's
+    number, [K] int64."""
+
+    rows: Tensor
+    targets: Tensor
+    sequence: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its
     sample's number, `sequence` [C] int64.
 
     `whole` [T] int64 are the places of the rows among those of all sequences, W; where none is
-    shared, all in turn. `context`: the tokens before each target.
+    shared, all in turn. `context`: the tokens before each target. `observed`: what environments
+    said, where that is learned and there is any.
     """
 
     tokens: Tensor
@@ -73,6 +85,7 @@ class PackedBatch:
     sequence: Tensor
     whole: Tensor
     context: Context
+    observed: Observed | None = None
 
     @property
     def num_targets(self) -> int:
@@ -84,9 +97,11 @@ class PackedBatch:
         return self.context.tokens.shape[0] - self.tokens.shape[0]
 
 
-def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBatch:
+def pack(
+    samples: Sequence[Trainable], share_prompts: bool = False, observes: bool = False
+) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to
-    predict."""
+    predict. Where it `observes`, with the rows of what environments said."""
     owners, parts = list[int](), list[_Context]()
     for number, sample in enumerate(samples):
         found = list(_contexts(sample))
@@ -108,17 +123,34 @@ def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBat
     first = _first_of_prompt(parts) if share_prompts else np.arange(len(parts))
     shared = np.where(first == np.arange(len(parts)), 0, prompts)
     row, whole, layout = shared_rows(lengths, first, shared)
+    of_sample = np.array(owners, np.int64)[sequence]
+
+    def chosen(which: NDArray[np.bool_]) -> list[Tensor]:
+        found = row[places[which]], targets[which], of_sample[which]
+        return list(map(torch.from_numpy, found))
+
+    rows, ids, numbers = chosen(trained)
+    said = _said(parts) if observes else np.zeros(0, bool)
     return PackedBatch(
         tokens=torch.from_numpy(tokens[whole]),
         layout=layout,
-        rows=torch.from_numpy(row[places[trained]]),
-        targets=torch.from_numpy(targets[trained]),
-        sequence=torch.from_numpy(np.array(owners, np.int64)[sequence[trained]]),
+        rows=rows,
+        targets=ids,
+        sequence=numbers,
         whole=torch.from_numpy(whole),
         context=Context(
             *map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))
         ),
+        observed=Observed(*chosen(said)) if said.any() else None,
     )
+
+
+def _said(parts: Sequence[_Context]) -> NDArray[np.bool_]:
+    """Of the tokens behind the beginnings of all contexts, which environments said."""
+    found = [np.zeros(len(part.mask), bool) for part in parts]
+    for own, part in zip(found, parts):
+        own[given_behind(part.mask)] = True
+    return np.concatenate(found)
 
 
 def _contexts(sample: Trainable) -> Iterator[_Context]:

@@ -16,7 +16,8 @@ class Totals:
     `named` are sums of the loss function's own metrics. `tokens` are trained tokens, `computed`
     those with a forward, whose `entropy` is known; `rows` are the tokens of prompts and
     completions, `rows_left_out` those without a backward, `rows_shared` those of prompts that were
-    computed for an earlier completion."""
+    computed for an earlier completion; `observed` tokens that environments said, whose
+    cross-entropies add up to `observation`."""
 
     loss: float = 0.0
     kl: float = 0.0
@@ -27,6 +28,8 @@ class Totals:
     rows: int = 0
     rows_left_out: int = 0
     rows_shared: int = 0
+    observed: int = 0
+    observation: float = 0.0
     named: dict[str, float] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -51,6 +54,11 @@ class Totals:
         self.entropy += float(entropy.detach().double().sum())
         self.computed += len(entropy)
 
+    def observe(self, cross_entropy: Tensor) -> None:
+        """Take what environments said in a micro-batch into account, [K] of its tokens."""
+        self.observation += float(cross_entropy.detach().double().sum())
+        self.observed += len(cross_entropy)
+
     def merge(self, other: "Totals") -> None:
         """Add what another counted: a later micro-batch, say."""
         self.loss += other.loss
@@ -62,6 +70,8 @@ class Totals:
         self.rows += other.rows
         self.rows_left_out += other.rows_left_out
         self.rows_shared += other.rows_shared
+        self.observed += other.observed
+        self.observation += other.observation
         self._add_named(other.named)
 
     def add(self, step: "Totals", norm: float) -> None:
@@ -95,5 +105,6 @@ class Totals:
             "learn/shared_share": self.rows_shared / (self.rows or math.nan),
             "learning_rate": rate,
             "steps/skipped": float(self.skipped),
+            **({"loss/observation": self.observation / self.observed} if self.observed else {}),
             **{f"loss/{name}": value / tokens for name, value in self.named.items()},
         }

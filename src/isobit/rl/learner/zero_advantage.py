@@ -17,19 +17,25 @@ from isobit.rl.algorithm.objective import Objective
 
 
 def zero_advantage_samples(
-    objective: Objective, advantages: Sequence[Tensor], masked: Sequence[bool]
+    objective: Objective,
+    advantages: Sequence[Tensor],
+    masked: Sequence[bool],
+    observed: Sequence[int],
 ) -> list[bool]:
-    """Which samples teach nothing, given the advantages [trained tokens] of each, and which the
-    loss leaves out. None where another term of the loss needs them: a KL penalty, an entropy bonus,
-    a divergence, or what a user's own loss may add, which leave out what is masked; a
-    load-balancing loss, which does not."""
+    """Which samples teach nothing, given the advantages [trained tokens] of each, which the loss
+    leaves out, and how many tokens of each are learned as `observed`. None where another term of
+    the loss needs them: a KL penalty, an entropy bonus, a divergence, or what a user's own loss may
+    add, which leave out what is masked; a load-balancing loss, which does not."""
     if objective.router_aux_coefficient > 0:
         return [False] * len(advantages)
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
     other = objective.loss == "divergence" or objective.loss not in LOSSES
     if penalized or objective.pays_entropy or other:
         return list(masked)
-    return [out or not bool(advantage.any()) for advantage, out in zip(advantages, masked)]
+    return [
+        out or not (said or bool(advantage.any()))
+        for advantage, out, said in zip(advantages, masked, observed, strict=True)
+    ]
 
 
 def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:

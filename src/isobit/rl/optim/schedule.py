@@ -81,20 +81,21 @@ class OptimizerSettings:
         int,
         Formerly("sum_group"),
         at_least(1),
-        "adds the gradients of so many micro-batches first, and then these sums. On machines of 8 "
-        "GPUs, 8 sends an eighth between machines. Decides how gradients are rounded",
+        "the gradients of this many micro-batches are added first, and then these sums. With 8 "
+        "on machines of 8 GPUs, an eighth as much is sent between machines. Changes how "
+        "gradients are rounded",
     ] = 1
     separate_zero_advantage: Annotated[
         bool,
         Formerly("idle_apart"),
         "puts samples whose advantage is 0 into separate micro-batches, which cost nothing. "
-        "Decides how gradients are rounded",
+        "Changes how gradients are rounded",
     ] = False
     share_prompts: Annotated[
         bool,
         "computes a prompt once for all of its completions in a micro-batch. Log-probabilities "
-        "have the same bits. Decides how gradients are rounded. Off where a mixture of experts "
-        "repeats routes or balances its load",
+        "keep their bits, and gradients are rounded differently. Off with linear attention, "
+        "and where a mixture of experts replays routes or balances its load",
     ] = True
     total_steps: NotAnOption[int] = 1
     """Calls of `learning_rate`."""

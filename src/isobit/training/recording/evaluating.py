@@ -6,14 +6,24 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
+from isobit.errors import IsobitError
 from isobit.evaluation.best import Best
-from isobit.evaluation.early_stop import STOPPED, EarlyStop
 from isobit.evaluation.result import Question
 from isobit.rl.learner.learner import Learner
+from isobit.tasks import Task
 from isobit.training.measuring.meter import Meter
 from isobit.training.policy import Policy
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
+
+
+def require_held_out(config: Config | SftConfig, task: Task) -> None:
+    """Raise IsobitError where the run is to be evaluated on nothing."""
+    if config.evaluation.every and not len(task.held_out):
+        raise IsobitError(
+            "evaluation.every: the held-out split is empty; set task.held_out_size or "
+            "task.held_out_path"
+        )
 
 
 def evaluated_only_as_the_last(config: Config | SftConfig, step: int) -> bool:
@@ -62,11 +72,12 @@ class HeldOut(Protocol):
 
 
 class Evaluating:
-    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on, `steps`: of
-    the whole run; `write` takes the rows of what was answered."""
+    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on; `write`
+    takes the rows of what was answered."""
 
     def __init__(
         self,
+        config: Config | SftConfig,
         held_out: HeldOut | None,
         policy: Policy,
         learner: Learner,
@@ -74,18 +85,16 @@ class Evaluating:
         meter: Meter,
         saver: Saver,
         best: Best,
-        stop: EarlyStop,
         note: Callable[[str], None],
         write: Callable[[Iterable[Mapping[str, Any]]], None],
         *,
-        every: int,
-        steps: int,
         prompts: int,
     ) -> None:
-        self._held_out, self._every, self._steps = held_out, every, steps
-        self._prompts, self._policy, self._learner, self._state = prompts, policy, learner, state
-        self._meter, self._saver, self._best, self._note = meter, saver, best, note
-        self._stop, self._write = stop, write
+        self._held_out, self._every = held_out, config.evaluation.every
+        self._steps, self._prompts = config.steps, prompts
+        self._policy, self._learner, self._state = policy, learner, state
+        self._meter, self._saver, self._best = meter, saver, best
+        self._note, self._write = note, write
 
     def metrics(self, last: bool) -> dict[str, float]:
         """Of the present step, if it is due or the `last`; else none."""
@@ -101,6 +110,4 @@ class Evaluating:
         self._note(f"step {step}: {line}")
         self._write(rows_of(step, answered))
         self._best.consider(step, found)
-        if self._stop.consider(step, found):
-            found[STOPPED] = 1.0
         return found

@@ -1,5 +1,6 @@
-"""Verb 6, record: a step's metrics and completions, and when they are due an evaluation and a
-checkpoint."""
+"""Verb 6, record: what a step leaves. Its metrics, completions and row of the certificate; where
+they are due an evaluation, which may end the run, and a checkpoint; the screen, trackers and
+callbacks are told. And what is due before the first step, or the next one of a run that goes on."""
 
 import resource
 import time
@@ -7,10 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
+from isobit.evaluation.early_stop import STOPPED, EarlyStop
 from isobit.monitor.screen import Display, Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
-from isobit.run.directory import RunDirectory
+from isobit.run.directory import METRICS, RunDirectory, read_jsonl
+from isobit.run.rows import warn
 from isobit.training.learning import Lesson
 from isobit.training.measuring.meter import added
 from isobit.training.measuring.statistics import rollout_rates
@@ -59,6 +62,32 @@ class Recorder:
         self._evaluating, self._memory = evaluating, memory
         self._display, self._trackers, self._callbacks = display, trackers, callbacks
         self._certificate = Certificate(config, trained.model)
+        self._stop = EarlyStop(config.evaluation)
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run ends before its last step, in words; None while it goes on."""
+        return self._stop.reason
+
+    def begin(self) -> None:
+        """Know what a run that goes on had done. Record the state before the first step, or the
+        step whose evaluation had failed."""
+        state, saver, first = self._state, self._saver, self._trained.ranks.first
+        for row in read_jsonl(self._run.directory / METRICS, warn if first else lambda line: None):
+            self._stop.consider(int(row["step"]), row)
+            if first:
+                self._display.history.add(row)
+        if saver.saved_step is None:
+            self._certify(None, {})
+            self._display.history.add(self._evaluate_and_write())
+            saver.save()
+        elif state.unrecorded is not None:
+            only_as_the_last = evaluated_only_as_the_last(self._config, state.step)
+            measured = {**state.unrecorded, **self._memory()}  # which no checkpoint holds
+            self._display.history.add(self._finish_step(measured))
+            if not only_as_the_last:
+                saver.save()
+        saver.keep()
 
     def record(
         self, synced: Synced, batch: StepBatch, took: Mapping[str, float], lesson: Lesson
@@ -72,11 +101,11 @@ class Recorder:
         self._trained.replay.add(batch.groups)
         measured = self._learned.metrics(batch, lesson) | self._measured(synced, took, lesson)
         rows = self._learned.rows(state.step, batch, lesson)
-        self.certify(self._run.write_completions(rows), measured)
+        self._certify(self._run.write_completions(rows), measured)
         if synced.weights.due(state.step, every.quantization_every):
             by_tensor = synced.weights.by_tensor() | lesson.activations.by_tensor()
             self._run.write_quantization(state.step, by_tensor)
-        values = self.finish_step(measured)
+        values = self._finish_step(measured)
         self._display.step(values, self._learned.shown(batch))
         due = every.checkpoint_every and state.step % every.checkpoint_every == 0
         if saver.saved_step != state.step and (due or state.step == self._config.steps):
@@ -87,7 +116,7 @@ class Recorder:
         if bad >= self._config.optimizer.max_bad_steps:
             saver.fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
 
-    def certify(self, rollouts: str | None, measured: Mapping[str, float]) -> None:
+    def _certify(self, rollouts: str | None, measured: Mapping[str, float]) -> None:
         """The row of the present step in the certificate."""
         state = self._state
         row = self._certificate.row(state.step, state.head, rollouts, measured)
@@ -109,7 +138,7 @@ class Recorder:
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
-    def finish_step(self, measured: dict[str, float]) -> dict[str, float]:
+    def _finish_step(self, measured: dict[str, float]) -> dict[str, float]:
         """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile
         leaves a step that can be saved, but for its row. A step that is evaluated only at the end
         is saved before, as such a step: a run that is extended goes on as one that was planned
@@ -120,17 +149,20 @@ class Recorder:
         only_as_the_last = evaluated_only_as_the_last(self._config, state.step)
         if only_as_the_last and saver.saved_step != state.step:
             saver.save()
-        values = self.evaluate_and_write(measured, state.step == self._config.steps)
+        values = self._evaluate_and_write(measured, state.step == self._config.steps)
         state.unrecorded = None
         saver.keep()
         return values
 
-    def evaluate_and_write(
+    def _evaluate_and_write(
         self, measured: dict[str, float] | None = None, last: bool = False
     ) -> dict[str, float]:
         """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
         there is nothing."""
-        values = {"step": self._state.step, **(measured or {}), **self._evaluating.metrics(last)}
+        step = self._state.step
+        values = {"step": step, **(measured or {}), **self._evaluating.metrics(last)}
+        if self._stop.consider(step, values):
+            values[STOPPED] = 1.0
         if len(values) > 1:
             self._run.write_metrics(values)
             self._trackers.poll()

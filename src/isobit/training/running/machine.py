@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from isobit.distributed import ALONE, Ranks
 from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.options.consistency import default_order
@@ -30,13 +31,17 @@ def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
     return facts
 
 
-def date_of(began: Mapping[str, Any]) -> datetime:
-    """What chat templates say the date is: of a run with these facts, that of its beginning, so
-    that its prompts stay what they are; else now."""
-    try:
-        return datetime.fromisoformat(began["date"])
-    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
-        return datetime.now()
+def date_of(began: Mapping[str, Any], ranks: Ranks = ALONE) -> datetime:
+    """What chat templates say the date is, to all ranks: of a run with these facts, that of its
+    beginning, so that its prompts stay what they are; else now."""
+
+    def said() -> str:
+        try:
+            return datetime.fromisoformat(began["date"]).isoformat()
+        except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
+            return datetime.now().isoformat()
+
+    return datetime.fromisoformat(ranks.broadcast_result(said))
 
 
 def ranks_caution(ranks: int) -> str | None:

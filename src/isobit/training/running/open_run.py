@@ -1,34 +1,34 @@
-"""What every open run has: its directory, screen, trackers and saver, what is due before its first
-step and after its last, and when it ends.
+"""What every open run has: its directory, screen, trackers and saver, the verbs that sync and record,
+what is due after its last step, and when it ends.
 
-The verbs of the loop (`loop.py`) are those of a kind of run, which inherits from this: one that
-samples (`session/open_run.py`), a supervised one (`sft/open_run.py`). Left out: how a run is
-opened.
+Where its batches come from, and what is learned of them beside the loss, a kind of run says, which
+inherits from this: one that samples (`session/open_run.py`), a supervised one (`sft/open_run.py`).
+Left out: how a run is opened (`opening.py`), and what a step leaves (`recording/recorder.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from isobit.config import Config, SftConfig
+from isobit.data.dataset import Dataset
 from isobit.evaluation.best import Best
-from isobit.evaluation.early_stop import EarlyStop
 from isobit.monitor.report import write_report
 from isobit.monitor.screen import Display
 from isobit.monitor.trackers.process import Trackers
 from isobit.options.declare import plain
-from isobit.rl import ResolvedObjective
 from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.run.no_progress import CutOff
-from isobit.run.rows import warn
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.meter import Meter
+from isobit.training.objects import OnStep
 from isobit.training.policy import Policy
-from isobit.training.recording.evaluating import evaluated_only_as_the_last
-from isobit.training.recording.recorder import Recorder
+from isobit.training.recording.callbacks import named_callbacks
+from isobit.training.recording.evaluating import Evaluating, HeldOut
+from isobit.training.recording.recorder import Learned, Recorder
 from isobit.training.resolved import keep
 from isobit.training.running.machine import machine_facts
 from isobit.training.running.restoring import Restored
@@ -39,39 +39,64 @@ from isobit.training.saving.snapshot import State
 _Self = TypeVar("_Self", bound="OpenRun")
 
 
-class OpenRun:
-    """Use as a context manager. `resolved`: what the config's `auto` came to, in plain values.
-    `saved_step`: of the checkpoint that it goes on from. `details`: a few words for the screen."""
+class RunParts(Protocol):
+    """What a run of any kind is put together from."""
 
-    policy: Policy
+    @property
+    def config(self) -> Config | SftConfig:
+        """As resolved: without `auto` and `epochs`."""
+
+    @property
+    def trained(self) -> Trained:
+        """What training changes."""
+
+    @property
+    def train(self) -> Dataset:
+        """The training examples."""
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """What is evaluated, if anything is."""
+
+    def resolved_values(self) -> Mapping[str, Any]:
+        """What the config leaves open, as `resolved.json` has it."""
+
+    def memory_metrics(self) -> dict[str, float]:
+        """What is allocated, in MiB."""
+
+
+class OpenRun:
+    """Use as a context manager. `learned`: what is said of a step; `callbacks` are called after it.
+    `best_by`: the metric of the best model, if it is kept. `saved_step`: of the checkpoint that the
+    run goes on from. `details`: a few words for the screen. Whoever inherits sets `rollouts` and
+    `learning`."""
+
     rollouts: Rollouts
     learning: Learning
-    recorder: Recorder
 
     def __init__(
         self,
-        config: Config | SftConfig,
-        trained: Trained,
-        objective: ResolvedObjective,
-        resolved: Mapping[str, Any],
+        parts: RunParts,
         run: RunDirectory,
         state: State,
+        learned: Learned,
         *,
         quiet: bool,
-        best_by: str | None,
-        saved_step: int | None = None,
+        saved_step: int | None,
+        callbacks: Sequence[OnStep] = (),
+        best_by: str | None = None,
         details: str = "",
     ) -> None:
+        config, trained = parts.config, parts.trained
         self.run, self.state, self.trained = run, state, trained
-        self.model, self.objective, self.ranks = trained.model, objective, trained.ranks
-        facts = machine_facts(self.model, objective)
+        self.model, self.ranks, self.objective = trained.model, trained.ranks, trained.objective
+        facts = machine_facts(self.model, self.objective)
         self._changed = self.ranks.run_on_all(lambda: run.record_machine(facts))
-        self.ranks.run_on_all(lambda: keep(resolved, run))
+        self.ranks.run_on_all(lambda: keep(parts.resolved_values(), run))
         self.interruption = Interruption()
         self._steps, self._report = config.steps, config.run.report
         self._check_memory = config.run.check_memory
         self._ends = isinstance(config, Config) and not config.sampling.ignore_eos
-        self._only_as_the_last = evaluated_only_as_the_last(config, state.step)
         quiet = quiet or not self.ranks.first
         details = f"{details}{self.model.precision.name}, {config.consistency}"
         self.display = Display(config.steps, quiet, state.step, run.directory.name, details)
@@ -86,11 +111,35 @@ class OpenRun:
             run.directory, self.ranks.rank, self.ranks.size, lambda: state.step
         )
         self.ranks.print_to(log_path(run.directory, self.ranks.rank))
-        self._meter = Meter(self._phase, self.model.ops.device)
-        self.stop = EarlyStop(config.evaluation)
+        self._meter = meter = Meter(self._phase, self.model.ops.device)
         self.best = Best(run.directory, best_by, trained.save_model, self.ranks)
-        self.saver = Saver(
-            trained, run, state, self.best, self._meter, config.run.keep_last, saved_step
+        self.saver = Saver(trained, run, state, self.best, meter, config.run.keep_last, saved_step)
+        self.policy = Policy(trained, parts.train, state, meter, self.saver)
+        evaluating = Evaluating(
+            config,
+            parts.held_out,
+            self.policy,
+            trained.learner,
+            state,
+            meter,
+            self.saver,
+            self.best,
+            self.display.note,
+            run.write_held_out,
+            prompts=len(parts.train),
+        )
+        self.recorder = Recorder(
+            config,
+            run,
+            state,
+            trained,
+            self.saver,
+            learned,
+            evaluating,
+            parts.memory_metrics,
+            self.display,
+            self.trackers,
+            [*callbacks, *named_callbacks(config.run.callbacks)] if self.ranks.first else (),
         )
         self._stack = ExitStack()
 
@@ -109,10 +158,6 @@ class OpenRun:
         """Lines for the reader before the first step; None are none."""
         return ()
 
-    def memory_metrics(self) -> dict[str, float]:
-        """What is allocated, in MiB."""
-        raise NotImplementedError
-
     def __enter__(self: _Self) -> _Self:
         with ExitStack() as stack:
             stack.enter_context(self.run)
@@ -126,31 +171,13 @@ class OpenRun:
         return self
 
     def _begin(self) -> None:
-        """Say what computes, know what was done before, and record what is due before the first
-        step."""
+        """Say what computes, and record what is due before the first step."""
         for line in (*self._changed, *self.told()):
             if line is not None:
                 self.display.note(line)
         if self._check_memory:
             self.trained.keep_checksums()
-        say = warn if self.ranks.first else (lambda line: None)
-        for row in runs.read_jsonl(self.run.directory / runs.METRICS, say):
-            self.stop.consider(int(row["step"]), row)  # of a resumed run: what it had done
-            if self.ranks.first:
-                self.display.history.add(row)
-        if self.saver.saved_step is None:
-            self.recorder.certify(None, {})
-            self.display.history.add(self.recorder.evaluate_and_write())
-            self.saver.save()
-        elif self.state.unrecorded is not None:
-            measured = {
-                **self.state.unrecorded,
-                **self.memory_metrics(),
-            }  # which no checkpoint holds
-            self.display.history.add(self.recorder.finish_step(measured))
-            if not self._only_as_the_last:
-                self.saver.save()
-        self.saver.keep()
+        self.recorder.begin()
 
     def __exit__(self, *raised: Any) -> None:
         try:
@@ -173,7 +200,7 @@ class OpenRun:
         ]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
-        return self.state.step < self._steps and not signals and self.stop.reason is None
+        return self.state.step < self._steps and not signals and self.recorder.ended is None
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
@@ -182,8 +209,8 @@ class OpenRun:
         if self._report and self.ranks.first:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
-        if self.stop.reason is not None:
-            self.display.note(f"ended early: {self.stop.reason}")
+        if self.recorder.ended is not None:
+            self.display.note(f"ended early: {self.recorder.ended}")
         cut_off = self.display.history.cut_off if self._ends else CutOff()
         for verdict in (self.display.history.no_progress.verdict, cut_off.verdict):
             if verdict is not None:

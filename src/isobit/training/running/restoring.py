@@ -1,7 +1,7 @@
 """How a run goes on: its directory is its own alone, its checkpoint is restored, and its files are
 cut back to where that was made. And how several ranks open one directory.
 
-Left out: what a run is put together from, which each kind of run opens itself.
+Left out: what a run is put together from (`opening.py`).
 """
 
 import platform
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from isobit.config import Config, SftConfig, dump_config
+from isobit.config import Config, SftConfig, check_resumed, dump_config
 from isobit.distributed import Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
@@ -54,9 +54,12 @@ class Restored:
 
 
 @contextmanager
-def locked(run_dir: Path, ranks: Ranks) -> Iterator[runs.Lock | None]:
+def locked(run_dir: Path, overrides: Sequence[str], ranks: Ranks) -> Iterator[runs.Lock | None]:
     """The directory of a run that goes on is this run's alone before anything in it is read or
-    cleared away; whoever opens it keeps the lock, and an error gives it back."""
+    cleared away; whoever opens it keeps the lock, and an error gives it back. Raises IsobitError
+    for what is no run, and for overrides that would make another run of it."""
+    runs.require_run(run_dir)
+    check_resumed(overrides, run_dir)
     lock = ranks.on_first(lambda: runs.Lock(run_dir))
     try:
         yield lock
@@ -73,12 +76,11 @@ def restore(
     trained: Trained,
     changes: Changes,
     lock: runs.Lock | None,
-    prompts_per_step: int,
 ) -> Restored:
     """Go on from a checkpoint. Raises IsobitError for a run that has done more steps than it is to
     have."""
     ranks, counted = trained.ranks, trained.restore(checkpoint)
-    queue = [StepBatch.from_json(values, prompts_per_step) for values in counted["queue"]]
+    queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     state = State(
         counted["step"],
         counted["cursor"],

@@ -1,10 +1,12 @@
 """What training leaves for whoever called it, and the one way to train an open run to its end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobit.run.directory import METRICS, read_jsonl
+from isobit.distributed import Ranks
+from isobit.distributed.launch import joined, restarted
+from isobit.run.directory import CONFIG, METRICS, read_jsonl
 from isobit.training.loop import training_loop
 from isobit.training.running.open_run import OpenRun
 
@@ -29,9 +31,25 @@ class TrainResult:
         )
 
 
-def trained(run: OpenRun) -> TrainResult:
-    """All steps that are left, and what is due after them."""
-    training_loop(run)
-    run.finish()
-    metrics = list(read_jsonl(run.run.directory / METRICS))
-    return TrainResult(run.run.directory, metrics, run.interruption.exit_code)
+Opened = Callable[[Ranks], OpenRun]
+"""Opens a run on the ranks that there are."""
+
+
+def trained(
+    run_dir: Path, timeout_s: float, again: Opened, new: Opened | None = None
+) -> TrainResult:
+    """All steps that are left, and what is due after them, of a run that goes on `again`; or of a
+    `new` one, unless it began already, and its ranks were started once more after one had died.
+    They meet within `timeout_s`."""
+    with joined(timeout_s) as ranks:
+        if new is not None and not _began(run_dir, ranks):
+            again = new
+        with again(ranks) as run:
+            training_loop(run)
+            run.finish()
+            rows = list(read_jsonl(run_dir / METRICS))
+            return TrainResult(run_dir, rows, run.interruption.exit_code)
+
+
+def _began(run_dir: Path, ranks: Ranks) -> bool:
+    return any(ranks.all_gather_json(restarted() and (run_dir / CONFIG).is_file()))

@@ -28,6 +28,7 @@ from isobit.model.transformer import Transformer
 from isobit.model.weights.checksums import Checksums
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.entropy import EntropyBonus
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.algorithm.samples import groups_from_json
 from isobit.rl.learner.learner import Learner
@@ -61,6 +62,23 @@ class Trained:
     @property
     def ranks(self) -> Ranks:
         return self.model.ranks
+
+    @property
+    def objective(self) -> ResolvedObjective:
+        return self.learner.objective
+
+    def memory_metrics(self, frozen: Model | None) -> dict[str, float]:
+        """Allocated for weights and moments, and for a reference: one that follows the policy, or
+        is `frozen` and has storage of its own; in MiB."""
+        found = {
+            "memory/weights_mib": sum(self.model.memory().values()),
+            "memory/optimizer_mib": self.optimizer.nbytes,
+        }
+        if self.reference is not None:
+            found["memory/reference_mib"] = self.reference.nbytes
+        elif frozen is not None:
+            found["memory/reference_mib"] = sum(frozen.memory().values())
+        return {name: size / 2**20 for name, size in found.items()}
 
     def keep_checksums(self) -> None:
         """From now on notice a bit that changes in the masters, the optimizer's moments and all

@@ -44,6 +44,7 @@ from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.recording.callbacks import named_callbacks
+from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, no_processes, open_processes
@@ -81,11 +82,7 @@ def open_parts(
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
-    if config.evaluation.every and not len(task.held_out):
-        raise IsobitError(
-            "evaluation.every: the held-out split is empty; set task.held_out_size or "
-            "task.held_out_path"
-        )
+    require_held_out(config, task)
     if recorded is None or config.evaluation.every or not config.environment.used:
         processes = open_processes(config, task, objects)
     else:
@@ -269,8 +266,7 @@ def _trained(
     config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
 ) -> Model:
     """The model that is trained, whose tokenizer reads prompts as the run does."""
-    now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
-    model = load_trained(config, base, checkpoint, ranks, now)
+    model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     return model
 
@@ -359,9 +355,7 @@ def _held_out(
     held_out = PeriodicEvaluation(
         engine, examples, held_out_scorer(scorer), plan, model.ranks, dialogue
     )
-    held_out.check_metric("best_by", config.evaluation.best_by)
-    if config.evaluation.stops:
-        held_out.check_metric("stop_by", config.evaluation.stop_by)
+    config.evaluation.check_metrics(held_out.metrics)
     return held_out
 
 

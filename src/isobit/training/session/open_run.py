@@ -1,4 +1,4 @@
-"""A run that samples: what the loop of `loop.py` works with, put together. Left out: how it is
+"""A run that samples: where its groups come from, and how it learns from them. Left out: how it is
 opened (`opening.py`), and what every run has (`running/open_run.py`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +17,8 @@ from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.agreement import failure
 from isobit.training.measuring.meter import Meter
-from isobit.training.objects import NO_OBJECTS, Objects
+from isobit.training.objects import NO_OBJECTS, Measure, Objects
 from isobit.training.parts import Parts
-from isobit.training.policy import Policy
-from isobit.training.recording.callbacks import named_callbacks
-from isobit.training.recording.evaluating import Evaluating
-from isobit.training.recording.recorder import Recorder
 from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
@@ -45,8 +41,8 @@ from isobit.training.session.cautions import cautions
 
 
 class Session(OpenRun):
-    """Its `policy`, `rollouts`, `learning` and `recorder` are the verbs of the loop. With
-    `recorded` groups it samples none. `saved_step`: of the checkpoint that it goes on from."""
+    """With `recorded` groups it samples none. `objects`: what it takes from Python. `saved_step`: of
+    the checkpoint that it goes on from."""
 
     def __init__(
         self,
@@ -60,33 +56,30 @@ class Session(OpenRun):
         saved_step: int | None = None,
     ) -> None:
         self.config, self.parts = parts.config, parts
-        evaluation = self.config.evaluation
+        rows = CompletionRows(self.config.run.completions, parts.model.tokenizer, parts.train)
+        evaluation, replay = self.config.evaluation, parts.trained.replay
         super().__init__(
-            parts.config,
-            parts.trained,
-            parts.resolved.objective,
-            parts.resolved.plain(),
+            parts,
             run,
             state,
+            LearnedRollouts(rows, state, replay),
             quiet=quiet,
-            best_by=evaluation.best_by if evaluation.every and evaluation.keep_best else None,
             saved_step=saved_step,
+            callbacks=objects.callbacks,
+            best_by=evaluation.best_by if evaluation.every and evaluation.keep_best else None,
         )
         self._on_fleet = bool(self.config.fleet.engines) and recorded is None
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
         batches = self._batches(recorded, ahead)
         self._beside = batches if isinstance(batches, AsyncRollouts) else None
-        self.policy = Policy(
-            self.model, parts.calibrator, parts.task.train, state, self._meter, self.saver
-        )
-        self.rollouts: Rollouts = ReplayedRollouts(batches, state, parts.trained.replay)
+        self.rollouts: Rollouts = ReplayedRollouts(batches, state, replay)
         if ahead and self.config.partial.used:
             oldest = self.config.partial.max_staleness
             self.rollouts = AgedRollouts(self.rollouts, state, oldest)
         if parts.serving is not None:
             self.rollouts = ServedRollouts(self.rollouts, parts.serving, state)
-        self.learning = self._learning(batches, ahead, objects, recorded is not None)
-        self.recorder = self._recorder(objects)
+        measures = objects.measures if self.ranks.first else ()
+        self.learning = self._learning(batches, ahead, measures, recorded is not None)
 
     def _batches(
         self, recorded: Iterator[list[Group]] | None, ahead: int
@@ -172,11 +165,11 @@ class Session(OpenRun):
         self,
         batches: PrefetchedRollouts | AsyncRollouts,
         ahead: int,
-        objects: Objects,
+        measures: Sequence[Measure],
         recorded: bool,
     ) -> Learning:
-        parts, state, meter, saver = self.parts, self.state, self._meter, self.saver
-        learner, config = parts.learner, self.config
+        state, meter, saver = self.state, self._meter, self.saver
+        learner, config = self.parts.learner, self.config
         early = SampledAhead(
             learner,
             state,
@@ -190,58 +183,18 @@ class Session(OpenRun):
             keeps_weights=config.keeps_weights,
         )
         return Learning(
-            learner,
-            parts.calibrator,
-            parts.engines,
+            self.trained,
             early,
             state,
             meter,
             saver,
-            objects.measures if self.ranks.first else (),
-            reference=parts.trained.reference,
+            self.display.note,
             quantization_every=config.run.quantization_every,
+            engines=self.parts.engines,
+            measures=measures,
             sleep=config.engine.sleep,
             settle=batches.settle,
             failure_of=partial(failure, learner, self.run.directory, recorded),
-            note=self.display.note,
-        )
-
-    def _recorder(self, objects: Objects) -> Recorder:
-        parts, state, saver, note = self.parts, self.state, self.saver, self.display.note
-        train = parts.task.train
-        evaluating = Evaluating(
-            parts.held_out,
-            self.policy,
-            parts.learner,
-            state,
-            self._meter,
-            saver,
-            self.best,
-            self.stop,
-            note,
-            self.run.write_held_out,
-            every=self.config.evaluation.every,
-            steps=self.config.steps,
-            prompts=len(train),
-        )
-        return Recorder(
-            self.config,
-            self.run,
-            state,
-            parts.trained,
-            saver,
-            LearnedRollouts(
-                CompletionRows(self.config.run.completions, self.model.tokenizer, train),
-                state,
-                parts.trained.replay,
-            ),
-            evaluating,
-            parts.memory_metrics,
-            self.display,
-            self.trackers,
-            [*objects.callbacks, *named_callbacks(self.config.run.callbacks)]
-            if self.ranks.first
-            else (),
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
@@ -263,7 +216,3 @@ class Session(OpenRun):
         if self._beside is not None:
             self.parts.engine.sleep()  # evaluation has an engine of its own
         super()._begin()
-
-    def memory_metrics(self) -> dict[str, float]:
-        """What is allocated, in MiB."""
-        return self.parts.memory_metrics()

@@ -30,7 +30,7 @@ def initial_model(
 ) -> Model:
     """The model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
     IsobitError for what is no model, and for random weights without an alphabet."""
-    now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
+    now = date_of(began, ranks)
     if config.model.path is not None:
         base = model_named(config.model.path)
         model = load_trained(config, base, checkpoint, ranks, now)

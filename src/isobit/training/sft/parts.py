@@ -13,7 +13,7 @@ from isobit.config import SftConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
-from isobit.errors import IsobitError, brief, did_you_mean
+from isobit.errors import IsobitError
 from isobit.model import Model, ModelConfig
 from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
@@ -22,7 +22,6 @@ from isobit.plan.cards import Machine
 from isobit.plan.host import this_machine
 from isobit.plan.job import Given, Job, supervised_job
 from isobit.plan.memory import fitting_tokens
-from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.given import supervised_objective
 from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
 from isobit.rl.learner.learner import Learner
@@ -30,6 +29,7 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import model_named
 from isobit.training.recording.callbacks import named_callbacks
+from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import in_steps
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.saving.checkpoint import Trained
@@ -55,33 +55,22 @@ class SupervisedParts:
     held_out: HeldOutAnswers | None
 
     @property
-    def objective(self) -> ResolvedObjective:
-        return self.trained.learner.objective
-
-    @property
     def micro_batch_tokens(self) -> int:
         """As resolved."""
         return self.trained.learner.micro_batch_tokens
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved_values(self) -> dict[str, Any]:
         """What the config leaves open, as `resolved.json` has it."""
         return {
-            "loss": self.objective.loss,
+            "loss": self.trained.objective.loss,
             "micro_batch_tokens": self.micro_batch_tokens,
             "order": self.trained.model.ops.order,
         }
 
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for weights, in MiB; keys and values are for an evaluation alone."""
-        found = {
-            "memory/weights_mib": sum(self.trained.model.memory().values()),
-            "memory/optimizer_mib": self.trained.optimizer.nbytes,
-        }
-        if (following := self.trained.reference) is not None:
-            found["memory/reference_mib"] = following.nbytes
-        elif self.reference is not None and self.config.adapter is None:
-            found["memory/reference_mib"] = sum(self.reference.memory().values())
-        return {name: size / 2**20 for name, size in found.items()}
+        shared = self.config.adapter is not None
+        return self.trained.memory_metrics(None if shared else self.reference)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,26 +203,17 @@ def load_supervised(config: SftConfig) -> Task:
 
 def check_evaluation(config: SftConfig, task: Task) -> None:
     """Raise IsobitError where there is nothing to evaluate with."""
-    if config.evaluation.every and not len(task.held_out):
-        raise IsobitError(
-            "evaluation.every: the held-out split is empty; set task.held_out_size or "
-            "task.held_out_path"
-        )
-    evaluation = config.evaluation
-    name, accuracy = evaluation.stop_by, "accuracy/held_out"
+    require_held_out(config, task)
+    evaluation, accuracy = config.evaluation, "accuracy/held_out"
     known = ["loss/held_out", *([accuracy] if task.rewards else [])]
     known += ["preference/held_out_accuracy"] if config.compares else []
-    if evaluation.stops and name == accuracy and not task.rewards:
+    if evaluation.stops and evaluation.stop_by == accuracy and not task.rewards:
         key = "patience" if evaluation.stop_at is None else "stop_at"
         raise IsobitError(
             f"evaluation.{key}: task {config.task.name!r} has no reward, so there is no accuracy "
             "to reach; set evaluation.stop_by: loss/held_out"
         )
-    if evaluation.stops and name not in known:
-        raise IsobitError(
-            f"evaluation.stop_by: the evaluation has no metric {brief(name)!r}; "
-            f"{did_you_mean(name, known)}"
-        )
+    evaluation.check_metrics(known)
 
 
 def _asked(task: Task, model: Model | Described, config: SftConfig, quiet: bool) -> Asked | None:

@@ -84,6 +84,8 @@ def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     spilling a register."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
+    if width > 256:
+        return 64, 32, 8, 1
     if width > 128:
         return 64, 32, 8, 2
     return (128, 32, 8, 2) if target().matrix == "warp" else (128, 64, 8, 2)
@@ -93,6 +95,8 @@ def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     """(queries, keys of a block, warps, stages) of the kernel for dk and dv, likewise."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
+    if width > 256:
+        return 16, 64, 8, 1
     if width > 128:
         return 16, 64, 8, 2
     if target().matrix == "warp":

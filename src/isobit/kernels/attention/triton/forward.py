@@ -100,6 +100,8 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(short if few else 64, 16, 4 if few else 16, 1)
     keys, stages = 32 if by_warp else 64, 2 if dim > 128 else 3
+    if dim > 256:  # in the shared memory of a Hopper one block at a time has room
+        return Tiling(short if few else 64, keys, 8, 1)
     if few:
         return Tiling(short, keys, 4, stages)
     if dim > 128:

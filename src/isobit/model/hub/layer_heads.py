@@ -1,0 +1,88 @@
+"""Heads of attention that differ by layer, as Gemma 4 has them, and their keys in config.json.
+
+Layers that see all positions have heads of another width, and other heads of keys, than those with
+a window; in some models one projection gives their keys and their values. Left out: the arithmetic
+(`forward/layers.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from isobit.errors import IsobitError
+from isobit.model.families import flag, optional_whole, whole
+
+_OVERRIDES = ("num_key_value_heads", "head_dim")
+
+
+class LayerHeads(NamedTuple):
+    """Of a layer: heads of keys and values, the width of every head, and whether one projection
+    gives both keys and values."""
+
+    kv_heads: int
+    dim: int
+    joint: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's keys, in all heads."""
+        return self.kv_heads * self.dim
+
+    @staticmethod
+    def from_hf(
+        values: Mapping[str, Any],
+        where: str,
+        others: "LayerHeads",
+        slides: Sequence[bool],
+        dim: int,
+    ) -> "LayerHeads":
+        """Of the layers that do not slide: by the keys of published models, of which `dim` stands
+        for global_head_dim, or by the per_layer_config that transformers writes. `others`: of those
+        that slide. IsobitError for layers of one kind that differ."""
+        joint = flag(values, "attention_k_eq_v", where)
+        if values.get("per_layer_config"):
+            found = _by_layer(values["per_layer_config"], where, others, slides)
+        else:
+            given = optional_whole(values, _GLOBAL_HEADS, where, (_GLOBAL_HEADS,), None)
+            heads = given if given is not None and joint else others.kv_heads
+            found = LayerHeads(heads, whole(values, "global_head_dim", where, dim))
+        if found.kv_heads != others.kv_heads and not joint:
+            raise IsobitError(
+                f"{where}: {found.kv_heads} key/value heads in layers with full attention and "
+                f"{others.kv_heads} in the others: supported with attention_k_eq_v true alone"
+            )
+        return found._replace(joint=joint)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json, as published models have them."""
+        return {
+            "global_head_dim": self.dim,
+            _GLOBAL_HEADS: self.kv_heads,
+            "attention_k_eq_v": self.joint,
+        }
+
+
+_GLOBAL_HEADS = "num_global_key_value_heads"
+
+
+def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]) -> LayerHeads:
+    """Of per_layer_config, which has a mapping for each layer that differs."""
+    layers = [str(layer) for layer in range(len(slides))]
+    usual = dict(zip(_OVERRIDES, others[:2]))
+    if not isinstance(given, dict) or not all(
+        key in layers and isinstance(own, dict) and own.keys() <= usual.keys()
+        for key, own in given.items()
+    ):
+        raise IsobitError(
+            f"{where}: per_layer_config is not supported but for {' and '.join(_OVERRIDES)} of "
+            f"layers 0 to {len(slides) - 1}"
+        )
+    each = [usual | given.get(layer, {}) for layer in layers]
+    heads, dims = ([whole(own, key, where) for own in each] for key in _OVERRIDES)
+    found = [LayerHeads(*sizes) for sizes in zip(heads, dims)]
+    full = {heads for heads, slide in zip(found, slides) if not slide}
+    if len(full) > 1 or any(slide and heads != others for heads, slide in zip(found, slides)):
+        raise IsobitError(
+            f"{where}: per_layer_config is not supported where layers of one type have different "
+            "heads"
+        )
+    return full.pop() if full else others
