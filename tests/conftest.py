@@ -112,7 +112,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsob
 
     def listing() -> dict[str, int]:
         found = (path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts)
-        return {str(path): path.stat().st_size for path in found}
+        return {str(path): path.lstat().st_size for path in found}
 
     def call(*arguments: object) -> str:
         before = listing()

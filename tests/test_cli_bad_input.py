@@ -1,19 +1,24 @@
 """A user's mistake: one clear line on stderr, exit code 2, nothing written; the same message from
 Python."""
 
+import errno
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from isobit import cli
+from isobit.cli.app import lines_of_stdin
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
@@ -204,6 +209,10 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
         ("path: splits, columns: {prompt: question}", "no column 'question' (task.columns.prompt)"),
         ("path: splits, columns: [question]", "task.columns: expected a mapping"),
         ("path: splits, too_long: skip", "task.too_long: expected stop or drop"),
+        (
+            "path: splits, prompt_template: '{prompt} {level}'",
+            "splits/train.jsonl:1: task.prompt_template has {level} in it, and only {prompt} is filled",
+        ),
         ("path: splits, max_prompt_tokens: 2", "splits/train.jsonl:1: the prompt has 4 tokens"),
         (
             "path: splits, chat: true",
@@ -222,7 +231,7 @@ def test_data_of_any_format(
     (folder / "folder").mkdir()
     (folder / "splits").mkdir()
     for split in ("train", "test"):
-        (folder / "splits" / f"{split}.jsonl").write_text('{"prompt": "1+1="}\n')
+        (folder / "splits" / f"{split}.jsonl").write_text('{"prompt": "1+1=", "level": 1}\n')
     assert message in refused("train", config, f"task={{{task}, held_out_size: 0}}", "--quiet")
 
 
@@ -262,6 +271,31 @@ def another_depth(model: Path) -> None:
     edit_json(model / "config.json", lambda values: values.update(num_hidden_layers=3))
 
 
+def an_end_that_is_no_text(model: Path) -> None:
+    edit_json(model / "tokenizer_config.json", lambda values: values.update(eos_token=5))
+
+
+def a_template_that_is_no_text(model: Path) -> None:
+    edit_json(model / "tokenizer_config.json", lambda values: values.update(chat_template=[{}]))
+
+
+def two_tokens_of_one_id(model: Path) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["model"]["vocab"]["1"] = values["model"]["vocab"]["2"]
+
+    edit_json(model / "tokenizer.json", change)
+
+
+def a_key_twice(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text('{"num_hidden_layers": 1,' + path.read_text().lstrip()[1:])
+
+
+def a_mark_in_front(model: Path) -> None:
+    path = model / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+
 def small_vocabulary(model: Path) -> None:
     edit_json(model / "config.json", lambda values: values.update(vocab_size=5))
 
@@ -290,6 +324,17 @@ def no_config(model: Path) -> None:
         (foreign_tokenizer, "the tokenizer has ids up to"),
         (no_tokenizer, "tokenizer.json"),
         (no_config, "config.json"),
+        (
+            an_end_that_is_no_text,
+            "tokenizer_config.json: eos_token: expected the token's text, got 5",
+        ),
+        (
+            a_template_that_is_no_text,
+            "tokenizer_config.json: chat_template: expected text, or a list",
+        ),
+        (two_tokens_of_one_id, "both have the id"),
+        (a_key_twice, "config.json: not valid JSON: key 'num_hidden_layers' comes twice"),
+        (a_mark_in_front, "config.json: not valid JSON: it begins with a byte order mark; save it"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -422,6 +467,12 @@ RESULT = {
         ),
         (("model", "--tag", "many", "--data", "many.jsonl"), "tag 'many' has 101 different values"),
         (("model", "--answer-pattern", "("), "answer pattern '(': not a regular expression"),
+        (
+            ("model", "--temperature", "0.5"),
+            "--temperature is for samples, and the greedy completion",
+        ),
+        (("model", "--top-p", "0.5"), "--top-p is for samples, and the greedy completion is"),
+        (("model", "--min-p", "0.5"), "--min-p is for samples, and the greedy completion is"),
         (("model", "-n", "-1"), "num_samples"),
         (("model", "-n", "1001"), "num_samples"),
         (("model", "-n", "2", "--temperature", "0"), "temperature: expected at least 0.001"),
@@ -633,3 +684,179 @@ def prompts(folder: Path) -> Path:
     path = folder / "asked.jsonl"
     path.write_text('{"prompt": "1+1="}\n')
     return path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["--halp"], "No such option: --halp"),
+        (
+            ["train", "c.yaml", "--fast"],
+            "given without dashes, such as steps=5; isobit train --help",
+        ),
+        (["train", "c.yaml", "--steps=5"], "given without dashes, such as steps=5"),
+        (["generate"], "Missing argument 'MODEL|RUN'"),
+        (["generate", "m", "--prompt"], "requires an argument"),
+        (["generate", "m", "-n", "many"], "'many' is not a valid int"),
+        (["generate", "m", "--max-turns", "0"], "0 is not in the range 1<=x<=4000"),
+        (["verify", "run", "--samples", "0"], "0 is not in the range x>=1"),
+        (["doctor", "now"], "unexpected extra argument"),
+    ],
+)
+def test_what_typer_refuses_is_one_line_too(
+    refused: Callable[..., str], words: list[str], said: str
+) -> None:
+    assert said in refused(*words)
+
+
+def test_without_a_command_there_is_help(run_isobit: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run_isobit()
+    assert code == 2
+    assert "Usage: isobit" in out + err
+    assert run_isobit("--help")[0] == run_isobit("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "model", "--to", "."], "--to .: give the directory by a name of its own"),
+        (["export", "model", "--to", "link"], "--to link: a link; give the directory itself"),
+        (["export", "model", "--to", "o", "--best"], "--best: model is no run"),
+        (["report", "run", "--out", "."], "--out .: a directory; give the name of a file in it"),
+        (["report", "run", "--out", "/dev/null"], "--out /dev/null: a device or a pipe, which"),
+        (["eval", "model", "--out", "link"], "--out link: a directory; give the name of a file"),
+        (["eval", "model", "--out", "dangling"], "--out dangling: a link, which the file would"),
+        (["inspect", "model", "--presets", ""], "--presets: expected at least one, such as fp8"),
+        (["inspect", "model", "--column", "prompt=x"], "--column names a column of the prompts"),
+        (
+            ["inspect", "model", "--out", "config.yaml"],
+            "--out config.yaml: a file; give a directory",
+        ),
+        (["plan", "config.yaml", "--memory", "9" * 400 + "GiB"], "expected a size with its unit"),
+        (
+            ["compare", "config.yaml", "seed=3", "--presets", "fp8"],
+            "changes: seed: a comparison sets",
+        ),
+        (["compare", "config.yaml", "precision=bf16", "--presets", "fp8"], "changes: precision: a"),
+        (
+            ["train", "config.yaml", "task={path: ''}"],
+            "task: path: expected a file or directory, got",
+        ),
+        (["train", "config.yaml", "task={files: ['']}"], "path: expected a file or directory, got"),
+        (["train", "config.yaml", f"steps={'9' * 400}"], "steps: expected below 1,099,511,627,776"),
+        (
+            ["train", "config.yaml", "epochs=1e300"],
+            "steps; give less than 1,099,511,627,776 of them",
+        ),
+        (
+            ["train", "config.yaml", "sampling.group_size=1000000000"],
+            "completions in a step; give at",
+        ),
+        (["train", "config.yaml", "--out", "config.yaml/run"], "config.yaml is a file"),
+        (["train", "config.yaml", "--out", "dangling"], "dangling is a link to gone, which is not"),
+        (["report", "run", "--out", "gone/a.html"], "there is no directory gone"),
+        (["eval", "model", "--out", "empty"], "--out empty: a directory; give the name of a file"),
+        (["eval", "--completions", "a", "--out", ""], "--out .: a directory; give the name"),
+        (["generate", "model", "--prompt", "1", "--parser", "json"], "--parser says how calls of"),
+        (
+            ["generate", "model.gguf", "--prompt", "1"],
+            "model model.gguf: GGUF files, which are not",
+        ),
+        (
+            ["generate", "model", "--prompt", "1", "--chat-template", "t.jinja"],
+            "--chat-template: without --chat prompts are text, which no template renders",
+        ),
+        (
+            ["generate", "model", "--prompt", "1", "--chat-template-kwargs", "a=1"],
+            "--chat-template-kwargs: without --chat prompts are text",
+        ),
+    ],
+)
+def test_places_and_options_that_nothing_could_come_of(
+    config: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
+) -> None:
+    """Before anything is computed."""
+    folder = config.parent
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("empty")
+    (folder / "dangling").symlink_to("gone")
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    if words == ["export", "model", "--to", "."]:  # which is empty
+        words = ["export", "../model", "--to", "."]
+        monkeypatch.chdir(folder / "empty")
+    assert said in refused(*words)
+
+
+class _Full(io.RawIOBase):
+    """A disk without room."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_stdout_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["isobit", "--version"])
+    full = io.TextIOWrapper(io.BufferedWriter(_Full()), encoding="utf-8")  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "isobit: cannot write stdout: No space left on device\n"
+    with suppress(OSError):
+        full.detach()
+
+
+def test_a_locale_that_lacks_a_character_costs_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written as JSON escapes it, so that --json stays JSON."""
+    written = io.BytesIO()
+    narrow = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.setattr(sys, "argv", ["isobit", "--help"])
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", narrow)
+        patched.setattr(cli, "app", lambda **_: print('{"text": "1 ü 😀"}'))
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert written.getvalue() == b'{"text": "1 \\u00fc \\ud83d\\ude00"}\n'
+    assert json.loads(written.getvalue()) == {"text": "1 ü 😀"}
+
+
+def test_standard_input_that_cannot_be_read(
+    config: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", config.parent / "model"]
+    for given, message in (
+        (None, "no prompt: give --prompt, or lines on standard input"),
+        (b"", "no prompt: give --prompt, or lines on standard input"),
+        (b"1+1=\n\xff\n", "standard input, line 2: not UTF-8 text"),
+    ):
+        stream = None if given is None else io.TextIOWrapper(io.BytesIO(given), encoding="ascii")
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert message in refused(*words)
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_of_standard_input(monkeypatch: pytest.MonkeyPatch, line_end: str) -> None:
+    data = ("\ufeff" + line_end.join(("1+1=", "ü\u2028", ""))).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+    assert lines_of_stdin() == ["1+1=", "ü\u2028"]
+
+
+@pytest.mark.parametrize("key", ["run.dir=~/x", "task={path: ~/x.jsonl}", "model.path=~/m"])
+def test_a_home_directory_is_written_whole(
+    config: Path, refused: Callable[..., str], key: str
+) -> None:
+    said = refused("train", config, key)
+    assert "~ is not read as the home directory here: write the whole path" in said

@@ -26,7 +26,7 @@ def test_escape_sequences_are_written_out_and_text_stays() -> None:
 def test_errors_and_notes_are_shown_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(prog_name: str) -> None:
+    def fail(**_: object) -> None:
         raise IsobitError(f"reward failed: {HOSTILE}")
 
     monkeypatch.setattr(cli, "app", fail)

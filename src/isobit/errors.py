@@ -120,12 +120,14 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def download_hint(path: str | Path, *, data: bool = False) -> str:
-    """How to get what is called `path` there, as the end of a message; empty where it does not look
-    like such a name.
+    """How to get what is called `path` at the Hub, as the end of a message about what is not here;
+    empty where it does not look like such a name.
 
     `owner/name` is one, unless it ends like a file or the folder `owner` is here.
     """
     name = str(path)
+    if name.startswith("~"):
+        return "; ~ is not read as the home directory here: write the whole path"
     if (
         not _NAME.fullmatch(name)
         or Path(name).suffix.lower() in _FILES

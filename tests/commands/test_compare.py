@@ -140,6 +140,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> No
         load_compare_config(train, [], 1, None)
     with pytest.raises(IsobitError, match="unknown precision preset 'fp9'"):
         load_compare_config(train, ["fp9"], 1, None)
+    with pytest.raises(IsobitError, match="presets: one of them is there twice"):
+        load_compare_config(train, ["fp8", "bf16", "fp8"], 1, None)
     path = tmp_path / "compare.yaml"
     path.write_text(yaml.safe_dump({"train": str(train), "presets": ["fp8"], "seed": 2}))
     with pytest.raises(IsobitError, match=r"unknown key 'seed' \(did you mean 'seeds'"):
@@ -160,6 +162,20 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> No
     )
     with pytest.raises(IsobitError, match="a run of another configuration"):
         compare(load_compare_config(path, [], None, None))
+
+
+@pytest.mark.parametrize(
+    ("written", "changes"),
+    [(None, ("steps=2",)), ("steps=5", ("steps=5", "steps=2")), ([], ("steps=2",))],
+)
+def test_changes_are_one_text_or_a_list(
+    tmp_path: Path, base_model: Path, written: object, changes: tuple[str, ...]
+) -> None:
+    """Those of the command line come after those of the file."""
+    path = tmp_path / "compare.yaml"
+    values = {"train": str(write_config(tmp_path, base_model)), "presets": ["fp8"]}
+    path.write_text(yaml.safe_dump({**values, "changes": written}))
+    assert load_compare_config(path, [], None, None, ["steps=2"]).changes == changes
 
 
 def test_students_interval() -> None:

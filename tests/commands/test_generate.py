@@ -23,7 +23,7 @@ Generate = Callable[..., str]
 @pytest.fixture
 def generate(base_model: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Generate:
     def call(*words: object, stdin: str = "") -> str:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         code, out, err = run_isobit("generate", base_model, *words)
         assert not code, err
         return out

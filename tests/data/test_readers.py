@@ -1,9 +1,11 @@
 """Every format gives the same examples, and whatever cannot be read is named in one line."""
 
+import bz2
 import datetime
 import decimal
 import gzip
 import json
+import lzma
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -379,6 +381,12 @@ def no_data(folder: Path) -> Path:
     return folder / "set"
 
 
+def a_document(folder: Path) -> Path:
+    (folder / "folder").mkdir()
+    (folder / "folder" / "data.json").write_text('[{"prompt": "a"}]')
+    return folder / "folder"
+
+
 def an_empty_directory(folder: Path) -> Path:
     (folder / "set").mkdir()
     return folder / "set"
@@ -431,6 +439,11 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         "or what save_to_disk writes; it has the folders main, socratic: name one",
     ),
     (an_empty_directory, "no data in this directory"),
+    (
+        a_document,
+        "folder: no data in this directory: expected Parquet, JSONL or CSV files, or what "
+        "save_to_disk writes; it has data.json: name the file itself, if its rows are there",
+    ),
     (no_train, "has several splits; say which with task.split; known: easy, hard"),
     (half_saved, "saved: not a whole dataset of save_to_disk: "),
     (broken_splits, "dataset_dict.json: does not list the splits"),
@@ -458,6 +471,21 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     (
         text_file(gzip.compress(b"hello"), "rows.gz"),
         "rows.gz: cannot tell its format from name or content",
+    ),
+    (text_file(bz2.compress(b"hello"), "rows.jsonl.bz2"), "rows.jsonl.bz2: packed by bzip2, which"),
+    (
+        text_file(lzma.compress(b"hello"), "rows"),
+        "rows: packed by xz, which is not read; unpack it",
+    ),
+    (text_file(b"PK\x03\x04....", "rows.xlsx"), "rows.xlsx: packed by zip, which is not read"),
+    (text_file(b"\x28\xb5\x2f\xfd....", "rows.jsonl.zst"), "rows.jsonl.zst: packed by zstd, which"),
+    (
+        text_file(b'{"prompt": "a"}\n{"prompt": "b", "x": {"y": 1, "y": 2}}\n', "rows.jsonl"),
+        "rows.jsonl:2: malformed JSON: key 'y' comes twice in one object",
+    ),
+    (
+        text_file(b'[{"prompt": "a", "prompt": "b"}]', "rows.json"),
+        "rows.json: malformed JSON: key 'prompt' comes twice in one object",
     ),
     (
         text_file(gzip.compress(b'{"prompt": 1}'), "rows.jsonl.gz"),

@@ -109,6 +109,28 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.all_gather_json("here") == ["here"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment: expected a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' in the environment: expected a whole"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK=2 and WORLD_SIZE=2 in the environment: ranks count",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0 in the environment"),
+        ({"TORCHELASTIC_RESTART_COUNT": "a"}, "TORCHELASTIC_RESTART_COUNT='a' in the environment"),
+    ],
+)
+def test_a_launchers_variables_that_cannot_be_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(IsobitError, match=said):
+        launch.launched() if "RANK" in variables else launch.restarted()
+
+
 def test_ranks_that_add_in_other_orders_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

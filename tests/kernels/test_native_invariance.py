@@ -273,6 +273,7 @@ def test_no_compiler_is_a_reason_and_not_a_crash(
         assert done.stdout.startswith("(False, ")
         assert expected in done.stdout
         assert "reference backend, because native cannot be built" in done.stdout
+        assert done.stderr.count("without them PyTorch computes, many times as slowly") == 1
         assert IsobitError.__name__ in done.stderr.splitlines()[-1]
         assert not list((tmp_path / "cache").rglob("*.so"))
 

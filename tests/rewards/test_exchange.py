@@ -1,6 +1,8 @@
 """Scoring beside other work: the same rewards as all at once, and nothing left behind when it is
 broken off."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -66,6 +68,24 @@ def test_errors_name_the_sample_in_the_order_of_samples(file: str) -> None:
         with pytest.raises(RunFailed, match=r"sample 0 \(prompt 'p0'\): no answer within 0\.5 s"):
             batch.collect()
         assert pool.score(["p"], ["c"], [{}])[0].total == 1.0
+
+
+def test_ctrl_c_while_a_function_hangs_leaves_no_thread_behind(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython 3.11 takes a thread for ended whose `join` was interrupted; it then met closed
+    pipes."""
+    failed = list[threading.ExceptHookArgs]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with RewardPool([RewardSpec(f"{file}:hanging")], deadline_s=30) as pool:
+        batch = pool.begin(1)
+        batch.add(0, ["p"], ["bad"], [{}])
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            batch.collect()
+        batch.cancel()
+    assert eventually(lambda: threads() == [])
+    assert failed == []
 
 
 def test_what_ran_before_it_was_asked_for_is_counted(file: str) -> None:

@@ -257,6 +257,7 @@ def test_what_is_not_a_number_is_named_by_its_index(value: object, message: str)
         (0.5, "returned float 0.5, expected a list of 3 numbers"),
         ("abc", "returned str 'abc', expected a list"),
         ({"a": 1, "b": 2, "c": 3}, "returned dict, expected a list"),
+        ({1.0, 2.0, 3.0}, "returned set, expected a list"),  # which has no order
         ((x for x in [1, 2, 3]), "returned generator, expected a list"),
     ],
 )

@@ -12,7 +12,7 @@ from isobit.monitor.report import write_report
 from isobit.monitor.screen.screen import screen
 from isobit.monitor.screen.watch import Watched
 from isobit.run.directory import read_jsonl
-from isobit.run.no_progress import PATIENCE, NoProgress
+from isobit.run.no_progress import PATIENCE, CutOff, NoProgress
 from isobit.training.train import resume, train
 from tests.runs import write_config
 from tests.view.test_screen import drawn
@@ -152,3 +152,40 @@ def test_it_goes_on_over_a_resume_and_is_seen_from_outside(
     assert len(drawn(watched.history, height=len(shown) - 1)) < len(shown)
     assert "nothing was learned" in write_report([run], tmp_path / "page.html").read_text()
     assert screen(watched.history, 100, 40) is not None
+
+
+def cut(*fractions: float | None) -> CutOff:
+    return reduce(
+        CutOff.after, [{"length/truncated_fraction": each} for each in fractions], CutOff()
+    )
+
+
+def test_completions_that_are_all_cut_off_are_said() -> None:
+    """The control: one that ended."""
+    assert cut(*[1.0] * (PATIENCE - 1)).line is None
+    assert "every completion for 20 steps ran to sampling.max_new_tokens" in str(
+        cut(*[1.0] * PATIENCE).line
+    )
+    assert cut(*[1.0] * PATIENCE, 0.9).line is None
+    assert "every completion in every step ran to" in str(cut(1.0).verdict)
+    assert cut(0.5, 1.0).verdict is None
+    assert "in the last 20 steps" in str(cut(0.5, *[1.0] * PATIENCE).verdict)
+    assert cut(None, math.nan).verdict is None
+    assert cut(1.0, None).steps == 1  # a row of an evaluation
+
+
+@pytest.mark.parametrize(("more", "told"), [([], True), (["sampling.ignore_eos=true"], False)])
+def test_a_run_whose_completions_were_all_cut_off_says_it(
+    tmp_path: Path,
+    base_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    told: bool,
+) -> None:
+    """Not where it is wanted. Under top_k: 1 no completion of this model ends."""
+    config = load_config(write_config(tmp_path, base_model), ["sampling.top_k=1", "steps=1", *more])
+    run = train(config, quiet=False).run_dir
+    (row,) = (each for each in read_jsonl(run / "metrics.jsonl") if each["step"])
+    assert row["length/truncated_fraction"] == 1
+    said = "every completion in every step ran to sampling.max_new_tokens and was cut off"
+    assert (said in capsys.readouterr().err) == told

@@ -116,7 +116,8 @@ def test_a_listener_beyond_the_machine_is_noticed() -> None:
 def said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
 ) -> str:
-    monkeypatch.setattr(sys, "argv", ["isobit", "serve", *map(str, words)])
+    port = () if "--port" in words else ("--port", 0)
+    monkeypatch.setattr(sys, "argv", ["isobit", "serve", *map(str, (*words, *port))])
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
@@ -147,6 +148,19 @@ def test_what_it_refuses(
     )
     wrong = ("--adapter", f"math={base}")
     assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
+    for given, message in (
+        (("--grace", "nan"), "--grace nan: expected seconds from 0 to 86,400"),
+        (("--grace", "inf"), "--grace inf: expected seconds"),
+        (("--grace=-1",), "--grace -1: expected seconds"),
+        (("--name", " "), "--name ' ': expected a name that is not empty"),
+        (("--name", "math", *wrong), "--name 'math': an adapter has it too"),
+        (("--port", 70000), "Invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
+        (("--kv-pages", 0), "Invalid value for '--kv-pages': 0 is not in the range x>=1"),
+        (("--max-sequences", 0), "Invalid value for '--max-sequences': 0 is not"),
+    ):
+        line = said(monkeypatch, capsys, base, *given, *token)
+        assert message in line
+        assert line.count("\n") == 1
     assert "expected nothing more, or full, got 'half'" in said(
         monkeypatch, capsys, base, "--train=half", *token
     )

@@ -95,6 +95,14 @@ def test_fewer_prompts_than_a_step_asks(
     assert said(config, capsys, "prompts_per_step=3") == []
 
 
+def test_a_column_that_is_the_same_in_all_rows(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = rows(tmp_path / "rows.jsonl", *["1+1="] * 5)
+    (line,) = said(own(tmp_path, base_model, {"path": data}), capsys)
+    assert f"all 5 training prompts are the same, that of {data}:1" in line
+
+
 def test_one_row(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = own(tmp_path, base_model, {"path": rows(tmp_path / "rows.jsonl", "1+1=")})
     (line,) = said(config, capsys)
@@ -134,6 +142,44 @@ def test_held_out_prompts_that_are_trained_on(
             "evaluation.samples 100: there are 8 held-out prompts",
         ),
         ("evaluation={every: 1, samples: 8}", None),
+        (
+            "evaluation.num_samples=4",
+            "evaluation.num_samples has no effect without evaluation.every",
+        ),
+        ("evaluation.keep_best=false", None),
+        ("replay.capacity=4", "replay.capacity has no effect without replay.groups_per_step"),
+        ("replay.max_staleness=3", None),
+        ("fleet.deadline_s=9", "fleet.deadline_s has no effect without fleet.engines"),
+        (
+            "serve={share: 0.5, max_sequences: 2}",
+            "serve.share and serve.max_sequences have no effect",
+        ),
+        ("curriculum.floor=0.5", "curriculum.floor has no effect without curriculum.mode"),
+        (
+            "environment.max_turns=3",
+            "environment.max_turns has no effect without environment.tools",
+        ),
+        ("reference.path=gone", "reference.path has no effect without algorithm.kl_coefficient"),
+        ("optimizer.final_fraction=0.1", "has no effect under optimizer.schedule: constant"),
+        ("optimizer={final_fraction: 0.1, schedule: linear}", None),
+        ("algorithm.overlong_penalty=2", "has no effect without algorithm.overlong_buffer"),
+        ("algorithm={overlong_penalty: 2, overlong_buffer: 1}", None),
+        ("algorithm.kl_estimator=k2", "algorithm.kl_estimator has no effect without"),
+        (
+            "algorithm.vespo_k=[1, 1]",
+            "algorithm.vespo_k has no effect under loss: clip; it is of vespo",
+        ),
+        ("algorithm={preset: vespo, vespo_k: [1, 1]}", None),
+        ("model.chat_template_kwargs={a: 1}", "has no effect on prompts that are text"),
+        (
+            "sampling.stop=['1\\\\n']",
+            "has a backslash and the letter n in it; for a line end write it",
+        ),
+        ("sampling.stop=['ü']", "stop 'ü' never comes: the model's vocabulary cannot write it"),
+        ("sampling.stop=['=']", None),
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate 0.5 is large"),
+        ("adapter={rank: 2}", None),
+        ("adapter={rank: 2} optimizer.learning_rate=1e-6", "1e-06 is small for an adapter"),
         ("evaluation={every: 1}", None),
     ],
 )
@@ -149,7 +195,9 @@ def test_settings_that_do_nothing(
         config.write_text(config.read_text().replace(":digits", ":digits\n    weight: 0"))
         found = said(config, capsys)
     else:
-        found = said(write_config(tmp_path, base_model), capsys, given)
+        several = given.split(" optimizer.", 1)
+        overrides = [several[0], *(f"optimizer.{each}" for each in several[1:])]
+        found = said(write_config(tmp_path, base_model), capsys, *overrides)
     assert len(found) == (line is not None)
     assert line is None or line in found[0]
 

@@ -287,6 +287,24 @@ def test_a_model_that_cannot_end_a_completion_is_said(
     assert said(base_model) == ""
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [("hello", True), ("{% for m in messages %}{{ m.content }}{% endfor %}", False)],
+)
+def test_a_template_that_leaves_the_messages_out_is_said(
+    run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    template: str,
+    told: bool,
+) -> None:
+    config = run(["one", "two", "three"], chat=True)
+    Path("own.jinja").write_text(template)
+    parts = open_parts(load_config(config, ["model.chat_template=own.jinja"]), quiet=False)
+    parts.processes.close()
+    said = "training prompts are the same tokens: the chat template writes nothing of what they say"
+    assert (said in capsys.readouterr().err) == told
+
+
 @pytest.mark.parametrize("rule", ["escape", "allow", "refuse"])
 def test_special_tokens_in_prompts_are_said_once(
     run: Callable[..., Path], rule: str, capsys: pytest.CaptureFixture[str]

@@ -3,13 +3,21 @@ serve | watch | report | track | verify | doctor`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an
 exit code: 2 for a user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted
-and saved. Heavy modules are imported inside the commands, so that `--help` answers at once.
+and saved. What typer refuses is one line too. Heavy modules are imported inside the commands, so
+that `--help` answers at once.
 """
 
+import codecs
 import errno
+import io
+import json
 import os
+import signal
 import sys
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import typer
 
 from isobit.cli import training, planning, evaluation, models, serving, pages, machine  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
@@ -29,7 +37,7 @@ __all__ = [
 ]
 
 
-_OF_A_PLACE = (
+_OF_PLACES = (
     errno.ENAMETOOLONG,
     errno.EACCES,
     errno.EPERM,
@@ -39,6 +47,13 @@ _OF_A_PLACE = (
     errno.EROFS,
 )
 """What is wrong with a place of the user's, wherever it was met."""
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What is wrong with where something is written, which has no name where it is stdout."""
+_Usage: Any = typer.BadParameter.__base__
+"""What typer raises for a command line that it refuses; the class is click's, or typer's copy of
+it."""
+_OF_CONFIGS = ("train", "sft", "compare", "plan", "track")
+"""Commands that take keys of a config as `key=value`."""
 _LESS_MEMORY = (
     "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and "
     "with optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last "
@@ -48,25 +63,78 @@ _LESS_MEMORY = (
 
 def main() -> None:
     """Entry point of the `isobit` command."""
+    _write_any_text()
     try:
-        app(prog_name="isobit")
+        code = app(prog_name="isobit", standalone_mode=False)
+        _flush()
+    except _Usage as error:
+        _end(_one_line(error))
+    except typer.Abort:  # the end of stdin, where something is asked
+        sys.exit(128 + signal.SIGINT)
     except IsobitError as error:
         _end(error)
     except OSError as error:
-        if error.errno not in _OF_A_PLACE or error.filename is None:
+        if error.errno in _OF_PLACES and error.filename is not None:
+            _end(IsobitError(f"{brief(error.filename, 300)}: {error.strerror}"))
+        if error.errno not in _OF_OUTPUT:
             raise
-        _end(IsobitError(f"{brief(error.filename, 300)}: {error.strerror}"))
+        _drop_output()
+        _end(RunFailed(f"cannot write {brief(error.filename or 'stdout', 300)}: {error.strerror}"))
     except (MemoryError, RuntimeError) as error:
         asked = failed_allocation(error)
         if asked is None:
             raise
         _end(RunFailed(f"out of memory: {asked}; {_LESS_MEMORY}"))
+    sys.exit(code)
+
+
+def _write_any_text() -> None:
+    """Where the locale's encoding lacks a character, stdout has it as JSON escapes it."""
+    codecs.register_error("json", _escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="json")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def _flush() -> None:
+    """Write what is left for stdout while a failure can still be told."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        _drop_output()
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """Let Python, which flushes stdout as it ends, do so into nothing."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _one_line(error: Any) -> IsobitError:
+    """What typer says of a command line, in one line that ends with where to read more."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(error.exit_code)
+    command = "isobit" if error.ctx is None else error.ctx.command_path
+    said = " ".join(error.format_message().split()).rstrip(".")
+    if said.startswith("No such option") and command.rpartition(" ")[2] in _OF_CONFIGS:
+        said += "; a key of the config is given without dashes, such as steps=5"
+    return IsobitError(f"{said}; {command} --help says what there is")
 
 
 def _end(error: IsobitError) -> NoReturn:
     rank, folder = os.environ.get("RANK", "0"), PrivateFolder.given()
     if folder is not None:  # whoever has started the ranks speaks for all
         say(folder, int(rank), error, isinstance(error, RankLost))
-    elif rank == "0" or not sys.stderr.isatty():  # the first rank speaks for all at a terminal
+    elif (  # the first rank speaks for all at a terminal
+        rank == "0" or "WORLD_SIZE" not in os.environ or not sys.stderr.isatty()
+    ):
         print(f"isobit: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

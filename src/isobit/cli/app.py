@@ -1,6 +1,7 @@
 """The typer application, and what several commands share: options, and the syntax of lists."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +87,21 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def lines_of_stdin() -> list[str]:
+    """The lines of standard input, which is UTF-8 whatever the locale says; none where it is
+    closed. Raises IsobitError for other bytes."""
+    if sys.stdin is None:
+        return []
+    data = sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise IsobitError(f"standard input, line {line}: not UTF-8 text") from None
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
 
 
 def names(presets: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Commands that use a model: `generate`, `inspect`, `export`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +17,11 @@ from isobit.cli.app import (
     adapters,
     app,
     columns,
+    lines_of_stdin,
     names,
     template_kwargs,
 )
+from isobit.errors import IsobitError
 
 _Tools = Annotated[
     list[str] | None,
@@ -61,7 +62,9 @@ def generate(
     ] = None,
     chat_template_kwargs: TemplateKwargs = None,
     tools: _Tools = None,
-    max_turns: Annotated[int, typer.Option(help="turns of the model, with tools")] = 8,
+    max_turns: Annotated[
+        int, typer.Option(min=1, max=4000, help="turns of the model, with tools")
+    ] = 8,
     parser: _Parser = None,
     adapter: Adapters = None,
     as_json: Annotated[
@@ -85,7 +88,13 @@ def generate(
     from isobit.environments.settings import EnvironmentConfig
     from isobit.run.directory import model_directory
 
-    prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
+    if parser is not None and not tools:
+        raise IsobitError(
+            "--parser says how calls of tools are read; give --tools, or leave it out"
+        )
+    if not (chat or tools):
+        _refuse_template(chat_template, chat_template_kwargs)
+    prompts = list(prompt) if prompt else lines_of_stdin()
     numbers = n, max_new_tokens, temperature, top_k, top_p, min_p, seed
     sampling = Sampling(*numbers, tuple(stop or ()), repetition_penalty=repetition_penalty)
     print_completions(
@@ -100,6 +109,16 @@ def generate(
         as_json=as_json,
         tools=EnvironmentConfig(tools=tuple(tools or ()), max_turns=max_turns, parser=parser),
     )
+
+
+def _refuse_template(template: Path | None, variables: list[str] | None) -> None:
+    """Raise IsobitError for a template of prompts that are text."""
+    if template is not None or variables:
+        given = "--chat-template" if template is not None else "--chat-template-kwargs"
+        raise IsobitError(
+            f"{given}: without --chat prompts are text, which no template renders; give --chat, or "
+            "leave it out"
+        )
 
 
 @app.command()

@@ -37,7 +37,10 @@ def report(
     isobit report runs/a runs/b --out compare.html
     """
     from isobit.monitor.report import write_report
+    from isobit.run import durable
 
+    if out is not None:
+        durable.check_new_file(out, "--out")
     print(write_report(runs, out if out is not None else runs[0] / "report.html"))
 
 

@@ -67,7 +67,7 @@ def serve(
         Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
     ],
     adapter: Adapters = None,
-    port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8000,
     host: Annotated[
         str, typer.Option(help="address to listen on; others than this machine's need --token")
     ] = ("127.0.0.1"),
@@ -90,10 +90,10 @@ def serve(
     state: StateFolder = None,
     state_every: StateEvery = 10,
     kv_pages: Annotated[
-        int | None, typer.Option(help="pages of the KV cache; default: up to 2 GiB of them")
+        int | None, typer.Option(min=1, help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,
     max_sequences: Annotated[
-        int, typer.Option(help="answers that are sampled at the same time")
+        int, typer.Option(min=1, help="answers that are sampled at the same time")
     ] = 64,
     grace: Annotated[
         float, typer.Option(help="seconds that open requests have to end after SIGTERM")

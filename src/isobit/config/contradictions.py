@@ -1,20 +1,31 @@
 """What sections of a config contradict each other, refused with what to leave out. Left out: what
 the whole of a config contradicts (`schema.py`)."""
 
-from isobit.config.sections import AdapterConfig, ReferenceConfig
+from collections.abc import Sequence
+
+from isobit.config.sections import AdapterConfig, ReferenceConfig, SamplingConfig
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
+from isobit.options.reading import OptionError
 from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
 from isobit.rl.optim.schedule import OptimizerSettings
 
 __all__ = [
+    "MOST_OF_A_STEP",
     "check_adapter",
+    "check_comparison",
+    "check_filtered",
     "check_kl",
     "check_kto",
     "check_loss",
     "check_observations",
     "check_reference",
+    "check_step",
 ]
+
+MOST_OF_A_STEP = 1 << 22
+"""Completions or examples of a step: more are a slip of the pen, which no machine would end."""
+_OF_COMPARISONS = {"precision": "presets", "seed": "first_seed and seeds", "run.dir": "out"}
 
 
 def check_observations(algorithm: Objective, environment: EnvironmentConfig) -> None:
@@ -27,6 +38,22 @@ def check_observations(algorithm: Objective, environment: EnvironmentConfig) -> 
         "algorithm.observation_coefficient learns what an environment says behind an answer, and "
         f"the environment {why}: set environment.tools, factory or mcp and max_turns, or leave it out"
     )
+
+
+def check_filtered(algorithm: Objective) -> None:
+    """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
+    if algorithm.kl_coefficient:
+        raise IsobitError(
+            "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+            "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+            "top_p: 1, min_p: 0, repetition_penalty: 1"
+        )
+    if algorithm.weighs_places:
+        raise IsobitError(
+            "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+            "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+            "min_p: 0, repetition_penalty: 1, or another advantage"
+        )
 
 
 def check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
@@ -132,3 +159,32 @@ def check_kl(algorithm: Objective) -> None:
             "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
             "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
         )
+
+
+def check_step(prompts: int, sampling: SamplingConfig, algorithm: Objective) -> None:
+    """Raise IsobitError for more completions of a step than anybody means, fewer than it has
+    updates, and for a buffer as long as they are."""
+    group = sampling.group_size
+    if prompts * group > MOST_OF_A_STEP:
+        raise IsobitError(
+            f"prompts_per_step {prompts:,} x sampling.group_size {group:,} are {prompts * group:,} "
+            f"completions in a step; give at most {MOST_OF_A_STEP:,}"
+        )
+    if algorithm.overlong_buffer >= sampling.max_new_tokens:
+        raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
+    if algorithm.updates_per_batch > prompts * group:
+        raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
+
+
+def check_comparison(presets: Sequence[str], changes: Sequence[str]) -> None:
+    """Raise IsobitError for presets that are none, or twice there, and for changes of what a
+    comparison sets for each run."""
+    if not presets:
+        raise OptionError(("presets",), "expected at least 1 of them")
+    if len(set(presets)) < len(presets):
+        raise OptionError(("presets",), "one of them is there twice")
+    for change in changes:
+        if (key := change.partition("=")[0]) in _OF_COMPARISONS:
+            raise IsobitError(
+                f"changes: {key}: a comparison sets it for each run, by {_OF_COMPARISONS[key]}"
+            )

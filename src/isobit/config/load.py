@@ -123,7 +123,8 @@ def load_compare_config(
     given = {"presets": list(presets) or None, "seeds": seeds, "out": out}
     values |= {key: value for key, value in given.items() if value is not None}
     if changes:
-        values["changes"] = [*values.get("changes", ()), *changes]
+        before = values.get("changes") or []
+        values["changes"] = [*(before if isinstance(before, list) else [before]), *changes]
     return _parse_own(CompareConfig, values, str(path), values, path)
 
 

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobit.config.contradictions import (
+    MOST_OF_A_STEP,
     check_adapter,
+    check_comparison,
+    check_filtered,
     check_kl,
     check_kto,
     check_loss,
     check_observations,
     check_reference,
+    check_step,
 )
 from isobit.config.sections import (
     BACKEND,
@@ -57,12 +61,12 @@ from isobit.options.declare import (
     text_as,
 )
 from isobit.options.families import FAMILIES
-from isobit.options.reading import OptionError
 from isobit.rl.algorithm.correction_rule import CorrectionRule
 from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.partial import PartialSettings
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.run.rows import MOST_STEPS
 from isobit.tasks import TASKS, TaskSettings
 
 
@@ -97,7 +101,9 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
-    steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
+    steps: Annotated[
+        int, at_least(1), below(MOST_STEPS), "batches of rollouts; the run ends after the last"
+    ] = 100
     epochs: Annotated[float | None, above(0), EPOCHS] = None
     rollouts_ahead: Annotated[
         int,
@@ -176,7 +182,7 @@ class Config:
         if self.serve.port is not None:
             self._check_serve()
         if sampling.filtered:
-            self._check_filtered()
+            check_filtered(algorithm)
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
@@ -199,10 +205,7 @@ class Config:
                 f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
                 "steps is an epoch: give steps"
             )
-        if algorithm.overlong_buffer >= sampling.max_new_tokens:
-            raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
-        if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
-            raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
+        check_step(self.prompts_per_step, sampling, algorithm)
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the "
@@ -226,21 +229,6 @@ class Config:
             raise IsobitError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
-            )
-
-    def _check_filtered(self) -> None:
-        """Raise IsobitError for what is of the whole vocabulary, where sampling leaves some out."""
-        if self.algorithm.kl_coefficient:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
-                "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
-                "top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if self.algorithm.weighs_places:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
-                "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
-                "min_p: 0, repetition_penalty: 1, or another advantage"
             )
 
     def _check_partial(self) -> None:
@@ -319,8 +307,7 @@ class CompareConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.presets:
-            raise OptionError(("presets",), "expected at least 1 of them")
+        check_comparison(self.presets, self.changes)
 
 
 @dataclass(frozen=True)
@@ -407,9 +394,11 @@ class SftConfig:
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
-    steps: Annotated[int, at_least(1)] = 100
+    steps: Annotated[int, at_least(1), below(MOST_STEPS)] = 100
     epochs: Annotated[float | None, above(0), EPOCHS] = None
-    batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
+    batch_size: Annotated[
+        int, at_least(1), at_most(MOST_OF_A_STEP), "examples per optimizer step"
+    ] = 64
     loss: Annotated[
         str,
         OneOf(("cross_entropy", "dpo", "ipo", "kto")),

@@ -398,6 +398,11 @@ class RunFiles:
             raise OptionError(
                 ("dir",), f"expected a path without control characters, got {self.dir!r:.80}"
             )
+        if self.dir.startswith("~"):
+            raise OptionError(
+                ("dir",),
+                f"{self.dir!r:.80}: ~ is not read as the home directory here: write the whole path",
+            )
 
 
 @dataclass(frozen=True)

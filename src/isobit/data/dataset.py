@@ -200,6 +200,7 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
             row = given_row(where, row, shaping.columns)
         if first is None:
             first = (where, row, _check_columns(where, row, shaping.columns))
+            _check_filled(where, row, shaping.template)
         elif row.keys() != first[1].keys():
             raise IsobitError(
                 f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}"
@@ -313,6 +314,18 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
     raise IsobitError(
         f"{where}: no column 'prompt' and none named with task.columns: {{prompt: ...}}; {hint}"
     )
+
+
+def _check_filled(where: str, row: Mapping[str, Any], template: str | None) -> None:
+    """Raise IsobitError where a template names another column than the prompt: it would stay as it
+    stands."""
+    for column in row:
+        named = "{" + column + "}"
+        if column != "prompt" and named in (template or ""):
+            raise IsobitError(
+                f"{where}: task.prompt_template has {brief(named)} in it, and only {{prompt}} is "
+                "filled in; write such a column into the prompts themselves"
+            )
 
 
 def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:

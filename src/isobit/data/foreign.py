@@ -3,7 +3,8 @@ or grows without end.
 
 A file must be a regular one (links are followed): a pipe or a device could block. A link whose
 target is gone, and the pointer that Git LFS or git-annex leave in the place of a file, are told as
-what they are. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
+what they are. A key comes once in an object of JSON, whose last one would otherwise be taken
+silently. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
 that what walks or prints the values later cannot fail on them; NaN and infinity are read, and
 refused where a number is used. Left out: how long a file may be, which the caller says.
 """
@@ -99,8 +100,11 @@ def reason_of(error: Exception) -> str:
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises BadJson."""
+    if text.startswith("\ufeff"):
+        raise BadJson("it begins with a byte order mark; save it as UTF-8 without one")
     try:
-        value = json.loads(text, parse_int=_whole if _LONG_NUMBER.search(text) else None)
+        long = _whole if _LONG_NUMBER.search(text) else None
+        value = json.loads(text, parse_int=long, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise BadJson(error.msg, error.lineno, error.colno) from None
     except RecursionError:
@@ -110,6 +114,15 @@ def parse_json(text: str) -> Any:
     if _SURROGATE.search(text) and not _is_unicode(value):
         raise BadJson("half of a surrogate pair, which is no character")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadJson(f"key {brief(twice)!r} comes twice in one object")
+    return found
 
 
 def _whole(digits: str) -> int:

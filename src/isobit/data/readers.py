@@ -32,6 +32,13 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
+_PACKED = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
+"""How files begin that other programs packed; an Excel sheet is a zip too."""
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -118,6 +125,11 @@ def _format_of(path: Path) -> str:
         return "parquet"
     if start.lstrip().startswith((b"{", b"[")) or not start.strip():
         return "jsonl"
+    for mark, what in _PACKED.items():
+        if start.startswith(mark):
+            raise IsobitError(
+                f"{path}: packed by {what}, which is not read; unpack it, or use gzip"
+            )
     raise IsobitError(
         f"{path}: cannot tell its format from name or content; set task.format to one of "
         f"{_known_formats()}"
@@ -159,8 +171,11 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
         if source.format in ("auto", "dataset")
         else f"{source.format} files"
     )
+    documents = [entry.name for entry in _entries(folder) if entry.suffix.lower() == ".json"]
     inside = (
-        f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one"
+        f"; it has {listed(documents)}: name the file itself, if its rows are there"
+        if documents and source.format in ("auto", "jsonl") and not folders
+        else f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one"
         if folders
         else ""
     )

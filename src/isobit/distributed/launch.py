@@ -23,20 +23,30 @@ import torch.distributed as dist
 from isobit.distributed.ranks import ALONE, Ranks
 from isobit.errors import IsobitError, RankLost
 from isobit.run.private import PrivateFolder
+from isobit.run.surroundings import number_in
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.02
 
 
 def launched() -> bool:
-    """Whether this process is one of several, or a single one, that a launcher has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is one of several, or a single one, that a launcher has started. Raises
+    IsobitError where its variables are no numbers, or contradict each other."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    rank, size = number_in("RANK"), number_in("WORLD_SIZE")
+    if rank >= size:
+        raise IsobitError(
+            f"RANK={rank} and WORLD_SIZE={size} in the environment: ranks count from 0; a launcher "
+            "sets both: unset them where there is none"
+        )
+    return True
 
 
 def restarted() -> bool:
     """Whether the launcher starts the ranks again, because one has died (`torchrun
     --max-restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 @contextmanager
@@ -51,8 +61,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
 
     _end_with_launcher()
     _stay_on_this_machine()
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
+    rank, size = number_in("RANK"), number_in("WORLD_SIZE")
     folder = PrivateFolder.given()
     store = (
         _torchruns_store(rank, size, timeout_s)
@@ -85,7 +94,12 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, or the part of it that is of today's ranks."""
     from torch.distributed.rendezvous import rendezvous
 
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if not os.environ.get("MASTER_ADDR") or not number_in("MASTER_PORT"):
+        raise IsobitError(
+            "RANK and WORLD_SIZE are set in the environment, and not where the ranks meet: set "
+            "MASTER_ADDR and MASTER_PORT, as torchrun does, or unset the former"
+        )
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         return _of_this_life(store, rank, size, timeout_s)
@@ -146,7 +160,7 @@ def _device() -> torch.device:
     """The GPU of this rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = number_in("LOCAL_RANK")
     count = torch.cuda.device_count()
     if local >= count:
         raise IsobitError(

@@ -22,7 +22,7 @@ from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
 from isobit.rewards.spec import RewardSpec
 from isobit.workers.output import MAX_AT_ONCE, Output
 from isobit.workers.process import Process
-from isobit.workers.variables import hint
+from isobit.workers.variables import check_names, hint
 
 _COLUMN = "environment"
 _VARIABLES = "environment.variables"
@@ -67,6 +67,7 @@ class EnvironmentPool:
         if self._workers:
             return
         load = json.dumps({"load": self._load()}).encode() + b"\n"
+        check_names(self._variables, _VARIABLES)
         try:
             for _ in range(self.config.workers):
                 process = Process("isobit.environments.worker", "environment", self._variables)

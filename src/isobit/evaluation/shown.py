@@ -9,6 +9,7 @@ from isobit.errors import IsobitError, printable
 from isobit.evaluation.comparison import adapters_table, compare, comparison_json, comparison_table
 from isobit.evaluation.result import Result, read_result, write_result
 from isobit.evaluation.summary import summarize, summary_json, summary_table
+from isobit.run import durable
 
 _SAVED = ".json"
 
@@ -19,23 +20,28 @@ def is_saved(path: Path) -> bool:
 
 
 def show(result: Result, against: Result | None, out: Path | None) -> None:
-    """Print it, and write it to `out`. Raises IsobitError for results that cannot be compared."""
+    """Write it to `out`, and print it. Raises IsobitError for results that cannot be compared."""
     if against is None:
-        print(printable(f"{result.model}\n\n{summary_table(result)}"))
+        text = f"{result.model}\n\n{summary_table(result)}"
     else:
-        print(printable(comparison_table(result, against)))
-    if out is not None:
-        write_result(out, _content(result, against))
+        text = comparison_table(result, against)
+    try:  # each also where the other fails
+        if out is not None:
+            write_result(out, _content(result, against))
+    finally:
+        print(printable(text))
 
 
 def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None) -> None:
     """Print a model alone and with each of several adapters; write each result to a file of its
     own: the model's to `out`, an adapter's beside it, with the adapter's name after a hyphen."""
-    print(printable(adapters_table(base, adapters)))
-    if out is not None:
-        write_result(out, _content(base))
-        for name, result in adapters.items():
-            write_result(out.with_name(f"{out.stem}-{name}{out.suffix}"), _content(result))
+    try:
+        if out is not None:
+            write_result(out, _content(base))
+            for name, result in adapters.items():
+                write_result(out.with_name(f"{out.stem}-{name}{out.suffix}"), _content(result))
+    finally:
+        print(printable(adapters_table(base, adapters)))
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:
@@ -50,8 +56,8 @@ def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool
 
 def check_out(out: Path | None) -> None:
     """Raise IsobitError if a result could not be written there, before it is computed."""
-    if out is not None and not out.parent.is_dir():
-        raise IsobitError(f"--out {out}: there is no directory {out.parent}")
+    if out is not None:
+        durable.check_new_file(out, "--out")
 
 
 def _content(result: Result, against: Result | None = None) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def summary_table(result: Result) -> str:
     tables = [text_table(rows, rule=True)]
     if len(summary) > 1:
         tables.append(_rows(str(result.settings.get("tag", "tag")), result.ks, summary))
-    return "\n\n".join([*tables, *unscored(result)])
+    return "\n\n".join([*tables, *unscored(result), *cut_off(result)])
 
 
 def unscored(result: Result) -> list[str]:
@@ -94,6 +94,15 @@ def unscored(result: Result) -> list[str]:
     return (
         [f"unscored completions, wrong and in no mean reward: {len(found)}{why}"] if found else []
     )
+
+
+def cut_off(result: Result) -> list[str]:
+    """A line where no completion ended by itself."""
+    found = [g.truncated for q in result.questions for g in _completions(q)]
+    if not all(found):
+        return []
+    most = result.settings.get("max_new_tokens", "its limit")
+    return [f"all {len(found)} completions ran to max_new_tokens {most} and were cut off there"]
 
 
 def results_table(head: str, results: Mapping[str, Result]) -> str:

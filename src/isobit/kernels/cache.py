@@ -7,6 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from isobit.errors import IsobitError
+from isobit.run.surroundings import folder_of_user
+
 _Faults = TypeVar("_Faults")
 
 
@@ -14,15 +17,19 @@ class CacheUnusable(Exception):
     """There is no such folder; the message says why, in one line."""
 
 
+def cache_root() -> Path:
+    """$ISOBIT_CACHE, or ~/.cache/isobit. Raises IsobitError where there is no home either."""
+    return folder_of_user("ISOBIT_CACHE", ".cache", "isobit")
+
+
 def cache_directory(name: str) -> Path:
     """The folder `name` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises
     CacheUnusable."""
-    root = os.environ.get("ISOBIT_CACHE") or os.path.join(
-        os.path.expanduser("~"), ".cache", "isobit"
-    )
-    path = Path(root) / name
     try:
+        path = cache_root() / name
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except IsobitError as error:
+        raise CacheUnusable(str(error)) from error
     except OSError as error:
         raise CacheUnusable(f"cannot create the cache folder {path}: {error.strerror}") from error
     owner = getattr(os, "getuid", lambda: path.stat().st_uid)()

@@ -55,12 +55,12 @@ def card_of(memory: str) -> Machine:
     """A card with this much memory, such as 24GiB or 48 GB. Raises IsobitError for what is no
     such size."""
     found = _SIZE.fullmatch(memory.strip())
-    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
     if not MIB <= size <= 1 << 50:
         raise IsobitError(
             f"--memory {memory!r}: expected a size with its unit, such as 24GiB or 80GB"
         )
-    return Machine(f"{memory.strip()} card", size)
+    return Machine(f"{memory.strip()} card", int(size))
 
 
 def gib(size: float) -> str:

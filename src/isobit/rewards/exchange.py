@@ -38,6 +38,8 @@ class Exchange:
         self._cancelled = False
         self._error: IsobitError | None = None
         self._periods: list[tuple[float, float]] = []
+        # before `join`, after which CPython 3.11 takes a thread for ended where Ctrl-C interrupts it
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="isobit-rewards", daemon=True)
         self._thread.start()
 
@@ -56,9 +58,10 @@ class Exchange:
         began = time.monotonic()
         self._queue.put(None)
         os.write(self._wake, b"+")
-        while meanwhile is not None and self._thread.is_alive():
+        while meanwhile is not None and not self._ended.is_set():
             meanwhile()
-            self._thread.join(_MOMENT_S)
+            self._ended.wait(_MOMENT_S)
+        self._ended.wait()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -73,6 +76,7 @@ class Exchange:
         self._cancelled = True
         with contextlib.suppress(BrokenPipeError):
             os.write(self._wake, b"+")
+        self._ended.wait()
         self._thread.join()
         os.close(self._wake)
         os.close(self._woken)
@@ -102,6 +106,7 @@ class Exchange:
         finally:
             for worker in self._busy:  # it still owes a reply
                 worker.kill()
+            self._ended.set()
 
     def _turn(self) -> None:
         """Give idle workers requests, and wait until one replies, is late or dies, or this thread

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from isobit.data.answers import completion_text
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, listed
 from isobit.rewards.awaiting import LOOP
 from isobit.rewards.by_name import Unscored, is_named, parse_reference
 from isobit.rewards.own_options import check_options
@@ -138,7 +138,7 @@ def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[in
     `float` takes, text aside: also booleans, numpy's numbers and tensors of one element.
     """
     if (
-        isinstance(result, str | bytes | dict)
+        isinstance(result, str | bytes | dict | set | frozenset)
         or not hasattr(result, "__len__")
         or not hasattr(result, "__iter__")
     ):
@@ -258,9 +258,17 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
             )
         if any(inspect.isawaitable(score) for score in scores):
             scores = LOOP.wait_for(_all_of(scores))
-        return [score["score"] if isinstance(score, dict) else score for score in scores]
+        return [_of_verl(score) if isinstance(score, dict) else score for score in scores]
 
     return reward
+
+
+def _of_verl(score: dict[str, Any]) -> Any:
+    if "score" not in score:
+        raise MalformedResult(
+            f"returned a dict without the key 'score'; it has {listed(score) or 'none'}"
+        )
+    return score["score"]
 
 
 async def _all_of(scores: list[Any]) -> list[Any]:

@@ -33,6 +33,7 @@ from isobit.rewards.functions import answer, loaded_object
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import Death, Reply, WorkerProcess
 from isobit.workers.output import MAX_AT_ONCE, Output
+from isobit.workers.variables import check_names
 
 MAX_DEATHS = 16
 Said = str | EpisodeRecord
@@ -110,6 +111,7 @@ class RewardPool:
         if self._required or not self.specs:
             return
         references = [self.specs[i].reference for i in self._places]
+        check_names(self.environment)
         try:
             for _ in range(self._num_workers if references else 0):
                 self.workers.append(WorkerProcess(references, self.environment))

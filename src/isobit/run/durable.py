@@ -5,8 +5,51 @@ A file's bytes are on the disk after an fsync of the file, its name after one of
 out: what order of writes makes a run whole (`checkpoints.py`, `directory.py`).
 """
 
+import errno
 import os
+import stat
 from pathlib import Path
+
+from isobit.errors import IsobitError, brief
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Raise IsobitError where no file could be written at a path, which an `option` names, before
+    what it is for has been computed."""
+    said = f"{option} {brief(path, 300)}"
+    if path.is_dir():
+        raise IsobitError(f"{said}: a directory; give the name of a file in it")
+    if path.is_symlink() or _is_special(path):
+        what = "a link" if path.is_symlink() else "a device or a pipe"
+        raise IsobitError(f"{said}: {what}, which the file would replace; give another name")
+    if not path.parent.is_dir():
+        raise IsobitError(f"{said}: there is no directory {brief(path.parent, 300)}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise IsobitError(f"{said}: the directory {brief(path.parent, 300)} cannot be written to")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that is neither a file nor a directory: a rename over it would
+    remove a device."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+
+
+def check_new_folder(path: Path, option: str) -> None:
+    """Raise IsobitError unless a path, which an `option` names, is free: nothing there, or an empty
+    directory, which is replaced."""
+    said = f"{option} {brief(path, 300)}"
+    if path.is_symlink():
+        raise IsobitError(f"{said}: a link; give the directory itself")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise IsobitError(
+            f"{brief(path, 300)} exists and is not empty; choose another directory ({option})"
+        )
+    if path.name in ("", ".."):
+        raise IsobitError(f"{said}: give the directory by a name of its own")
 
 
 def flush(path: Path) -> None:
@@ -27,8 +70,14 @@ def flush_tree(folder: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A directory and its parents, unless they are there."""
+    """A directory and its parents, unless they are there. Raises OSError, which names what is in
+    their way."""
     if not path.is_dir():
+        if path.is_symlink() or path.exists():
+            what = (
+                "a file" if path.exists() else f"a link to {os.readlink(path)}, which is not there"
+            )
+            raise NotADirectoryError(errno.ENOTDIR, f"{brief(path, 300)} is {what}")
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
         flush(path.parent)
@@ -44,6 +93,8 @@ def put_in_place(folder: Path, to: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that there is the old one or the new one, whole, at any moment; where it
     cannot be written, the old one alone. Raises OSError."""
+    if _is_special(path):
+        raise OSError(0, "not a regular file; expected no pipe, socket or device")
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(

@@ -1,4 +1,5 @@
-"""Whether a run learns at all: for how many steps no completion has had an advantage.
+"""Whether a run learns at all: for how many steps no completion has had an advantage, and for how
+many all have been cut off at the length limit.
 
 A reward that is None, 0 or the same for every completion, and dynamic sampling that drops every
 group, leave a run that works on without an error and learns nothing. Pure over rows of
@@ -71,4 +72,38 @@ class NoProgress:
             f" (every reward was {self.lowest:g})"
             if self.lowest == self.highest and not self.deviation
             else ""
+        )
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """`steps`: so many in a row, the newest among them, in which every completion ran to the length
+    limit; `ended`: whether any completion of the run ended before it."""
+
+    steps: int = 0
+    ended: bool = False
+
+    def after(self, row: Mapping[str, float | None]) -> "CutOff":
+        """With one more row of metrics."""
+        cut = row.get("length/truncated_fraction")
+        if cut is None or cut != cut:
+            return self
+        return replace(self, steps=self.steps + 1) if cut == 1 else CutOff(0, True)
+
+    @property
+    def line(self) -> str | None:
+        """What is to be said of a run that goes on, in one line."""
+        return self._what(f"for {self.steps} steps") if self.steps >= PATIENCE else None
+
+    @property
+    def verdict(self) -> str | None:
+        """What is to be said of a run that has ended."""
+        if not self.steps or (self.ended and self.steps < PATIENCE):
+            return None
+        return self._what(f"in the last {self.steps} steps" if self.ended else "in every step")
+
+    def _what(self, when: str) -> str:
+        return (
+            f"every completion {when} ran to sampling.max_new_tokens and was cut off there: what it "
+            "would have said after that was never scored"
         )

@@ -172,7 +172,7 @@ def run(
     server.on_start = on_start
     try:
         server.run()
-    except SystemExit:  # uvicorn's, where it cannot listen
+    except (SystemExit, UnicodeError):  # uvicorn's, where it cannot listen; of a host's name
         raise IsobitError(_taken("--port", options)) from None
     if gateway.device.failure is not None:
         raise RunFailed(
@@ -184,10 +184,16 @@ def _taken(option: str, options: ServerOptions) -> str:
     return f"{option} {options.port}: cannot listen on {options.host}; is it in use?"
 
 
+def _not_of_listening(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's log is another one than that it cannot listen, which we say."""
+    return not isinstance(record.msg, OSError)
+
+
 def server_config(
     gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions
 ) -> uvicorn.Config:
     """How uvicorn serves a gateway."""
+    logging.getLogger("uvicorn.error").addFilter(_not_of_listening)
     limits = gateway.limits
     return uvicorn.Config(
         make_app(gateway, tokens),

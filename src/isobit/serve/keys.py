@@ -13,6 +13,7 @@ from pathlib import Path
 
 from isobit.data.foreign import read_bytes, reason_of
 from isobit.errors import IsobitError
+from isobit.run.surroundings import folder_of_user
 
 _SHORTEST, _MOST_BYTES = 16, 1 << 16
 _WORD = re.compile(r"[\x21-\x7e]+")
@@ -20,8 +21,8 @@ _WORD = re.compile(r"[\x21-\x7e]+")
 
 def default_file() -> Path:
     """Where a token is kept unless a file is given."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "isobit" / "serve-token"
+    state = folder_of_user("XDG_STATE_HOME", ".local", "state")
+    return state / "isobit" / "serve-token"
 
 
 def read_or_make(path: Path, option: str = "--token") -> tuple[tuple[str, ...], bool]:

@@ -31,6 +31,10 @@ class DataFile:
         default_factory=dict
     )
 
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise IsobitError("path: expected a file or directory, got ''")
+
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -103,6 +107,9 @@ class TaskSettings:
     """The rows hold right answers, in any of the columns that `data/given_rows.py` knows."""
 
     def __post_init__(self) -> None:
+        for key in ("path", "held_out_path"):
+            if getattr(self, key) == "":
+                raise IsobitError(f"{key}: expected a file or directory, got ''")
         if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
             raise IsobitError(
                 f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens"

@@ -8,8 +8,10 @@ from isobit.config import Config, SftConfig
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
+from isobit.model.adapters.peft import check_served
 from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described
+from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
 
 
@@ -50,6 +52,8 @@ def load_trained(
         return model
     new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
     init = None if given.init is None else model_named(given.init)
+    if init is not None and checkpoint is None:
+        check_served(model_folder(init, "adapter"), base)
     model = Model.load(base, *flow, adapter=checkpoint or init or new, masters=masters, rules=rules)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from isobit.config import Config, SftConfig
 from isobit.engine.engine import tokens_of_a_page
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.model import Model
 from isobit.precision import Precision
 from isobit.rl import ResolvedObjective, for_precision
 from isobit.rl.algorithm.objective import shares_prompts
 from isobit.rl.learner.agreement import promises_bits
 from isobit.run.directory import RESOLVED, RunDirectory, object_in
+from isobit.run.rows import MOST_STEPS
 
 _Config = TypeVar("_Config", Config, SftConfig)
 
@@ -32,6 +33,11 @@ def in_steps(config: _Config, prompts: int) -> _Config:
     if config.epochs is None:
         return config
     steps = math.ceil(Fraction(str(config.epochs)) * prompts / config.prompts_per_step)
+    if steps >= MOST_STEPS:
+        raise IsobitError(
+            f"epochs {config.epochs:g} of {prompts:,} prompts are {brief(steps)} steps; give less than "
+            f"{MOST_STEPS:,} of them"
+        )
     return replace(config, steps=steps, epochs=None)
 
 

@@ -8,10 +8,12 @@ asked, and to nothing else. Left out: the environment of programs that a model w
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import isobit
+from isobit.errors import IsobitError, brief
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 PASSED_ON = (
@@ -40,6 +42,19 @@ def environment(names: Sequence[str]) -> dict[str, str]:
     source = str(Path(isobit.__file__).resolve().parent.parent)
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
     return kept | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def check_names(names: Sequence[str], option: str = OF_REWARDS) -> None:
+    """Raise IsobitError for what is no variable's name; say on stderr which of them are not set
+    here, since whoever named them counts on them."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise IsobitError(
+                f"{option}: {brief(name)!r} is not the name of a variable, whose value is taken from "
+                "the environment"
+            )
+        if name not in os.environ:
+            print(f"warning: {option}: {name} is not set in the environment", file=sys.stderr)
 
 
 def hint(

@@ -26,7 +26,8 @@ from isobit.tasks import Task
 from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.parts import Parts
 from isobit.training.resolved import in_steps, objective_of
-from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
+from isobit.training.rollouts.lengths import encode_prompt, endings, first_prompt, fit_prompts
+from isobit.training.running.cautions import supervised_cautions
 from isobit.training.session.assembly import Tools, open_parts
 from isobit.training.session.cautions import cautions
 from isobit.training.sft.initial import described_model
@@ -77,6 +78,8 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
         f"{loss}\n{ops.why}; consistency: {config.consistency}"
     )
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
+    for line in supervised_cautions(config, lessons.train):
+        say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
     say(f"\n{_memory(job)}")
@@ -124,7 +127,7 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
         f"correction: {rule}\n{ops.why}; consistency: {config.consistency}"
     )
     for warning in (
-        endless(model, config.sampling),
+        *endings(model, config.sampling),
         rank_warning(config, model),
         *cautions(config, task, model),
     ):

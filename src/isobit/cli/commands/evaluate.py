@@ -6,6 +6,7 @@ line: so a run's checkpoint is evaluated as training evaluated it. Left out: wha
 """
 
 import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,7 +17,7 @@ from isobit.cli.commands.serving import open_serving
 from isobit.config import Config, load_any_run_config, parse_config
 from isobit.data.answers import answer_in
 from isobit.data.dataset import Example
-from isobit.errors import IsobitError, brief, listed
+from isobit.errors import IsobitError, brief, listed, printable
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
@@ -30,6 +31,7 @@ from isobit.tasks import Task, load_task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,
+    endings,
     fit_prompts,
     say_ends,
     say_special_tokens,
@@ -133,6 +135,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
+    _check_used(config, request)
     now = date_of({} if run is None else runs.began_by(run))
     folders = {
         path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)
@@ -192,6 +195,22 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     return results
 
 
+def _check_used(config: Config, request: Request) -> None:
+    """Raise IsobitError for an option that nothing would read: of samples where there are none, and
+    of a model where a column is scored."""
+    asked, kept = (request.given.get(section, {}) for section in ("evaluation", "sampling"))
+    given = [name for name in ("num_samples", "pass_at", *_SAMPLED) if name in {*asked, *kept}]
+    options = [f"--{name.replace('_', '-')}" for name in given]
+    named = options[0].replace("--num-samples", "-n") if options else ""
+    if request.completions is not None and given:
+        raise IsobitError(f"{named}: with --completions nothing is sampled; leave it out")
+    if not config.evaluation.num_samples and given not in ([], ["repetition_penalty"]):
+        raise IsobitError(
+            f"{named} is for samples, and the greedy completion is the only one; give -n, such as "
+            "-n 8, or leave it out"
+        )
+
+
 def _ask(
     path: Path,
     adapters: Mapping[str, Path],
@@ -211,6 +230,8 @@ def _ask(
         else Model.load(path, *flow, rules=rules)
     )
     say_ends(model)
+    for line in endings(model, plan.asked):
+        print(printable(line), file=sys.stderr)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
     environments, dialogue = processes.environments, None

@@ -48,9 +48,12 @@ def export(
         raise IsobitError(
             f"--precision says which FP8 blocks are written; with --format {form} leave it out"
         )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise IsobitError(f"{to} exists and is not empty; choose another directory (--to)")
+    durable.check_new_folder(to, "--to")
     model_folder(source)
+    if best and not (source / CONFIG).is_file():
+        raise IsobitError(
+            f"--best: {source} is no run, which would have a best model; leave it out"
+        )
     model, said = _open(
         source,
         model_directory(source, best),

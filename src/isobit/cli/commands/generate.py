@@ -16,7 +16,9 @@ from isobit.engine.types import Completion, Sampling
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
-from isobit.training.rollouts.lengths import say_ends
+from isobit.model.adapters.peft import check_served
+from isobit.model.hub.checkpoint import model_folder
+from isobit.training.rollouts.lengths import endings, say_ends
 
 
 def print_completions(
@@ -45,10 +47,18 @@ def print_completions(
     if several:
         model = open_serving(path, several, flow, rules)
     else:
-        model = Model.load(
-            path, *flow, adapter=next(iter((adapters or {}).values()), None), rules=rules
-        )
+        adapter = next(iter((adapters or {}).values()), None)
+        if adapter is not None:
+            check_served(model_folder(adapter, "adapter"), model_folder(path))
+        model = Model.load(path, *flow, adapter=adapter, rules=rules)
     say_ends(model)
+    for line in endings(model, sampling):
+        print(printable(line), file=sys.stderr)
+    if sampling.greedy and sampling.n > 1:
+        print(
+            "warning: temperature 0 is greedy: the completions of a prompt are equal",
+            file=sys.stderr,
+        )
     chat = chat or (tools is not None and tools.used)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:

@@ -43,6 +43,12 @@ def inspect_command(
     for a bad model, a bad file of prompts or an unknown preset.
     """
     flows = [precision_from(name) for name in presets]
+    if not flows:
+        raise IsobitError("--presets: expected at least one, such as fp8,fp8-rollout")
+    if columns and prompts_file is None:
+        raise IsobitError("--column names a column of the prompts: give --prompts, or leave it out")
+    if out is not None and out.exists() and not out.is_dir():
+        raise IsobitError(f"--out {out}: a file; give a directory, which may be a new one")
     if stale is not None and not taken_apart:
         raise IsobitError("--stale is a source of the gap: give --decompose too")
     judged = [flow.name for flow in flows if flow.unified]

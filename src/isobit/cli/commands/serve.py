@@ -1,6 +1,7 @@
 """`isobit serve`: a model and its adapters over HTTP. Left out: the server itself
 (`serve/app.py`)."""
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from isobit.serve.state.state import State
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_MOST_GRACE = 86_400
 
 
 def serve_model(
@@ -52,6 +54,8 @@ def serve_model(
             f"--host {host}: other machines could reach it; give the token's file with --token FILE"
         )
     full = train == "full"
+    called = path.resolve().name if name is None else name
+    _check_names(grace, called, adapters)
     if train not in (None, "adapters", "full"):
         raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
     if state is not None and not train:
@@ -64,10 +68,10 @@ def serve_model(
     )
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
-    called = name or path.resolve().name
     kept = None
     if train:
-        folder = state or default_file().with_name(f"serve-{called}")
+        own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
+        folder = state or default_file().with_name(f"serve-{own}")
         kept = State(folder, owners_of(tokens), every=state_every)
         _check_kind(kept, full)
 
@@ -88,6 +92,18 @@ def serve_model(
     finally:
         if kept is not None:
             kept.close()
+
+
+def _check_names(grace: float, called: str, adapters: Mapping[str, Path]) -> None:
+    """Raise IsobitError, before a model is read, where nothing could be served under these names,
+    or ended in this time."""
+    if not 0 <= grace <= _MOST_GRACE:
+        raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
+    if not called.strip() or called in adapters:
+        what = (
+            "an adapter has it too" if called in adapters else "expected a name that is not empty"
+        )
+        raise IsobitError(f"--name {called!r}: {what}; clients ask for the model by it")
 
 
 def _opened(

@@ -50,6 +50,7 @@ __all__ = [
     "prebuilt_here",
 ]
 
+_WITHOUT = "without them PyTorch computes, many times as slowly"
 _CPU_SECONDS = 50
 """That compilers take for all files together, about."""
 
@@ -78,6 +79,8 @@ def available() -> tuple[bool, str]:
     try:
         return True, origin()
     except BuildFailed as error:
+        if not error.said:
+            _say(f"there are no operators in C++: {error}; {_WITHOUT}")
         return False, str(error)
 
 
@@ -98,7 +101,9 @@ def _opened() -> tuple[ctypes.CDLL, str]:
         program = compiler()
         return load(compiled(program, cache_directory())), f"compiled by {Path(program).name}"
     except BuildFailed as error:
-        raise BuildFailed(f"{error}{unusable}") from error
+        failed = BuildFailed(f"{error}{unusable}")
+        failed.said = error.said
+        raise failed from error
 
 
 def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[str, Path] | None:
@@ -128,9 +133,9 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
             compile_library(program, path, general, [], sources, extra)
         except BuildFailed as error:
             _say(
-                f"the operators were not compiled: {error}; without them PyTorch computes, many "
-                "times as slowly; the next start tries again"
+                f"the operators were not compiled: {error}; {_WITHOUT}; the next start tries again"
             )
+            error.said = True
             raise
     return path
 

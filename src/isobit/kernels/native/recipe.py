@@ -71,7 +71,9 @@ _TIMEOUT_S = 300
 
 
 class BuildFailed(Exception):
-    """The library cannot be had here; the message says why, in one line."""
+    """The library cannot be had here; the message says why, in one line. `said`: on stderr too."""
+
+    said = False
 
 
 def compiler() -> str:

@@ -83,6 +83,7 @@ def check_served(directory: Path, base: Path | None) -> None:
             f"adapter {directory}: a whole model, merged or never adapted; give it as the model "
             "itself"
         )
+    _require_config(directory)
     named = read_json(directory / CONFIG).get("base_model_name_or_path")
     if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
         return
@@ -91,6 +92,14 @@ def check_served(directory: Path, base: Path | None) -> None:
         raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not "
             f"those of {base}; "
                           "serve each beside its own")  # fmt: skip
+
+
+def _require_config(directory: Path) -> None:
+    if not exists(directory / CONFIG):
+        raise IsobitError(
+            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint "
+            "of a run that trained an adapter (RUN/checkpoints/step-...)"
+        )
 
 
 def _same_weights(first: Path, second: Path) -> bool:
@@ -108,11 +117,7 @@ def _same_weights(first: Path, second: Path) -> bool:
 def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError
     for what is missing or damaged, what is not supported, and factors that do not fit the model."""
-    if not exists(directory / CONFIG):
-        raise IsobitError(
-            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint "
-            "of a run that trained an adapter (RUN/checkpoints/step-...)"
-        )
+    _require_config(directory)
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
     form, together = form_of(values, directory / CONFIG), held_together(config)

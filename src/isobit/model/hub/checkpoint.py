@@ -20,7 +20,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
 from isobit.model.hub import mxfp4_blocks as mxfp4
-from isobit.model.hub.folders import instead
+from isobit.model.hub.folders import instead, other_format
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -56,8 +56,10 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
         )
         raise IsobitError(f"{what} {folder}: no such directory{hint}")
     if not folder.is_dir():
+        other = other_format(folder)
         raise IsobitError(
-            f"{what} {folder}: a file; give the Hugging Face model directory that it is in"
+            f"{what} {folder}: "
+            + (other or "a file; give the Hugging Face model directory that it is in")
         )
     return folder
 

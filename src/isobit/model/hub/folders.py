@@ -53,6 +53,11 @@ def instead(folder: Path) -> str:
     return ""
 
 
+def other_format(file: Path) -> str | None:
+    """What a file of another format is, and what to give in its place; None of any other."""
+    return _OTHER_FORMATS.get(file.suffix.lower())
+
+
 def _snapshot(cached: Path) -> Path | None:
     """The snapshot that `refs/main` names, or the only one."""
     names = _names(cached / "snapshots")

@@ -34,6 +34,11 @@ def read_settings(directory: Path) -> dict[str, Any]:
     place."""
     path = directory / "tokenizer_config.json"
     settings = read_json(path) if exists(path) else {}
+    for name in TOKEN_SETTINGS:
+        if not isinstance(settings.get(name), (str, Mapping, type(None))):
+            raise IsobitError(
+                f"{path}: {name}: expected the token's text, got {brief(repr(settings[name]))}"
+            )
     older = directory / "special_tokens_map.json"
     if _DECODER in settings or not exists(older):
         return settings

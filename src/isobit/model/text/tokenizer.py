@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import exists, read_bytes, reason_of
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.model.hub.checkpoint import read_json, read_text, write_json
 from isobit.model.hub.config import token_ids
 from isobit.model.text import chat
@@ -97,10 +97,12 @@ class Tokenizer:
         text = read_text(path)
         with _of_tokenizers(f"{path}: not a tokenizer that can be read"):
             fast = FastTokenizer.from_str(text)
-            if not fast.get_vocab(with_added_tokens=True):
+            vocabulary = fast.get_vocab(with_added_tokens=True)
+            if not vocabulary:
                 raise IsobitError(
                     f"{path}: not a tokenizer that can be read: its vocabulary is empty"
                 )
+            _check_ids(vocabulary, path)
         settings = read_settings(directory)
         with _of_tokenizers(f"{directory}: its added tokens cannot be read"):
             add_tokens(fast, settings, directory)
@@ -316,6 +318,20 @@ def _of_tokenizers(what: str) -> Iterator[None]:
         raise IsobitError(f"{what}: {' '.join(str(error).split())[:200]}") from None
 
 
+def _check_ids(vocabulary: Mapping[str, int], path: Path) -> None:
+    """Raise IsobitError where two tokens have one id, of which only one could be written again."""
+    if len(set(vocabulary.values())) == len(vocabulary):
+        return
+    seen = dict[int, str]()
+    for token, number in sorted(vocabulary.items()):
+        if number in seen:
+            raise IsobitError(
+                f"{path}: tokens {brief(seen[number])!r} and {brief(token)!r} both have the id "
+                f"{number}; each needs one of its own"
+            )
+        seen[number] = token
+
+
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if exists(path) else {}
 
@@ -370,6 +386,11 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(given, str):
         return {"default": given}
     entries = [entry for entry in given if _is_named(entry)] if isinstance(given, list) else []
+    if given and not entries:
+        raise IsobitError(
+            f"{directory / 'tokenizer_config.json'}: chat_template: expected text, or a list of "
+            '{"name": text, "template": text}'
+        )
     return {entry["name"]: entry["template"] for entry in entries if _is_file_name(entry["name"])}
 
 

@@ -7,7 +7,8 @@ of a step redraws it at once, at most twice a second. Everything goes to stderr.
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -54,7 +55,17 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays, above the screen."""
         if not self.quiet:
-            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            with self._whoever_reads():
+                self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def _whoever_reads(self) -> Iterator[None]:
+        """A pipe whose reader has ended, or a log on a full disk, costs the lines, and not the run.
+        Of a broken pipe rich makes a SystemExit."""
+        try:
+            yield
+        except (OSError, SystemExit):
+            self.quiet = True
 
     def phase(self, name: str) -> None:
         """What the run does now."""
@@ -68,10 +79,9 @@ class Display:
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
-        if (
-            warning := self.history.no_progress.line
-        ) is not None and self.history.no_progress.steps == PATIENCE:
-            self.note(f"step {self.history.step}: {warning}")
+        for found in (self.history.no_progress, self.history.cut_off):
+            if found.steps == PATIENCE:
+                self.note(f"step {self.history.step}: {found.line}")
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:
                 self._drawn = now
@@ -79,7 +89,8 @@ class Display:
                 self._live.refresh()
         elif now - self._printed >= PLAIN_EVERY_S or self.history.step == self.history.total:
             self._printed = now
-            print(summary(self.history), file=sys.stderr, flush=True)
+            with self._whoever_reads():
+                print(summary(self.history), file=sys.stderr, flush=True)
 
     def _screen(self) -> RenderableType:
         return screen(self.history, self._console.width, self._console.height)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from isobit.run.no_progress import NoProgress
+from isobit.run.no_progress import CutOff, NoProgress
 
 RECENT = 20  # steps behind a time per step, a share of a phase, and an estimate of the time left
 PHASES = ("rollout", "score", "learn", "sync", "calibrate")
@@ -38,6 +38,7 @@ class History:
     best: Shown | None = None
     worst: Shown | None = None
     no_progress: NoProgress = field(default_factory=NoProgress)
+    cut_off: CutOff = field(default_factory=CutOff)
     _values: dict[str, list[float]] = field(default_factory=dict)
     _newest: Sequence[str] = ()
 
@@ -46,6 +47,7 @@ class History:
         if (step := metrics.get("step")) is not None:
             self.step = int(step)
         self.no_progress = self.no_progress.after(metrics)
+        self.cut_off = self.cut_off.after(metrics)
         self._newest = tuple(metrics)
         for name, value in metrics.items():
             if value is not None and math.isfinite(value):

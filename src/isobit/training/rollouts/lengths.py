@@ -6,18 +6,21 @@ leaves. A prompt that cannot be encoded, such as a chat that the model's templat
 dropped: it is an error, with its row.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isobit.config import SamplingConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, printable
 from isobit.model import Model
 from isobit.model.described import Described
 from isobit.tasks import Task, TaskSettings
+
+_ESCAPED = re.compile(r"\\[ntr](?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,12 @@ def fit_prompts(
             f"model's context of {context}"
         )
     lengths: dict[int, int] = {}
+    seen: set[int] = set()
 
     def problem(example: Example) -> str | None:
-        tokens = len(encode_prompt(example, model, tools))
+        ids = encode_prompt(example, model, tools)
+        seen.add(hash(tuple(ids)))
+        tokens = len(ids)
         if tokens > room:
             left = (
                 f"the model's context of {context} leaves {room} beside "
@@ -64,12 +70,26 @@ def fit_prompts(
 
     held_out = keep(task.held_out, problem, limits, "held-out", quiet)
     lengths.clear()
+    seen.clear()
     train = keep(task.train, problem, limits, "training", quiet)
     if not quiet:
+        _say_alike(train, len(seen))
         say_ends(model)
         say_special_tokens([*train.examples, *held_out.examples], model)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
+
+
+def _say_alike(train: Dataset, distinct: int) -> None:
+    """Say on stderr where prompts that differ are the same tokens, as under a template that leaves
+    the messages out."""
+    first, *others = train.examples
+    if distinct == 1 and any(other.prompt != first.prompt for other in others):
+        print(
+            f"warning: all {len(train):,} training prompts are the same tokens: the chat template "
+            "writes nothing of what they say",
+            file=sys.stderr,
+        )
 
 
 def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
@@ -94,8 +114,30 @@ def say_ends(model: Model | Described) -> None:
         print(printable(model.tokenizer.ends), file=sys.stderr)
 
 
-def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
-    """A warning where no completion can end before its limit, or None."""
+def endings(model: Model | Described, sampling: Sampling) -> list[str]:
+    """Warnings where no completion can end before its limit, or a stop string cannot come."""
+    found = [line for stop in sampling.stop if (line := _impossible(stop, model)) is not None]
+    line = _endless(model, sampling)
+    return [*found, *([] if line is None else [line])]
+
+
+def _impossible(stop: str, model: Model | Described) -> str | None:
+    """A warning about a stop string that no completion has, or None. A shell, and YAML without
+    double quotes, leave it as it stands."""
+    if (written := _ESCAPED.search(stop)) is not None:
+        means = {"n": "a line end", "t": "a tab", "r": "a carriage return"}[written[0][1]]
+        return (
+            f"warning: stop {stop!r} has a backslash and the letter {written[0][1]} in it; for "
+            f"{means} write it in double quotes in YAML, or as $'{written[0]}' in a shell"
+        )
+    try:
+        model.tokenizer.encode(stop, add_special=False)
+    except IsobitError:
+        return f"warning: stop {stop!r} never comes: the model's vocabulary cannot write it"
+    return None
+
+
+def _endless(model: Model | Described, sampling: Sampling) -> str | None:
     if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
         return None
     return (

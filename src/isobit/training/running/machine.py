@@ -1,6 +1,5 @@
 """What computes a run, as its machine.json says."""
 
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -12,6 +11,7 @@ from isobit.options.consistency import default_order
 from isobit.plan.host import cores
 from isobit.rl import Objective
 from isobit.rl.algorithm.functions import digests
+from isobit.run.surroundings import number_in
 
 
 def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
@@ -47,7 +47,7 @@ def date_of(began: Mapping[str, Any], ranks: Ranks = ALONE) -> datetime:
 def ranks_caution(ranks: int) -> str | None:
     """A warning where this machine's ranks, which compute on its cores or move what its GPUs
     compute, are more than these; or None."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    here = number_in("LOCAL_WORLD_SIZE") or ranks
     if here <= (there := cores()):
         return None
     return (

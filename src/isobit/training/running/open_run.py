@@ -20,6 +20,7 @@ from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
+from isobit.run.no_progress import CutOff
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.meter import Meter
@@ -95,6 +96,7 @@ class OpenRun:
         self.interruption = Interruption()
         self._steps, self._report = config.steps, config.run.report
         self._check_memory = config.run.check_memory
+        self._ends = isinstance(config, Config) and not config.sampling.ignore_eos
         quiet = quiet or not self.ranks.first
         details = f"{details}{self.model.precision.name}, {config.consistency}"
         self.display = Display(config.steps, quiet, state.step, run.directory.name, details)
@@ -209,8 +211,10 @@ class OpenRun:
             self.display.note(f"report: {path}")
         if self.recorder.ended is not None:
             self.display.note(f"ended early: {self.recorder.ended}")
-        if (verdict := self.display.history.no_progress.verdict) is not None:
-            self.display.note(verdict)
+        cut_off = self.display.history.cut_off if self._ends else CutOff()
+        for verdict in (self.display.history.no_progress.verdict, cut_off.verdict):
+            if verdict is not None:
+                self.display.note(verdict)
         if (line := self.best.line(self.state.step)) is not None:
             self.display.note(line)
         self.display.note(f"certificate of step {self.state.step}: {self.state.head}")

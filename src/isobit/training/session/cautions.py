@@ -16,8 +16,8 @@ from isobit.model.described import Described
 from isobit.model.hub.config import ModelConfig
 from isobit.options.consistency import level
 from isobit.precision import precision_from
-from isobit.rl.algorithm.partial import PartialSettings
 from isobit.tasks import Task
+from isobit.training.running.cautions import of_rate, without_effect
 from isobit.training.running.machine import ranks_caution
 
 
@@ -29,6 +29,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_precision(config, model.config.num_layers),
         *_of_speculation(config, model),
         *_of_longrope(config, model.config),
+        *without_effect(config, task.train.examples[0]),
     ]
     ranks = ranks_caution(config.ranks)
     return [*(f"warning: {line}" for line in found), *([] if ranks is None else [ranks])]
@@ -44,8 +45,13 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
             "prompt up to "
             f"{-(-wanted // prompts)} times; with prompts_per_step={prompts} it would ask each once"
         )
-    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
     known = {_said(example) for example in task.train.examples}
+    if len(known) == 1 < prompts:
+        yield (
+            f"all {prompts:,} training prompts are the same, that of "
+            f"{task.train.examples[0].place}: is another column the prompt (task.columns)?"
+        )
+    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
     if both := [example for example in asked if _said(example) in known]:
         yield (
             f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first "
@@ -74,21 +80,12 @@ def _said(example: Example) -> str:
 
 
 def _of_steps(config: Config) -> Iterator[str]:
-    if config.optimizer.warmup_steps >= config.steps:
-        yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the "
-            "learning rate is below its peak until the last step"
-        )
+    yield from of_rate(config)
     round_, most = config.partial.tokens_per_round, config.sampling.max_new_tokens
     if round_ >= most:
         yield (
             f"partial.tokens_per_round {round_} is not below sampling.max_new_tokens {most}: every "
             "completion is whole after one round, and none goes on after an update"
-        )
-    if not config.partial.used and config.partial != PartialSettings():
-        yield (
-            "partial: without partial.tokens_per_round no completion goes on after an update, and "
-            "its other keys have no effect"
         )
     reward_weights = [each.weight for each in config.rewards.functions] + [
         m.weight for m in config.rewards.models

@@ -22,7 +22,7 @@ from isobit.training.parts import Parts
 from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
-from isobit.training.rollouts.lengths import endless
+from isobit.training.rollouts.lengths import endings
 from isobit.training.rollouts.partial import AgedRollouts, PartialGroups, PartialRollouts
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
 from isobit.training.rollouts.serving import ServedRollouts
@@ -207,7 +207,7 @@ class Session(OpenRun):
         yield from () if self.parts.serving is None else self.parts.serving.lines
         computes, rule = self.model.ops.why, self.objective.rule
         yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
-        yield endless(self.model, self.config.sampling)
+        yield from endings(self.model, self.config.sampling)
         yield rank_warning(self.config, self.model)
         yield from cautions(self.config, self.parts.task, self.model)
 

@@ -7,7 +7,6 @@ It is made by a supervised run beside the cache, which goes on where it was if i
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from isobit import __version__
 from isobit.config import SftConfig, dump_config, load_sft_config
 from isobit.errors import IsobitError
+from isobit.kernels.cache import cache_root
 from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
@@ -49,7 +49,7 @@ def cached_model(
             "by its memory; the base model of a run is the same everywhere, so give a number"
         )
     task = load_supervised(config)
-    place = cache_directory() / "sft" / _identity(config, task)
+    place = cache_root() / "sft" / _identity(config, task)
     made = place / "config.json"
     if made.is_file():
         return place
@@ -123,8 +123,3 @@ def _identity(config: SftConfig, task: Task) -> str:
     for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:16]
-
-
-def cache_directory() -> Path:
-    """$ISOBIT_CACHE, or ~/.cache/isobit."""
-    return Path(os.environ.get("ISOBIT_CACHE") or Path.home() / ".cache" / "isobit")

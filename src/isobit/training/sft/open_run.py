@@ -10,6 +10,7 @@ from isobit.run.directory import RunDirectory
 from isobit.training.adapting import rank_warning
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
+from isobit.training.running.cautions import supervised_cautions
 from isobit.training.running.machine import ranks_caution
 from isobit.training.running.open_run import OpenRun
 from isobit.training.sampled_ahead import SampledAhead
@@ -63,6 +64,7 @@ class SupervisedRun(OpenRun):
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
         yield rank_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
+        yield from supervised_cautions(self.config, self.parts.train)
 
     def finish(self) -> None:
         """As of every run; and say where the model is."""
