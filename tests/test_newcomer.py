@@ -219,7 +219,7 @@ def test_a_name_on_the_hub_says_how_to_get_it(
         "../b",
         "data/rows.jsonl",
         "runs/one",
-        "~/model",
         "a/rows.json.gz",
     ):
         assert download_hint(path) == "", path
+    assert "~ is not read as the home directory" in download_hint("~/model")

@@ -148,5 +148,5 @@ def test_a_draft_has_to_pay_by_itself() -> None:
             sequence = sequence_of(prompt, record)
     assert fixed.draft(sequence, record, 9, 300) != []
     assert fixed.looks(300)
-    assert auto.looks(64)
-    assert not auto.looks(65)
+    assert auto.looks(13)
+    assert not auto.looks(14)

@@ -31,7 +31,7 @@ def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[
         script = [*model.tokenizer.encode(text), *ending]
         prompt = model.tokenizer.encode("ask:".replace(":", "?"))
 
-        def draw(hidden, weight, draws, ops, source):  # type: ignore[no-untyped-def]
+        def draw(hidden, weight, draws, ops, source, cap):  # type: ignore[no-untyped-def]
             return torch.tensor([script[int(draws.keys[0, 3]) - len(prompt)]]), torch.zeros(1)
 
         monkeypatch.setattr("isobit.engine.runner.draw", draw)

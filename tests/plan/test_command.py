@@ -216,8 +216,11 @@ def test_a_strangers_config_is_bounded(config: Path, refused: Refused, tmp_path:
 
 def test_numbers_without_end_are_refused(config: Path, refused: Refused) -> None:
     number = "1" + "0" * 400
-    given = f"prompts_per_step={number}", f"optimizer.micro_batch_tokens={number}"
-    assert "too large to be planned with" in refused("plan", config, *given)
+    given = f"engine.kv_pages={number}"
+    assert "too large to be planned with" in refused("plan", config, given)
+    assert "completions in a step; give at most" in refused(
+        "plan", config, f"prompts_per_step={number}"
+    )
 
 
 def test_a_tab_knows_the_cards() -> None:

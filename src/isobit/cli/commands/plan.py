@@ -36,9 +36,10 @@ def plan_command(
     job = job_of(config, machine, prompt_tokens)
     try:
         found = [(each, plan(each)) for each in map(job.on, counts)]
+        text = json.dumps(_plain(found), indent=1) if as_json else _text(found)
     except OverflowError:
         raise IsobitError("a number of the config is too large to be planned with") from None
-    print(json.dumps(_plain(found), indent=1) if as_json else _text(found))
+    print(text)
     if all(each.total > machine.memory for _, each in found):
         raise IsobitError(does_not_fit(*found[-1]))
 

@@ -80,7 +80,7 @@ def adding_in_place(
 
 
 def _addable(master: Tensor) -> bool:
-    looked_at = getattr(master, "_post_accumulate_grad_hooks", None)
+    looked_at = master._backward_hooks or getattr(master, "_post_accumulate_grad_hooks", None)
     return not looked_at and not hasattr(master, _MARK)
 
 

@@ -240,14 +240,14 @@ class Differentiation:
         """Inside, the backward of a micro-batch adds to gradients where they are."""
         if self._sum.hooked:
             return adding_in_place(())
-        # the head that is used twice has two gradients a backward
-        twice = policy.teacher is not None or found.observed is not None
+        tied = self._leaves.get("embed") if policy.model.config.tie_embeddings else None
+        # the head has two gradients a backward where it is used twice, and where it is the
+        # embedding too, of which a `TiedGradient` is made on a CPU alone
+        elsewhere = tied is not None and tied.device.type != "cpu"
+        twice = policy.teacher is not None or found.observed is not None or elsewhere
         apart = ("embed", "head") if twice else ()
         masters = [leaf for name, leaf in self._leaves.items() if name not in apart]
-        config, tied = policy.model.config, self._leaves.get("embed")
-        if tied is None or not config.tie_embeddings or tied.device.type != "cpu":
-            return adding_in_place(masters)
-        return adding_in_place(masters, tied, found.packed.tokens)
+        return adding_in_place(masters, None if twice else tied, found.packed.tokens)
 
     @torch.no_grad()
     def _forward(
