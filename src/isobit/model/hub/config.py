@@ -398,7 +398,8 @@ def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) 
     if family.global_head_dim is not None:
         slides = [config.slides(layer) for layer in range(config.num_layers)]
         others = LayerHeads(config.num_kv_heads, config.head_dim)
-        heads = LayerHeads.from_hf(values, where, others, slides, family.global_head_dim)
+        found = LayerHeads.from_hf(values, where, others, slides, family.global_head_dim)
+        heads = None if found == others else found
     if family.capped_logits and values.get(_CAP) is not None:
         cap = number(values, _CAP, where, 1.0)
     return replace(config, global_heads=heads, logit_cap=cap)
