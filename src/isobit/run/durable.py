@@ -73,10 +73,10 @@ def make_directory(path: Path) -> None:
     """A directory and its parents, unless they are there. Raises OSError, which names what is in
     their way."""
     if not path.is_dir():
-        if path.is_symlink() or path.exists():
-            what = (
-                "a file" if path.exists() else f"a link to {os.readlink(path)}, which is not there"
-            )
+        lost = path.is_symlink() and not path.exists()
+        # asked again: another process may have made it meanwhile
+        if lost or (path.exists() and not path.is_dir()):
+            what = f"a link to {os.readlink(path)}, which is not there" if lost else "a file"
             raise NotADirectoryError(errno.ENOTDIR, f"{brief(path, 300)} is {what}")
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
