@@ -153,7 +153,10 @@ def test_the_figures_of_rollouts_on_amx_are_those_of_the_results() -> None:
     own = "isobit fp8 bitwise"
     cases = [case for case in results.cases if (case, own) in results.rate]
     assert len(cases) == 4
+    assert "Q4_0 was never faster than Q8_0 by more than a tenth" in page
     for case in cases:
+        q8, q4 = (results.rate[case, f"llama.cpp {form}"] for form in ("Q8_0", "Q4_0"))
+        assert q4 <= 1.1 * q8
         cells = [
             f"{results.rate[case, own]:,.0f}",
             *(

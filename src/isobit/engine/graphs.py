@@ -2,12 +2,13 @@
 Python.
 
 A graph is captured for a number of rows, a longest context and the kinds of draws
-(`sampler.Kinds`), when a step first needs it. Settings are inputs of a row, as its token is. A CUDA
-graph serves every smaller step: what is missing is padded. A padded row decodes token 0 at position
-0 into a spare page that no sequence uses, so it changes nothing that is read; and since a row's
-bits do not depend on its batch, a padded step gives the bits of the plain one.
-tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU. A CPU
-captures each number of rows by itself, and pads nothing (tests/engine/test_recorded.py).
+(`sampler.Kinds`), when a step first needs it, and recorded on a CPU when one needs it again.
+Settings are inputs of a row, as its token is. A CUDA graph serves every smaller step: what is
+missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence
+uses, so it changes nothing that is read; and since a row's bits do not depend on its batch, a
+padded step gives the bits of the plain one. tests/engine/test_graphs.py compares them, over a
+stand-in for captured graphs on a CPU. A CPU captures each number of rows by itself, and pads
+nothing (tests/engine/test_recorded.py).
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights.
 `begin` drops graphs whose weights or stores have moved; `Transformer.sync` keeps them in place.
