@@ -16,6 +16,7 @@ from isobit.distributed import Ranks
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.running.inputs import check_inputs, inputs_of
 from isobit.training.running.open_run import OpenRun, RunParts
 from isobit.training.running.restoring import (
@@ -56,6 +57,18 @@ class Kind(ABC, Generic[_Config, _Parts, _Run]):
         """The run, which goes on from the checkpoint of `saved_step`, or begins."""
 
 
+def _parts(
+    config: _Config,
+    kind: Kind[_Config, _Parts, _Run],
+    ranks: Ranks,
+    began: Mapping[str, Any],
+    checkpoint: Path | None,
+) -> _Parts:
+    """`Kind.open_parts`, after what every kind checks first."""
+    ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
+    return kind.open_parts(config, ranks, began, checkpoint)
+
+
 def open_new(config: _Config, kind: Kind[_Config, _Parts, _Run], ranks: Ranks) -> _Run:
     """A new run. Raises IsobitError, before anything is written, for what it cannot be made of."""
     folder = Path(config.run.dir)
@@ -63,7 +76,7 @@ def open_new(config: _Config, kind: Kind[_Config, _Parts, _Run], ranks: Ranks) -
     config = of_ranks(config, ranks)
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     began = {} if kind.recorded is None else runs.began_by(kind.recorded)
-    parts = kind.open_parts(config, ranks, began, None)
+    parts = _parts(config, kind, ranks, began, None)
 
     def create() -> RunDirectory:
         return RunDirectory.create(folder, dump_config(parts.config), kind.recorded)
@@ -88,13 +101,13 @@ def open_again(
     changes, began = Changes(inputs, lines), runs.began_by(kind.recorded or run_dir)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         ranks.on_first(lambda: refuse_lost(run_dir))
-        parts = kind.open_parts(config, ranks, began, None)
+        parts = _parts(config, kind, ranks, began, None)
         kept, nothing = dump_config(parts.config), runs.NOTHING_WRITTEN
         run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, kept, lock))
         go_on_with(run, changes, ranks)
         return kind.put_together(parts, run, State(), None)
     path = runs.newest_checkpoint(run_dir, lambda found: problem_of(found, ranks), ranks)
-    parts = kind.open_parts(config, ranks, began, path)
+    parts = _parts(config, kind, ranks, began, path)
     restored = restore(path, run_dir, config, parts.trained, changes, lock)
     opened = kind.put_together(parts, restored.run, restored.state, restored.state.step)
     opened.goes_on_as(restored)

@@ -43,7 +43,6 @@ from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
@@ -165,7 +164,6 @@ def _put_together(
     objective = resolved.objective
     _check_router(objective, model)
     check_functions(objective)
-    ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
     following = followed(model, config.reference.precision or config.precision, config, task)
     reference = following.model if following is not None else None
     if objective.kl_coefficient > 0 and following is None:

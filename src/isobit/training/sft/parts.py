@@ -28,7 +28,6 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import model_named
-from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import in_steps
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
@@ -132,7 +131,6 @@ def open_parts(
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
     that goes on. Raises IsobitError for whatever does not fit."""
     check_trackers(plain(config.tracking))
-    ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
     task = load_supervised(config)
     check_evaluation(config, task)
     model = initial_model(config, task, ranks, began, checkpoint)
