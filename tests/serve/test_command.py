@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from isobit import cli
 from isobit.errors import IsobitError
 from isobit.serve.keys import read_or_make, tenant_of
+from isobit.serve.listening import listen
 from isobit.serve.state.rows import StoredRun, StoredSession
 from isobit.serve.state.state import State
 from tests import sockets
@@ -233,19 +233,47 @@ def test_without_the_extra_it_says_what_to_install(folder: Path) -> None:
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_a_port_that_is_taken(
+def test_what_is_taken_is_noticed_before_a_model_is_read(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    token = ("--token", tmp_path / "token")
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    """A port, and a state that another server has. The control: without them it is read."""
+    read = list[Path]()
+
+    def opened(path: Path, *_: object) -> None:
+        read.append(path)
+        raise IsobitError("it is read")
+
+    monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
+    base, token = folder / "base", ("--token", tmp_path / "token")
+    with listen("127.0.0.1", 0, "--port") as other:
         port = other.getsockname()[1]
-        found = said(
-            monkeypatch, capsys, folder / "base", "--port", port, "--kv-pages", 100, *token
-        )
-    assert f"--port {port}: cannot listen on 127.0.0.1; is it in use?" in found
+        found = said(monkeypatch, capsys, base, "--port", port, *token)
+    assert found == (
+        f"isobit: --port {port}: cannot listen on 127.0.0.1: it is in use; give another port, or "
+        "end what listens there\n"
+    )
+    training = ("--train", "--state", tmp_path / "state", *token)
+    with closing(State(tmp_path / "state")):
+        assert "in use" in said(monkeypatch, capsys, base, *training)
+    assert not read
+    assert said(monkeypatch, capsys, base, "--port", port, *training) == "isobit: it is read\n"
+    assert read == [base]
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("256.0.0.1", "Name or service not known|nodename nor servname|not known"),
+        ("a" * 70 + ".example", "that is no name of a machine|not known"),
+        ("192.0.2.1", "[Cc](annot|an't) assign requested address"),
+    ],
+)
+def test_where_it_cannot_listen(host: str, reason: str) -> None:
+    with pytest.raises(IsobitError, match=rf"^--port 0: cannot listen on {host}: ({reason})"):
+        listen(host, 0, "--port")
 
 
 def test_tokens(tmp_path: Path) -> None:
