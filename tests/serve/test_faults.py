@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from isobit.errors import RunFailed
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 
 from .helpers import TOKENS, Running, serving
 
@@ -54,7 +56,7 @@ def test_who_goes_away_frees_its_pages(folder: Path) -> None:
             until(lambda: device.num_open == 1)
             assert engine.pages.num_used > 0
             assert staying.result().status_code == 200
-        assert server.gateway._open_samples == 0
+        assert server.gateway.num_samples == 0
 
 
 def test_too_many_are_told_to_come_again(folder: Path) -> None:
@@ -108,6 +110,41 @@ def test_a_slow_body_and_a_long_one(folder: Path) -> None:
             408,
             "the body took longer than 0.3 seconds",
         )
+
+
+def test_what_no_route_takes_is_told_what_would_be_right(running: Running) -> None:
+    """And a fault of the disk is the server's."""
+    for method, path, status, said in (
+        (
+            "POST",
+            "/v1/completion",
+            404,
+            "there is no /v1/completion; did you mean '/v1/completions'?",
+        ),
+        ("GET", "/x", 404, "there is no /x; known: /health, /metrics, /v1/completions, "),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: expected POST"),
+        ("PUT", "/api/v1/asample", 405, "PUT /api/v1/asample: expected POST"),
+        ("GET", "/api/v1/a/b", 404, "this server does not offer a/b of Tinker's routes"),
+    ):
+        found = httpx.request(method, running.url + path, headers=running.headers)
+        assert (found.status_code, found.json()["error"]["message"][: len(said)]) == (status, said)
+        assert ("POST" in found.headers.get("allow", "")) == (status == 405)
+    packed = running.post("/tokenize", {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
+    assert (packed.status_code, "gzip is not read here" in packed.text) == (415, True)
+
+
+def test_a_full_disk_is_no_mistake_of_the_client(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RunFailed("state: database or disk is full")
+
+    with serving(folder / "base", state=tmp_path / "state") as server:
+        assert server.post("/api/v1/create_session", {}).status_code == 200
+        monkeypatch.setattr(State, "add_session", full)
+        refused = server.post("/api/v1/create_session", {})
+        assert refused.status_code == 500
+        assert refused.json()["error"]["message"] == "state: database or disk is full"
 
 
 def test_an_end_lets_open_requests_end(folder: Path) -> None:

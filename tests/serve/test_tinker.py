@@ -245,7 +245,11 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     while running.gateway.device.num_open:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert post(f"sessions/{session}/finish", {}).status_code == 200
+    left = {
+        "request_id": post("asample", long | {"seq_id": 7, "num_samples": 200}).json()["request_id"]
+    }
+    assert post(f"sessions/{session}/finish", {}).status_code == 200  # nobody waits for it
+    assert post("retrieve_future", left).json()["error"] == "the request was cancelled"
     assert post("asample", asked).status_code == 404
     assert post("session_heartbeat", {"session_id": session}).status_code == 410
 

@@ -337,7 +337,7 @@ def test_a_port_in_use(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(IsobitError, match=rf"^serve\.port {port}: cannot listen on 127"):
             run_with(tmp_path, base, port=port)
     for _ in range(2):  # and is free again when the run cannot be opened
-        with pytest.raises(IsobitError, match="^it is read$"):
+        with pytest.raises(IsobitError, match=r"^it is read$"):
             run_with(tmp_path, base, port=port)
     assert not (tmp_path / "run").exists()
 

@@ -90,10 +90,18 @@ class Server(uvicorn.Server):
         """Called with the port once it listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work."""
+        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of which
+        nothing is dropped; a signal meanwhile ends it."""
         await super().startup(sockets)
-        if self.started:
+        try:
             await self._gateway.start()
+        except (Refused, RunFailed) as error:
+            if not self.should_exit:
+                self._gateway.device.stop()
+                for server in self.servers:
+                    server.close()
+                raise RunFailed(f"the server cannot go on where it ended: {error}") from None
+        else:
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
@@ -104,6 +112,9 @@ class Server(uvicorn.Server):
         """A signal: end, and with the second one at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        if not self._gateway.ready.is_set():  # what it goes on with, the next server does
+            self._gateway.draining = True
+            self._gateway.device.stop()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let open requests end, then end all."""
