@@ -20,6 +20,8 @@ from isobit.serve.state.rows import StoredRun, StoredSession
 from isobit.serve.state.state import State
 from tests import sockets
 
+from .helpers import LONG
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
 
 
@@ -74,7 +76,7 @@ def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: 
         given = {"model": "math", "prompt": "abc", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", headers=headers, json=given).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
         assert process.stderr.read() == ""
 
 
@@ -102,7 +104,7 @@ def test_it_trains(folder: Path, tmp_path: Path) -> None:
         assert found.status_code == 200
         service.holder.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
         assert process.stderr.read() == ""
     assert state.stat().st_mode & 0o777 == 0o700
     assert list(state.rglob("adapter_model.safetensors"))
@@ -205,7 +207,7 @@ def test_it_trains_all_weights(folder: Path, tmp_path: Path) -> None:
         assert client.save_state("end").result().path.endswith("/weights/end")
         service.holder.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
     assert list(state.rglob("model.safetensors"))
     assert not list(state.rglob("adapter_model.safetensors"))
 
@@ -266,13 +268,13 @@ def test_what_is_taken_is_noticed_before_a_model_is_read(
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("256.0.0.1", "Name or service not known|nodename nor servname|not known"),
-        ("a" * 70 + ".example", "that is no name of a machine|not known"),
-        ("192.0.2.1", "[Cc](annot|an't) assign requested address"),
+        ("256.0.0.1", "Name or service not known|nodename nor servname provided, or not known"),
+        ("é" * 70, "that is no name of a machine"),
+        ("192.0.2.1", "(Cannot|Can't) assign requested address"),
     ],
 )
 def test_where_it_cannot_listen(host: str, reason: str) -> None:
-    with pytest.raises(IsobitError, match=rf"^--port 0: cannot listen on {host}: ({reason})"):
+    with pytest.raises(IsobitError, match=rf"^--port 0: cannot listen on {host}: ({reason})$"):
         listen(host, 0, "--port")
 
 

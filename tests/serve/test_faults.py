@@ -112,27 +112,6 @@ def test_a_slow_body_and_a_long_one(folder: Path) -> None:
         )
 
 
-def test_what_no_route_takes_is_told_what_would_be_right(running: Running) -> None:
-    """And a fault of the disk is the server's."""
-    for method, path, status, said in (
-        (
-            "POST",
-            "/v1/completion",
-            404,
-            "there is no /v1/completion; did you mean '/v1/completions'?",
-        ),
-        ("GET", "/x", 404, "there is no /x; known: /health, /metrics, /v1/completions, "),
-        ("GET", "/v1/completions", 405, "GET /v1/completions: expected POST"),
-        ("PUT", "/api/v1/asample", 405, "PUT /api/v1/asample: expected POST"),
-        ("GET", "/api/v1/a/b", 404, "this server does not offer a/b of Tinker's routes"),
-    ):
-        found = httpx.request(method, running.url + path, headers=running.headers)
-        assert (found.status_code, found.json()["error"]["message"][: len(said)]) == (status, said)
-        assert ("POST" in found.headers.get("allow", "")) == (status == 405)
-    packed = running.post("/tokenize", {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
-    assert (packed.status_code, "gzip is not read here" in packed.text) == (415, True)
-
-
 def test_a_full_disk_is_no_mistake_of_the_client(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

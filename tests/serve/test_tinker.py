@@ -254,6 +254,26 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     assert post("session_heartbeat", {"session_id": session}).status_code == 410
 
 
+def test_what_no_route_takes_is_told_what_would_be_right(running: Running) -> None:
+    for method, path, status, said in (
+        (
+            "POST",
+            "/v1/completion",
+            404,
+            "there is no /v1/completion; did you mean '/v1/completions'?",
+        ),
+        ("GET", "/x", 404, "there is no /x; known: /health, /metrics, /v1/completions, "),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: expected POST"),
+        ("PUT", "/api/v1/asample", 405, "PUT /api/v1/asample: expected POST"),
+        ("GET", "/api/v1/a/b", 404, "this server does not offer a/b of Tinker's routes"),
+    ):
+        found = httpx.request(method, running.url + path, headers=running.headers)
+        assert (found.status_code, found.json()["error"]["message"][: len(said)]) == (status, said)
+        assert ("POST" in found.headers.get("allow", "")) == (status == 405)
+    packed = running.post("/tokenize", {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
+    assert (packed.status_code, "gzip is not read here" in packed.text) == (415, True)
+
+
 def test_an_idle_session_lets_go_of_its_snapshot(
     folder: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

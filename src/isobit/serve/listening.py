@@ -17,10 +17,10 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except UnicodeError:  # of a name that is too long
+    except (UnicodeError, TypeError):  # of a name that cannot be encoded
         reason = "that is no name of a machine"
     except OSError as error:
-        reason = reason_of(error)
+        reason = reason_of(error).partition(" (while ")[0]  # where, which we say
         if error.errno == errno.EADDRINUSE:
             reason = "it is in use; give another port, or end what listens there"
     raise IsobitError(f"{option} {port}: cannot listen on {host}: {reason}")
