@@ -61,14 +61,15 @@ def error_response(request: Request, error: Exception) -> Response:
 def _of_routes(request: Request, error: HTTPException) -> str:
     """What would be right where there is no route, or none for this method."""
     path = request.scope["path"]
+    shown = brief(repr(path))  # in one line, whatever it spells
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow")
-        return f"{request.method} {brief(path)}: expected {allowed}"
+        return f"{request.method} {shown}: expected {allowed}"
     if error.status_code != 404:
         return error.detail
     known = [getattr(route, "path", "{") for route in request.app.routes]
     known = [each for each in known if "{" not in each and not each.startswith("/api/")]
-    return f"there is no {brief(path)}; {did_you_mean(path[:200], known)}"
+    return f"there is no {shown}; {did_you_mean(path[:200], known)}"
 
 
 async def read_fields(request: Request, limits: Limits) -> Fields:
