@@ -265,6 +265,7 @@ def test_what_no_route_takes_is_told_what_would_be_right(running: Running) -> No
         ("GET", "/x", 404, "there is no '/x'; known: /health, /metrics, /v1/completions, "),
         ("GET", "/v1/completions", 405, "GET '/v1/completions': expected POST"),
         ("PUT", "/api/v1/asample", 405, "PUT '/api/v1/asample': expected POST"),
+        ("GET", "/a%0Ab", 404, "there is no '/a\\nb'; "),
         ("GET", "/api/v1/a/b", 404, "this server does not offer a/b of Tinker's routes"),
     ):
         found = httpx.request(method, running.url + path, headers=running.headers)
