@@ -92,6 +92,6 @@ def on_post_page(output: str, **_: Any) -> str:
 
     def name_broken(name: re.Match[str]) -> str:
         place = '<wbr class="wide">' if len(name[0]) > LONG_NAME else "<wbr>"
-        return re.sub(r"([/._=\[])(?=[A-Za-z{])", rf"\1{place}", name[0])
+        return re.sub(r"([/._=]|(?<!isobit)\[)(?=[A-Za-z{])", rf"\1{place}", name[0])
 
     return CELL.sub(broken, output)
