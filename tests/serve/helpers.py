@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.applications import Starlette
@@ -115,7 +115,7 @@ def serving(
 
     server.on_start = on_start
     listener = listen("127.0.0.1", 0, "--port")
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([cast(Any, listener)])))
     thread.start()
     try:
         assert started.wait(LONG)

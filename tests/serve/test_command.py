@@ -250,7 +250,7 @@ def test_what_is_taken_is_noticed_before_a_model_is_read(
 
     monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
     base, token = folder / "base", ("--token", tmp_path / "token")
-    with listen("127.0.0.1", 0, "--port") as other:
+    with closing(listen("127.0.0.1", 0, "--port")) as other:
         port = other.getsockname()[1]
         found = said(monkeypatch, capsys, base, "--port", port, *token)
     assert found == (

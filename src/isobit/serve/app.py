@@ -6,7 +6,6 @@ are then answered 503. Left out: TLS, which a proxy in front of it does.
 
 import asyncio
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.connections import Connection, most_connections
 from isobit.serve.gateway import Gateway, Refused
+from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
@@ -90,8 +90,8 @@ class Server(uvicorn.Server):
         """Called with the port once it listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of which
-        nothing is dropped; a signal meanwhile ends it."""
+        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of
+        which nothing is dropped; a signal meanwhile ends it."""
         await super().startup(sockets)
         try:
             await self._gateway.start()
@@ -137,7 +137,7 @@ class Background:
         gateway: Gateway,
         tokens: tuple[str, ...],
         options: ServerOptions,
-        listener: socket.socket,
+        listener: Listener,
     ) -> None:
         config = server_config(gateway, tokens, options)
         config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off
@@ -159,7 +159,7 @@ class Background:
         self._socket.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._server.serve(sockets=[cast(Any, self._socket)]))
 
 
 def run(
@@ -168,7 +168,7 @@ def run(
     adapters: dict[str, Path],
     tokens: tuple[str, ...],
     options: ServerOptions,
-    listener: socket.socket,
+    listener: Listener,
     on_start: Callable[[int], None] = lambda port: None,
     state: State | None = None,
 ) -> None:
@@ -183,7 +183,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
-    server.run(sockets=[listener])
+    server.run(sockets=[cast(Any, listener)])
     if gateway.device.failure is not None:
         raise RunFailed(
             f"the server ended: {gateway.device.failure!r:.500}"

@@ -19,8 +19,8 @@ from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
 
 MOST_SESSIONS, MOST_TOKENS, MOST_BYTES = 4096, 1 << 21, 1 << 26
-"""Of a tenant, that are kept: sessions, their tokens, and the bytes of their last requests, of which
-a template may write none."""
+"""Of a tenant, that are kept: sessions, their tokens, and the bytes of their last requests, of
+which a template may write none."""
 Messages = Sequence[Mapping[str, Any]]
 
 

@@ -68,7 +68,8 @@ def serve_model(
     file = token or default_file()
     rules = TextRules(chat_template=chat_template)
     with ExitStack() as held:  # what can be refused at once is, before a model is read
-        listener = held.enter_context(listen(host, port, "--port"))
+        listener = listen(host, port, "--port")
+        held.callback(listener.close)
         tokens, made = read_or_make(file)
         kept = None
         if train:

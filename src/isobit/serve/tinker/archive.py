@@ -32,8 +32,8 @@ from isobit.serve.wire import read_fields
 
 _MOST_LISTED, _BLOCK = 1000, 1 << 18
 _MOST_OPEN, _MOST_OF_A_TENANT, _MOST_CHECKED = 192, 64, 2
-"""Files that are sent at the same time, which are fewer than the descriptors that a server keeps for
-itself (`connections.py`); those of a tenant; checkpoints whose files are checked at the same time."""
+"""Files that are sent at the same time, which are fewer than the descriptors that a server keeps
+for itself (`connections.py`); those of a tenant; checkpoints that are checked at the same time."""
 
 
 class Archive:

@@ -105,7 +105,7 @@ class Tinker:
     async def refuse(self, request: Request) -> Response:
         """What is not offered, or not by this method."""
         for route in self._routes:
-            named = ":path}" not in route.path  # of others any rest of a path is part
+            named = "{" not in route.path  # others take what may be the name of another route
             if named and route.matches(request.scope)[0] is Match.PARTIAL:
                 allowed = ", ".join(sorted(route.methods or ()))
                 raise HTTPException(405, headers={"Allow": allowed})

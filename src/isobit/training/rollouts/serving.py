@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING
 
 from isobit.config import Config
@@ -28,6 +27,7 @@ from isobit.training.saving.snapshot import State
 if TYPE_CHECKING:
     from isobit.serve.app import Background  # needs the extra isobit[serve]
     from isobit.serve.gateway import Gateway
+    from isobit.serve.listening import Listener
 
 _GRACE_S = 1.0
 
@@ -149,7 +149,7 @@ class Place:
     """Where a run will serve, and for whom: a socket that listens, and the tokens of a `file`, which
     was `made` now."""
 
-    listener: socket
+    listener: "Listener"
     tokens: tuple[str, ...]
     file: Path
     made: bool
