@@ -207,6 +207,10 @@ def test_a_malformed_file_gives_one_line(tmp_path: Path, text: str, message: str
             "model: base\nrewards: {functions: [{function: math, weight: 1,\n weight: 2}]}\n",
             "line 3: key 'rewards.functions.weight' was given before, in line 2; leave one",
         ),
+        (
+            'model: base\ntask:\n  columns:\n    1: a\n    "1": b\n',
+            "line 5: key 'task.columns.1' was given before, in line 4; leave one",
+        ),
     ],
 )
 def test_a_key_that_comes_twice_is_refused_with_both_lines(

@@ -222,7 +222,7 @@ def test_what_cannot_be_reported_is_said(
     (run / COMPLETIONS).write_bytes(pack([{"step": 1, "reward": 0}, {"no step": 1}]))
     page_of(run)
     assert (
-        "completions.jsonl.gz: rows or steps that cannot be read: 1; they are left out"
+        "completions.jsonl.gz: 1 row or step cannot be read and left out; the first: row 2: step is"
         in capsys.readouterr().err
     )
     (run / COMPLETIONS).unlink()

@@ -117,13 +117,13 @@ def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
         for item in node.value:
             _check(item, seen, prefix)
         return
-    places: dict[tuple[str, str], int] = {}
+    places: dict[str, int] = {}  # `1` and `"1"` are one key to who reads names
     for key, value in node.value:
         inner = prefix
         if isinstance(key, yaml.ScalarNode):
-            name, line = (key.tag, key.value), key.start_mark.line + 1
+            name, line = key.value, key.start_mark.line + 1
             if name in places:
-                raise DuplicateKey(f"{prefix}{key.value}", places[name], line)
+                raise DuplicateKey(f"{prefix}{name}", places[name], line)
             places[name] = line
-            inner = f"{prefix}{key.value}."
+            inner = f"{prefix}{name}."
         _check(value, seen, inner)

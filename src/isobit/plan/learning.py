@@ -65,12 +65,13 @@ class LearningMemory:
     logits: Phase
     head_rows: int
 
-    def at(self, tokens: int, exchanged: int = 0, kept: int = 0) -> int:
+    def at(self, tokens: int, exchanged: int = 0, kept: int = 0, added: int = 0) -> int:
         """`exchanged`: bytes that a layer's gradients take besides while ranks send them; `kept`:
-        of logits that the head's backward finds."""
+        of logits that the head's backward finds; `added`: of the head's gradient, where it is added
+        to the one that is there and takes nothing."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
         more = self.logits.at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
-        return max(forward + kept, head + more + kept, layers + exchanged)
+        return max(forward + kept, head + more + kept - added, layers + exchanged)
 
 
 @dataclass(frozen=True)
