@@ -285,7 +285,6 @@ def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> N
     [
         ("qwen3", ("optimizer.micro_batch_tokens=4096", "prompts_per_step=4"), True),
         ("qwen3", ("optimizer.micro_batch_tokens=512",), True),
-        ("qwen3", ("optimizer.micro_batch_tokens=512", "sampling.top_k=50"), False),
         ("qwen3", ("optimizer.micro_batch_tokens=512", "sampling.temperature=0.7"), True),
         ("gemma4_text", ("optimizer.micro_batch_tokens=512",), False),
     ],

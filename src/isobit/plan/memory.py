@@ -258,10 +258,13 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
     kept = _kept_logits(job, rows)
-    added = 0
-    if kept and several and _adds_in_place(job):
-        added = 4 * job.model.vocab_size * job.model.hidden_size
-    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged, kept, added)
+    added = None
+    if kept and _in_place(job):  # no gradient of its own; or else none beside the packed weight
+        each = 4 if several and job.ranks == 1 else 2
+        added = each * job.model.vocab_size * job.model.hidden_size
+    tied = job.model.tie_embeddings and _adds_to_one(job)
+    found = learning_bytes(model, level, not several, entropy, tied)
+    taken = found.at(rows, exchanged, kept, added)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
@@ -287,13 +290,21 @@ def _kept_logits(job: Job, rows: int) -> int:
     return 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
 
 
-def _adds_in_place(job: Job) -> bool:
-    """Whether the backward of logits that were kept adds to the gradient of the micro-batches
-    before: the native operators do, of one rank, where log-probabilities alone have a gradient."""
-    algorithm, native = job.algorithm, job.machine.packs and job.ranks == 1
+def _adds_to_one(job: Job) -> bool:
+    """Whether embedding and head, where they are one master, add to one gradient: on a CPU, of one
+    rank, where the head is used once."""
+    algorithm, alone = job.algorithm, job.machine.host and job.ranks == 1
+    once = algorithm.loss != "divergence" and not algorithm.observation_coefficient
+    return alone and once and job.config.adapter is None
+
+
+def _in_place(job: Job) -> bool:
+    """Whether logits that were kept become their gradient in their own memory, and the head's is
+    added to that of the micro-batches before: the native operators do both where log-probabilities
+    alone have a gradient."""
+    algorithm, bf16 = job.algorithm, job.precision.learner.compute.dtype == torch.bfloat16
     alone = algorithm.loss != "divergence" and not algorithm.may_use_entropy
-    bf16 = job.precision.learner.compute.dtype == torch.bfloat16
-    return native and bf16 and alone and not algorithm.observation_coefficient
+    return job.machine.packs and bf16 and alone and not algorithm.observation_coefficient
 
 
 def _divergence(job: Job, rows: int) -> int:
