@@ -187,6 +187,14 @@ def test_a_replay_of_rollouts_that_are_others_is_refused(
         replay(first.run_dir, tmp_path / "other", [change], quiet=True)
     assert not (tmp_path / "other").exists()
     assert replay(first.run_dir, tmp_path / "same", [f"{key}={before}"], quiet=True).metrics
+    for junk, said in (
+        (b"", "holds no whole step, and 1 were learned from"),
+        (b"x" * 99, "byte 0"),
+    ):
+        (first.run_dir / COMPLETIONS).write_bytes(junk)
+        with pytest.raises(IsobitError, match=said):
+            replay(first.run_dir, tmp_path / "junk", quiet=True)
+        assert not (tmp_path / "junk").exists()
 
 
 def test_a_replay_that_goes_on_learns_from_the_same_rollouts(
