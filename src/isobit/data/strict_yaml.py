@@ -85,11 +85,9 @@ def _measure(
     if not isinstance(node, yaml.CollectionNode):
         if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
             raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")
-        if node.style is None and node.tag in _NUMBERS and _SURPRISING.fullmatch(node.value):
-            raise _bad(
-                node,
-                f"{node.value} is a number of base {_base(node)} in YAML; write it in decimals, or in quotes",
-            )
+        if node.tag in _NUMBERS and _SURPRISING.fullmatch(node.value):
+            what = f"{node.value} is a number of base {60 if ':' in node.value else 8} in YAML"
+            raise _bad(node, f"{what}; write it in decimals, or in quotes")
         return 1 + len(node.value) // _TEXT, 0
     if id(node) in found:
         known = found[id(node)]
@@ -110,10 +108,6 @@ def _measure(
         raise _bad(node, _TOO_MANY)
     found[id(node)] = total, levels
     return total, levels
-
-
-def _base(node: yaml.Node) -> int:
-    return 60 if ":" in node.value else 8
 
 
 def _bad(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:

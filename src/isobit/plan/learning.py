@@ -194,8 +194,10 @@ def _pass(
     kept: bool = False,
     entropy: bool = False,
     tied: bool = False,
+    chunk: int = _FEW,
 ) -> list[list[int]]:
-    """Bytes at the moments of the three phases of one sequence, a few rows of logits at a time."""
+    """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
+    time."""
     config, device = transformer.config, transformer.ops["learner"].device
     found: list[list[int]] = []
     ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
@@ -214,7 +216,7 @@ def _pass(
         hidden = transformer.hidden(ids, layout, use="learner", tape=tape, recompute=recompute)
         take()
         hidden.register_hook(lambda _: take())
-        loss = _loss(transformer, hidden, ids.to(device), _FEW, entropy)
+        loss = _loss(transformer, hidden, ids.to(device), chunk, entropy)
         loss.backward()
         take()
         del hidden, loss
