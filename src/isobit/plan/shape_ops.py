@@ -75,6 +75,15 @@ class ShapeOps(Composed):
             _panels(b)
         return result
 
+    def gradient_product(
+        self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """The C++ products add to a gradient as they go, but for float32's."""
+        plain = isinstance(a, Tensor) and a.dtype == torch.float32
+        if into is None or not self._packs or plain:
+            return super().gradient_product(a, b, out, into)
+        return into
+
     def grouped_product(
         self,
         a: Operand,
@@ -168,6 +177,11 @@ class ShapeOps(Composed):
         kv_heads = store.k.shape[1]
         q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
         return empty(*q.shape, dtype=q.dtype), empty(*k.shape, dtype=k.dtype), v
+
+    def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        found, rows = empty(count, dy.shape[1]), dy.float()
+        del rows
+        return found
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         """The store is there."""

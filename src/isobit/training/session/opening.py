@@ -12,6 +12,7 @@ from isobit.config import Config, load_run_config
 from isobit.config.reading import override
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
+from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 from isobit.training.objects import NO_OBJECTS, Given, Objects
@@ -106,8 +107,10 @@ def open_replay(
     steps = _recorded_steps(recorded)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
-    recorded_groups(recorded, load_run_config(recorded))  # refuses one that has not all of them
+    began = load_run_config(recorded)
+    recorded_groups(recorded, began)  # refuses one that has not all of them
     config = load_run_config(recorded, [f"steps={steps}", *overrides, override("run.dir", out)])
+    _refuse_other_rollouts(config, began, recorded)
     _refuse_more_steps(config, recorded)
     session = open_new(config, _WithRollouts(quiet, recorded), ranks)
     if other := ", ".join(session.parts.unlike):
@@ -123,6 +126,24 @@ def _require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
             f"more; if it was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
         )
     _refuse_more_steps(config, recorded)
+
+
+def _refuse_other_rollouts(config: Config, began: Config, recorded: Path) -> None:
+    """Raise IsobitError where a config says of the rollouts what they are not: none are sampled."""
+    now, before = (
+        {
+            "prompts_per_step": each.prompts_per_step,
+            **{f"sampling.{key}": value for key, value in plain(each.sampling).items()},
+        }
+        for each in (config, began)
+    )
+    for key, value in now.items():
+        if value != before[key]:
+            raise IsobitError(
+                f"{key}={value}: {recorded} sampled its rollouts with {before[key]}, and they are "
+                f"learned from as they are; leave {key} out, or sample anew: isobit train "
+                f"{recorded / runs.CONFIG} {key}={value} --out DIR"
+            )
 
 
 def _recorded_steps(run_dir: Path) -> int:
