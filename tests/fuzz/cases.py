@@ -89,7 +89,7 @@ def draw(seed: int) -> Case:
     )
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
     if (
-        "input_norm" not in config.norms and weights == "cancelling"
+        "input_norm" not in FAMILIES[config.family].norms and weights == "cancelling"
     ):  # what no norm has made small would overflow
         weights = "heavy tails"
     # a step along a gradient would undo the cancellation
