@@ -332,7 +332,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_kernel": 3,
             "n_group": 2,
             "norm_topk_prob": False,
-            "tie_word_embeddings": True,
         },
     ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),

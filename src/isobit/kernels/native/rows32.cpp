@@ -30,6 +30,7 @@ float halves(float* lane, int64_t lanes) {
 float dot(const float* a, const float* b, int64_t count, int64_t lanes) {
     float lane[64] = {0};
     for (int64_t i = 0; i < count; i++) lane[i % lanes] = fused(a[i], b[i], lane[i % lanes]);
+    for (int64_t i = count; i % lanes; i++) lane[i % lanes] = lane[i % lanes] + 0.0f;  // zeros follow: a -0 becomes 0
     return halves(lane, lanes);
 }
 float scalar_exp(float x) {

@@ -42,6 +42,7 @@ FAMILIES = {
         off=(
             *("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "sliding_window"),
             *("moe_latent_size", "num_nextn_predict_layers", "residual_in_fp32"),
+            "tie_word_embeddings",  # transformers ties nothing here, whatever it says
         ),
         fixed={"mamba_hidden_act": "silu", "use_conv_bias": True, "n_shared_experts": 1},
         rms_key="layer_norm_epsilon",
