@@ -58,6 +58,8 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
         "mlp_bias",
     ):
         assert getattr(again, key, None) == getattr(theirs, key, None), key
+    if not FAMILY_TABLES[config.family].rotary:
+        return
     mine, wanted = dict(again.rope_parameters), dict(theirs.rope_parameters)
     assert {key: mine[key] for key in wanted} == wanted
 
