@@ -46,7 +46,7 @@ def latent_values(latent: Latent, heads: int, rope: Rope) -> dict[str, Any]:
     }
 
 
-ONE_PART = ("linear_attention", "moe", "full_attention", "mlp")
+ONE_PART = ("moe", "linear_attention", "full_attention", "mlp")
 
 
 def one_part_values(kinds: Sequence[str]) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def one_part_values(kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "kinds": tuple(kinds),
         "num_layers": len(kinds),
+        "tie_embeddings": False,
         "linear": Mamba(mamba, 2, 4, 8, 12, 4, least_step=0.02),
         "experts": Experts(6, 2, 24, True, without, 40, Scoring(2, 1, 1.7)),
     }

@@ -436,7 +436,7 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "eos_ids": (2,),
     }
     if FAMILY_TABLES[family].one_part:
-        values |= one_part_values(ONE_PART)
+        values |= one_part_values(ONE_PART[: changes.get("num_layers", 4)])
     elif FAMILY_TABLES[family].linear_attention:
         values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
     if "default" not in FAMILY_TABLES[family].rope_kinds:

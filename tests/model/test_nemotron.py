@@ -109,10 +109,10 @@ def test_layers_store_what_they_are() -> None:
     alone = generate(Engine(model, kv_pages=16, page_size=4))
     engine = Engine(model, kv_pages=16, page_size=4)
     assert generate(engine) == alone
-    assert [type(store) for store in engine.stores] == [StateStore, NoStore, KVStore, NoStore]
+    assert [type(store) for store in engine.stores] == [NoStore, StateStore, KVStore, NoStore]
     assert generate(engine) == alone
     assert engine.stats.cached_tokens == 12
-    states = engine.stores[0]
+    states = engine.stores[1]
     assert isinstance(states, StateStore)
     linear = model.config.linear
     assert linear is not None

@@ -62,7 +62,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
         "qwen3.5": (*TARGETS, *linear),
         "qwen3.5-moe": ("all-linear",),  # of the MLP beside the experts too
         "gpt-oss": ("all-linear",),
-        "nemotron-h": ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
+        "nemotron-h": ("q_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj"),
         "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     }.get(family, TARGETS)

@@ -121,6 +121,7 @@ class ModelConfig:
             family.windows is not None and len(self.windows) == self.num_layers
         )
         assert (self.linear is not None) == family.linear_attention
+        assert not (self.tie_embeddings and "tie_word_embeddings" in family.off)
         assert len(self.kinds) == (self.num_layers if family.one_part else 0)
         assert (self.multipliers is not None) == family.multipliers
         assert (self.latent is not None) == (family.latent is not None)
