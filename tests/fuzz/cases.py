@@ -90,9 +90,9 @@ def draw(seed: int) -> Case:
         rng.random() < 0.5,
     )
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
-    if (
-        "input_norm" not in FAMILIES[config.family].norms and weights == "cancelling"
-    ):  # what no norm has made small would overflow
+    family = FAMILIES[config.family]
+    if weights == "cancelling" and ("input_norm" not in family.norms or family.one_part):
+        # what no norm has made small would overflow, and so would products of three in a state
         weights = "heavy tails"
     # a step along a gradient would undo the cancellation
     updates = int(rng.random() < 0.4 and weights != "cancelling")

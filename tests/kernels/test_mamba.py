@@ -95,7 +95,8 @@ def test_values_and_gradients_are_autograds_in_float64(backend: str) -> None:
         [functional.conv1d(s, weight[:, None], bias, groups=x.shape[1])[0].t() for s in seen]
     )
     mixed = functional.silu(mixed)
-    wanted = plain(mixed, *rest, heads, case.lengths)
+    gates, decay, step_bias, skip = rest
+    wanted = plain(mixed, gates, decay, step_bias, skip, heads, case.lengths)
     found = case.computed(ops, None, torch.arange(len(case.x)), Layout.packed(case.lengths))[1]
     dout = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(wanted, leaves, dout.double())

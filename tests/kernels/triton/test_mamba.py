@@ -97,7 +97,7 @@ def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.Mo
     (x, gates), layout = drawn(dtype), Layout.packed(LENGTHS, PAGE)
     dy, dout = draw(5, len(x), CHANNELS, dtype=dtype), draw(6, len(x), *SIZES[1::2], dtype=dtype)
     there = [each.to(DEVICE) for each in (dy, x, weight(), bias(), dout, gates)]
-    found = convolution.short_convolution_backward(*there[:3], layout, there[3])
+    found = convolution.short_convolution_backward(there[0], there[1], there[2], layout, there[3])
     wanted = reference.short_convolution_backward(dy, x, weight(), layout, bias())
     found += delta_backward.delta_rule_backward(there[4], there[1], there[5], heads(), layout)
     wanted += reference.delta_rule_backward(dout, x, gates, heads("cpu"), layout)

@@ -74,7 +74,8 @@ def recurrence(
 def _heads(fading: Sequence[Vector], sizes: LinearAttention) -> DeltaHeads:
     counts = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim
     least = sizes.least_step if isinstance(sizes, Mamba) else 0.0
-    return DeltaHeads(*counts, *(vector.working for vector in fading), least_step=least)
+    decay, step_bias, *more = (vector.working for vector in fading)
+    return DeltaHeads(*counts, decay, step_bias, next(iter(more), None), least)
 
 
 class _Convolved(Function):

@@ -54,7 +54,7 @@ def _listed(given: Any, key: str, where: str) -> tuple[str, ...]:
             f"{where}: {key} must list layers, each {', '.join(_LETTERS.values())}, got "
             f"{given!r:.80}"
         )
-    return tuple(_EARLIER.get(kind, kind) for kind in given)
+    return tuple(str(_EARLIER.get(kind, kind)) for kind in given)
 
 
 def _spelled(given: Any, where: str) -> tuple[str, ...]:
