@@ -17,8 +17,10 @@ from isobit.errors import IsobitError
 from isobit.kernels import NoStore, StateStore
 from isobit.kernels.stores import KVStore
 from isobit.model import Model, ModelConfig
+from isobit.model.adapters.targets import projections
 from isobit.model.hub.checkpoint import read_json
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.precision import QTensor
 from tests.models import one_part_values, tiny_model
 
 from .helpers import directory, logits, oracle_logits, random_model, tokens
@@ -142,3 +144,29 @@ def test_fp8_blocks_are_read_by_transformers(tmp_path: Path) -> None:
     assert not torch.allclose(
         logits(model.under("float32"), sequence), wanted, atol=2e-2, rtol=1e-3
     )
+
+
+def test_attention_and_mamba_stay_in_bf16_where_the_flow_says_so() -> None:
+    """The nearest to NVIDIA's own choice; MLPs and experts are in FP8."""
+    model = tiny_model("fp8[bf16_layers=[qkv, o]]", "nemotron_h")
+    low = {
+        weight.name.rpartition(".")[2]
+        for weight in model.transformer.rollout_weights()
+        if isinstance(weight.working, QTensor)
+    }
+    assert low == {"gate_up", "down"}
+    everything = {
+        weight.name.rpartition(".")[2]
+        for weight in tiny_model("fp8", "nemotron_h").transformer.rollout_weights()
+        if isinstance(weight.working, QTensor)
+    }
+    assert everything == {"gate_up", "down", "qkv", "o"}, "the control"
+
+
+def test_adapters_leave_out_what_peft_does_not_take() -> None:
+    """Mamba-2's last projection, and experts without a gate, but not the MLP beside them."""
+    names = {one.name for one in projections(tiny_model("fp8", "nemotron_h").config)}
+    assert "layers.0.shared.up_proj" in names
+    assert "layers.1.in_proj" in names
+    assert "layers.2.o_proj" in names
+    assert not any("out_proj" in name or ".experts." in name for name in names)
