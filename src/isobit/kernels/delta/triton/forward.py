@@ -67,6 +67,26 @@ def _kept_and_strength(a, b, decay, step_bias, least_step, CORRECTS: tl.constexp
 
 
 @triton.jit
+def _token(
+    state, query, key, value, kept, strength, scale, skip,
+    LEVELS: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """(state [HIGH, BLOCK] after a token, what it recalls [1, BLOCK]), given that before."""
+    faded = state * kept
+    wanted = value
+    if CORRECTS:
+        query = query * _inverse_length(query, LEVELS) * scale
+        key = key * _inverse_length(key, LEVELS)
+        wanted = value - column_sums(key * faded, LEVELS)
+    error = wanted * strength
+    state = tl.fma(tl.broadcast_to(key, state.shape), tl.broadcast_to(error, state.shape), faded)
+    recalled = column_sums(query * state, LEVELS)
+    if not CORRECTS:
+        recalled = tl.fma(tl.broadcast_to(skip, value.shape), value, recalled)
+    return state, recalled
+
+
+@triton.jit
 def _load_token(
     qkv_ptr, gates_ptr, t, there, head, column,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -110,8 +130,7 @@ def _delta_rule(
     context = tl.load(context_ptr + sequence).to(tl.int32)
     decay, step_bias = tl.load(decay_ptr + head), tl.load(step_bias_ptr + head)
     CORRECTS: tl.constexpr = skip_ptr is None
-    if not CORRECTS:
-        skip = tl.load(skip_ptr + head)
+    skip = decay if CORRECTS else tl.load(skip_ptr + head)
     row = tl.arange(0, HIGH)[:, None]
     inside = (row < KEY_DIM) & (column < VALUE_DIM)
     part = (head * KEY_DIM + row) * VALUE_DIM + column
@@ -147,19 +166,9 @@ def _delta_rule(
             kept, strength = _kept_and_strength(
                 step_size, strength, decay, step_bias, least_step, CORRECTS
             )
-            faded = state * kept
-            wanted = value
-            if CORRECTS:
-                query = query * _inverse_length(query, LEVELS) * scale
-                key = key * _inverse_length(key, LEVELS)
-                wanted = value - column_sums(key * faded, LEVELS)
-            error = wanted * strength
-            state = tl.fma(
-                tl.broadcast_to(key, (HIGH, BLOCK)), tl.broadcast_to(error, (HIGH, BLOCK)), faded
+            state, read = _token(
+                state, query, key, value, kept, strength, scale, skip, LEVELS, CORRECTS
             )
-            read = column_sums(query * state, LEVELS)
-            if not CORRECTS:
-                read = tl.fma(tl.broadcast_to(skip, (1, BLOCK)), value, read)
             out = cast(read, out_ptr.dtype.element_ty)
             to = out_ptr + t * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
             tl.store(to, out, mask=column < VALUE_DIM)
