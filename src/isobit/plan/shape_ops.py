@@ -214,14 +214,20 @@ class ShapeOps(Composed):
         return torch.empty_like(q), empty(*shape, dtype=q.dtype), empty(*shape, dtype=q.dtype)
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+        self,
+        x: Tensor,
+        weight: Tensor,
+        store: StateStore | None,
+        layout: Layout,
+        bias: Tensor | None = None,
     ) -> Tensor:
         return torch.empty_like(x)
 
     def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(x), torch.empty_like(weight)
+        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        found = torch.empty_like(x), torch.empty_like(weight)
+        return found if bias is None else (*found, torch.empty_like(bias))
 
     def delta_rule(
         self,
@@ -235,7 +241,7 @@ class ShapeOps(Composed):
 
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         def backward(parts: Parts, dout: Tensor) -> Parts:
             each = heads.value_heads // heads.key_heads
             dq, dk = (empty(len(qkv), heads.key_heads, each, heads.key_dim) for _ in range(2))
