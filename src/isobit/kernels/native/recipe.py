@@ -24,7 +24,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "product/ordered_neon.cpp": (),
     "product/ordered_avx2.cpp": _AVX2,
     "product/ordered_avx512.cpp": _AVX512,
-    "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mprfchw"),
     "product/ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other
