@@ -28,7 +28,7 @@ const Field low_rank_part[] = {FIELD(b), FIELD(rank), FIELD(lo), FIELD(hi), {nul
 #undef STRUCT
 #define STRUCT LowRankFactors
 const Field low_rank_factors[] = {
-    FIELD(a), FIELD(ranks), FIELD(parts), FIELD(count), FIELD(scale), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(a), FIELD(ranks), FIELD(whole), FIELD(parts), FIELD(count), FIELD(scale), {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT LowRank

@@ -157,7 +157,9 @@ class LowRankPartArguments(ctypes.Structure):
 class LowRankFactorsArguments(ctypes.Structure):
     """`struct LowRankFactors` of low_rank.h."""
 
-    _fields_ = [("a", _P), ("ranks", _I), ("parts", _P), ("count", _I), ("scale", _D)]
+    _fields_ = [
+        ("a", _P), ("ranks", _I), ("whole", _I), ("parts", _P), ("count", _I), ("scale", _D),
+    ]  # fmt: skip
 
 
 class LowRankArguments(ctypes.Structure):

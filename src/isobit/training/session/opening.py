@@ -2,6 +2,7 @@
 not every run's (`running/opening.py`)."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from isobit.training.objects import NO_OBJECTS, Given, Objects
 from isobit.training.parts import Parts
 from isobit.training.recording.rows import recorded_groups
 from isobit.training.rollouts.asynchronous import open_fleet
-from isobit.training.rollouts.serving import open_serving
+from isobit.training.rollouts.serving import open_serving, take_place
 from isobit.training.running.opening import Kind, open_again, open_new
 from isobit.training.running.restoring import locked
 from isobit.training.saving.snapshot import State
@@ -35,27 +36,29 @@ class _WithRollouts(Kind[Config, Parts, Session]):
         self, config: Config, ranks: Ranks, began: Mapping[str, Any], checkpoint: Path | None
     ) -> Parts:
         """And where the run samples, the engines of a fleet and the server, if there are some."""
-        parts = open_parts(
-            config,
-            quiet=self.quiet,
-            checkpoint=checkpoint,
-            objects=self.objects,
-            ranks=ranks,
-            began=began,
-            recorded=self.recorded,
-        )
-        if self.recorded is not None:
-            return parts
-        try:
+        with ExitStack() as held:
+            place = take_place(config) if self.recorded is None else None
+            if place is not None:
+                held.callback(place.listener.close)
+            parts = open_parts(
+                config,
+                quiet=self.quiet,
+                checkpoint=checkpoint,
+                objects=self.objects,
+                ranks=ranks,
+                began=began,
+                recorded=self.recorded,
+            )
+            if self.recorded is not None:
+                return parts
+            held.callback(parts.processes.close)
             fleet = ranks.run_on_all(
                 lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
             )
             coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
-            serving = open_serving(parts.config, parts.model, coming)
+            serving = open_serving(parts.config, parts.model, coming, place)
+            held.pop_all()  # the run closes them
             return replace(parts, fleet=fleet, serving=serving)
-        except BaseException:
-            parts.processes.close()
-            raise
 
     def put_together(
         self, parts: Parts, run: RunDirectory, state: State, saved_step: int | None
