@@ -315,6 +315,26 @@ def test_random_shapes_agree_on_every_instruction_set(
                     )
 
 
+@pytest.mark.parametrize(("order", "isa"), HERE)
+def test_what_is_read_transposed_has_the_bits_of_rows(
+    order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both operands, either, and neither, for whole tiles of rows and not, an odd number of panels,
+    rows for two chunks and K of several slabs. The control: two places of K exchanged."""
+    random = torch.Generator().manual_seed(12)
+    for rows, columns, inner in ((48, 112, 800), (37, 80, 544), (580, 64, 96)):
+        x, y = wide(random, rows, inner), wide(random, columns, inner)
+        wanted = native(monkeypatch, order, "portable").product(x, y, None, torch.float32)
+        ops = native(monkeypatch, order, isa)
+        for a in (x, x.t().contiguous().t()):
+            for b in (y, y.t().contiguous().t()):
+                for count in (1, 2):
+                    with threads(count):
+                        assert same(ops.product(a, b, None, torch.float32), wanted)
+        exchanged = x[:, [1, 0, *range(2, inner)]].t().contiguous().t()
+        assert not same(ops.product(exchanged, y, None, torch.float32), wanted)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
 @pytest.mark.parametrize(("order", "isa"), HERE)
 def test_a_long_sum_in_parts_has_its_order(

@@ -24,7 +24,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "product/ordered_neon.cpp": (),
     "product/ordered_avx2.cpp": _AVX2,
     "product/ordered_avx512.cpp": _AVX512,
-    "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "product/ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mprfchw"),
     "product/ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other
@@ -43,7 +43,7 @@ HEADERS = (
     "attention/attention.h", "attention/attention_rows.h", "delta/delta.h", "heads/heads.h",
     "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/replay.h", "native/self_test.h",
     "native/threads.h", "native/tile.h", "native/vectors.h", "norms/norms.h",
-    "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
+    "product/ordered.h", "product/ordered_amx.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
     "product/ordered_registers.h", "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip
 FLAGS = (

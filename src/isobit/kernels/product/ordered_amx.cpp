@@ -2,23 +2,24 @@
 // pass; the self-test decides whether it is used.
 //
 // Two tiles of 16 rows times two panels have four sums at a time: with fewer the unit waits for its own results, which
-// take 52 clocks, a product takes 16. What tiles read lies as they read it: of A as [rows / 16][K / 32][16][32].
+// take 52 clocks, a product takes 16. What tiles read lies as they read it.
 #include "product/ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
-#include "product/ordered_avx512.h"
+#include "product/ordered_amx.h"
 #include "product/ordered_kernel.h"
 
 namespace {
 
-constexpr int64_t TALL = 16, TILE = TALL * DEPTH;  // rows of a tile, and BF16 numbers in it
-constexpr int64_t SLAB = 512;                      // of K: two panels of it are in the nearest cache
+constexpr int64_t SLAB = 256;                      // of K: two panels of it, and two tiles' rows, are in the nearest cache
 constexpr int64_t LONG = 4096, PART = 2048;        // beyond LONG, K is taken in parts, with sums in memory between them
 constexpr int64_t AHEAD = 1 << 14;                   // bytes between a prefetch of codes and their use
 constexpr int64_t GROUP = 32;                      // panels whose sums are kept then
 constexpr int64_t NEAR = 1 << 19, MOST = 512;      // BF16 numbers of A, and rows, that the second cache holds
 
 constexpr int64_t WIDEST = 4, NARROW = 256;         // panels of one tile of rows, and their slab
+constexpr int64_t ROOM = WIDEST * NARROW * PANEL;   // for what is decoded at a time
+static_assert(2 * SLAB * PANEL <= ROOM);
 
 // Tiles 0 to 3 are sums, 4 and 5 are of A, 5 to 7 of B. Fewer rows than 16 take as much less time.
 struct alignas(64) TileConfig {
@@ -56,10 +57,29 @@ INLINE void store_sums(float* c) {
     if (NR == 2 && NP == 2) _tile_stored(3, c + TALL * ROW + PANEL, ROW_BYTES);
 }
 
+// Lines of memory that come next, asked for one by one beside products: many at a time would have to wait for each other.
+// Those of rows or of K, `stride` bytes apart, of `each` one or two.
+template <int WRITES>
+struct Lines {
+    const uint8_t* first = nullptr;
+    int64_t stride = 0, each = 1, other = 0, end = 0, next = 0, step = 0, due = 0;
+    // Those before `last`, in so many steps.
+    void spread(int64_t last, int64_t steps) { end = last, step = ((last - next) << 8) / steps + 1, due = next << 8; }
+    INLINE void ask() {
+        for (due += step; next << 8 < due && next < end; next++)
+            __builtin_prefetch(first + (each == 2 ? next / 2 * stride + next % 2 * other : next * stride), WRITES, 2);
+    }
+};
+struct Ahead {
+    Lines<0> panels;
+    Lines<1> results;
+};
+
 // NR tiles of A, `a_step` apart, times NP panels over `count` of K.
 template <int NR, int NP>
-INLINE void multiply(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2], int64_t count) {
+INLINE void multiply(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2], int64_t count, Ahead& ahead) {
     for (int64_t k = 0; k < count * TALL; k += TILE) {
+        ahead.panels.ask(), ahead.results.ask();
         _tile_loadd(6, b[0] + k, 64);
         _tile_loadd(4, a + k, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -106,11 +126,11 @@ struct Blocks {
 // The same added to `c`, from zero at the `beginning` of K.
 template <int NR, int NP>
 void add_tiles(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2], int64_t count, int64_t rows,
-               bool beginning, const Blocks* blocks, float* c) {
+               bool beginning, const Blocks* blocks, Ahead& ahead, float* c) {
     if (!blocks) {
         if (beginning) zero_sums<NR, NP>();
         else load_sums<NR, NP>(c);
-        multiply<NR, NP>(a, a_step, b, count);
+        multiply<NR, NP>(a, a_step, b, count, ahead);
         return store_sums<NR, NP>(c);
     }
     alignas(64) float sums[NR * TALL * ROW];
@@ -118,7 +138,7 @@ void add_tiles(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2],
     for (int64_t k = 0, block = 0; k < count; k += STEP, block++) {
         const uint16_t* const from[2] = {b[0] + k * PANEL, NP == 2 ? b[1] + k * PANEL : nullptr};
         zero_sums<NR, NP>();
-        multiply<NR, NP>(a + k * TALL, a_step, from, count - k < STEP ? count - k : STEP);
+        multiply<NR, NP>(a + k * TALL, a_step, from, count - k < STEP ? count - k : STEP, ahead);
         store_sums<NR, NP>(sums);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < NP * PANEL; j += PANEL) {
@@ -130,91 +150,23 @@ void add_tiles(const uint16_t* a, int64_t a_step, const uint16_t* const (&b)[2],
     }
 }
 
-// ---- A ----
-
-INLINE __m512i scaled(__m512i pairs, Vec factor) {
-    return pair_up(mul(even_of(pairs), factor), mul(odd_of(pairs), factor));
-}
-
-// Two rows of 32 of a tile, each of 16 at `low` and 16 at `high`, the second row `stride` further; times factors of the
-// 16 pairs of either row.
-INLINE void tile_rows(const uint16_t* low, const uint16_t* high, int64_t stride, int64_t, const Vec*, uint16_t* out) {
-    for (int r = 0; r < 2; r++, low += stride, high += stride, out += DEPTH) {
-        _mm256_storeu_si256((__m256i*)out, _mm256_loadu_si256((const __m256i*)low));
-        _mm256_storeu_si256((__m256i*)(out + 16), _mm256_loadu_si256((const __m256i*)high));
-    }
-}
-INLINE void tile_rows(const uint8_t* low, const uint8_t* high, int64_t stride, int64_t kind, const Vec* factor,
-                      uint16_t* out) {
-    if (kind != E4M3) {
-        for (int r = 0; r < 2; r++, low += stride, high += stride, out += DEPTH) {
-            __m512i pairs = upper_halves(decode16(low, kind), decode16(high, kind));
-            _mm512_storeu_si512(out, factor ? scaled(pairs, factor[r]) : pairs);
-        }
-        return;
-    }
-    alignas(64) uint8_t codes[64];
-    for (int r = 0; r < 2; r++) {
-        _mm_store_si128((__m128i*)(codes + 32 * r), _mm_loadu_si128((const __m128i*)(low + r * stride)));
-        _mm_store_si128((__m128i*)(codes + 32 * r + 16), _mm_loadu_si128((const __m128i*)(high + r * stride)));
-    }
-    __m512i first, second;  // the lower and the upper eight of each 16
-    decode_pairs(codes, unscaled(), first, second);
-    const __m512i rows[2] = {_mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second),
-                             _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second)};
-    for (int r = 0; r < 2; r++) _mm512_storeu_si512(out + r * DEPTH, factor ? scaled(rows[r], factor[r]) : rows[r]);
-}
-
-// Rows of A from `row` on, at most 16, and [first, last) of K as tiles; what is beyond them is zero.
-template <class T>
-void tiles_of(const Product& g, const T* a, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
-    alignas(64) T turned[2][TALL * 16], edge[TALL][DEPTH];
-    alignas(64) float scale[2][TALL] = {};
-    const bool fold = g.scaled & FOLD_A;
-    const int64_t run = g.scale_a.block_columns;
-    for (int64_t k = first; k < last; k += DEPTH, out += TILE) {
-        const T *low = a + row * g.a_row + k * g.a_column, *high = low + 16;
-        int64_t stride = g.a_row;
-        if (k + DEPTH > g.k || (g.a_column != 1 && (g.a_row != 1 || rows < TALL))) {
-            std::memset(edge, 0, sizeof edge);
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t j = 0; j < DEPTH && k + j < g.k; j++) edge[r][j] = low[r * g.a_row + j * g.a_column];
-            low = edge[0], high = low + 16, stride = DEPTH;
-        } else if (g.a_column != 1) {  // a transposed view
-            const T* runs[16];
-            for (int half = 0; half < 2; half++) {
-                for (int i = 0; i < 16; i++) runs[i] = low + (16 * half + i) * g.a_column;
-                transpose_rows(runs, TALL, turned[half]);
-            }
-            low = turned[0], high = turned[1], stride = 16;
-        }
-        if (fold && (k == first || run % DEPTH != 0 || k % run == 0)) {
-            g.scale_a.fill(row, rows, g.m, k, scale[0]);
-            g.scale_a.fill(row, rows, g.m, k + 16 < g.k ? k + 16 : k, scale[1]);
-        }
-        for (int64_t r = 0; r < padded(rows, 2); r += 2) {
-            Vec factor[2];
-            for (int i = 0; fold && i < 2; i++)
-                factor[i] = _mm512_mask_blend_ps(0xff00, vsplat(scale[0][r + i]), vsplat(scale[1][r + i]));
-            const int64_t next = r + 1 < rows ? stride : 0;  // the last of an odd number twice
-            tile_rows(low + r * stride, high + r * stride, next, g.kind_a, fold ? factor : nullptr, out + r * DEPTH);
-        }
-    }
-}
-
-// `rows` of them as [rows / 16][K / 32][16][32].
-void pack_a(const Product& g, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
-    for (int64_t r = 0; r < rows; r += TALL, out += (last - first) * TALL) {
-        const int64_t count = rows - r < TALL ? rows - r : TALL;
-        if (count < TALL && rows > TALL) std::memset(out, 0, (last - first) * TALL * sizeof *out);
-        if (g.kind_a == BF16) tiles_of(g, (const uint16_t*)g.a, row + r, count, first, last, out);
-        else tiles_of(g, (const uint8_t*)g.a, row + r, count, first, last, out);
-    }
-}
-
 // ---- B ----
 
-// The same of B as it is: rows of 16 columns, two of K together.
+// Two panels of B as it is, `step` of K apart in `room`: rows of 32 columns, two of K together.
+void paired_both(const Product& g, int64_t panel, int64_t first, int64_t last, int64_t step, uint16_t* room) {
+    alignas(64) uint16_t places[2 * DEPTH];
+    for (int i = 0; i < 2 * DEPTH; i++) places[i] = uint16_t(i / 2 + i % 2 * DEPTH);
+    const __m512i one = _mm512_load_si512(places), other = _mm512_load_si512(places + DEPTH), none = _mm512_setzero_si512();
+    const uint16_t* p = (const uint16_t*)g.b + panel * PANEL + first * g.b_column;
+    for (int64_t k = first; k < last; k += 2, p += 2 * g.b_column, room += 2 * PANEL) {
+        const __m512i even = k < g.k ? _mm512_loadu_si512(p) : none;
+        const __m512i odd = k + 1 < g.k ? _mm512_loadu_si512(p + g.b_column) : none;
+        _mm512_storeu_si512(room, _mm512_permutex2var_epi16(even, one, odd));
+        _mm512_storeu_si512(room + step * PANEL, _mm512_permutex2var_epi16(even, other, odd));
+    }
+}
+
+// The same of one panel.
 void paired(const Product& g, int64_t panel, int64_t first, int64_t last, uint16_t* room) {
     const __m256i none = _mm256_setzero_si256();
     const uint16_t* p = (const uint16_t*)g.b + panel * PANEL + first * g.b_column;
@@ -264,6 +216,11 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
 // Several panels from `panel` on, each with room for `step` of K; codes under one scale by a table that has it.
 void pairs_of_all(const Product& g, int64_t panel, int64_t panels, int64_t first, int64_t last, int64_t step, float* values,
                   uint16_t* room, const uint16_t** b) {
+    if (!g.packed && panels == 2) {
+        paired_both(g, panel, first, last, step, room);
+        b[0] = room, b[1] = room + step * PANEL;
+        return;
+    }
     const Scales& s = g.scale_b;
     const bool one_scale = g.packed && g.kind_b == E4M3 && g.scaled & FOLD_B && first % STEP == 0 &&
                            (s.block_rows >= g.n || (s.block_rows % PANEL == 0 &&
@@ -325,27 +282,58 @@ void few_rows(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_
     finish(g, row, rows, column, g.n - column < WIDTH ? g.n - column : WIDTH, c, WIDTH);
 }
 
-// Rows of a chunk, whose tiles are `a`, times one or two panels over [first, last) of K, added to c[row][32].
+// What `pairs_of_all` will read of two panels: `count` of K from `first` on.
+void ask_for_panels(const Product& g, int64_t panel, int64_t first, int64_t count, int64_t steps, Lines<0>& lines) {
+    const int64_t size = g.packed && g.kind_b != BF16 ? 1 : 2;
+    lines.next = 0, lines.each = g.packed ? 2 : 1, lines.stride = g.packed ? 64 : g.b_column * size;
+    lines.other = padded(g.k, DEPTH) * PANEL * size;
+    lines.first = g.packed ? (const uint8_t*)g.packed + packed_offset(g, panel, first) * size
+                           : (const uint8_t*)g.b + (panel * PANEL + first * g.b_column) * size;
+    lines.spread(panel * PANEL >= g.n ? 0 : g.packed ? count * size / 2 : count, steps);
+}
+
+// What `finish` will write of `rows`, one part of it beside each of `parts` of K, which has so many steps.
+void ask_for_results(const Product& g, int64_t row, int64_t rows, int64_t column, int64_t part, int64_t parts, int64_t steps,
+                     Lines<1>& lines) {
+    const int64_t size = g.out_kind == BF16 ? 2 : 4;
+    lines.each = size / 2, lines.stride = g.n * size, lines.other = 64;
+    lines.first = (const uint8_t*)g.out + (row * g.n + column) * size;
+    lines.next = rows * lines.each * part / parts;
+    lines.spread(rows * lines.each * (part + 1) / parts, steps);
+}
+
+// Rows of a chunk, whose tiles are `a`, times one or two panels over [first, last) of K, added to c[row][32]; finished
+// at the end of K. What comes next is asked for meanwhile.
 void add_panels(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_t panels, int64_t first, int64_t last,
                 const uint16_t* a, float* values, uint16_t* room, float* c) {
-    const int64_t a_step = (last - first) * TALL, height = rows < TALL ? rows : TALL;
+    const int64_t a_step = (last - first) * TALL, height = rows < TALL ? rows : TALL, column = panel * PANEL;
+    const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL, depth = padded(g.k, DEPTH);
     alignas(64) float row_scale[SLAB / STEP][2 * TALL], column_scale[SLAB / STEP][ROW];
     const Blocks blocks{row_scale[0], column_scale[0], 2 * TALL}, *scales = g.scaled & BLOCKS ? &blocks : nullptr;
+    const int64_t slabs = (last - first + SLAB - 1) / SLAB;
+    Ahead ahead;
     for (int64_t k = first, end; k < last; k = end) {
         end = last - k < SLAB ? last : k + SLAB;
+        const int64_t next = end < last ? end : first, next_panel = end < last ? panel : panel + panels;
+        ask_for_panels(g, next_panel, next, last - next < SLAB ? last - next : SLAB,
+                       padded(rows, ROW) / ROW * ((end - k) / DEPTH), ahead.panels);
         const uint16_t* b[2] = {};
         pairs_of_all(g, panel, panels, k, end, SLAB, values, room, b);
         for (int64_t s = 0; scales && s < end - k; s += STEP)
             g.scale_b.fill(panel * PANEL, panels * PANEL, g.n, k + s, column_scale[s / STEP]);
-        for (int64_t r = 0; r < rows;) {
+        for (int64_t r = 0, count; r < rows; r += count) {
             const bool both = rows - r > TALL;
+            count = both ? 2 * TALL : TALL;
+            const int64_t there = rows - r < count ? rows - r : count;
+            if (last == depth)
+                ask_for_results(g, row + r, there, column, (k - first) / SLAB, slabs, (end - k) / DEPTH, ahead.results);
             for (int64_t s = 0; scales && s < end - k; s += STEP)
                 g.scale_a.fill(row + r, both ? 2 * TALL : height, g.m, k + s, row_scale[s / STEP]);
             const uint16_t* from = a + r / TALL * a_step + (k - first) * TALL;
             const auto run = both ? (panels == 2 ? add_tiles<2, 2> : add_tiles<2, 1>)
                                   : (panels == 2 ? add_tiles<1, 2> : add_tiles<1, 1>);
-            run(from, a_step, b, end - k, both ? 2 * TALL : height, k == 0, scales, c + r * ROW);
-            r += both ? 2 * TALL : TALL;
+            run(from, a_step, b, end - k, both ? 2 * TALL : height, k == 0, scales, ahead, c + r * ROW);
+            if (end == depth) finish(g, row + r, there, column, columns, c + r * ROW, ROW);
         }
     }
 }
@@ -359,9 +347,9 @@ void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int6
     const int64_t pieces = (row1 - row0 + chunk - 1) / chunk;  // of about the same size
     chunk = padded((row1 - row0 + pieces - 1) / pieces, TALL);
     const int64_t sums_kept = padded(chunk, ROW) * kept * PANEL;
-    float* c = (float*)scratch.get((sums_kept + STEP * PANEL) / 2 + (chunk * part + 2 * SLAB * PANEL) / 4 + 16);
+    float* c = (float*)scratch.get((sums_kept + STEP * PANEL) / 2 + (chunk * part + ROOM) / 4 + 16);
     float* values = c + sums_kept;
-    uint16_t *room = (uint16_t*)(values + STEP * PANEL), *a = room + 2 * SLAB * PANEL;
+    uint16_t *room = (uint16_t*)(values + STEP * PANEL), *a = room + ROOM;
     for (int64_t row = row0; row < row1; row += chunk) {
         const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
         const TileConfig config(rows < TALL ? rows : TALL);
@@ -381,11 +369,9 @@ void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int6
                 const int64_t to = panel1 - from < group ? panel1 : from + group;
                 pack_a(g, row, rows, k, end, a);
                 for (int64_t panel = from; panel < to; panel += 2) {
-                    const int64_t panels = to - panel < 2 ? 1 : 2, column = panel * PANEL;
+                    const int64_t panels = to - panel < 2 ? 1 : 2;
                     float* sums = part == depth ? c : c + (panel - from) / 2 * padded(chunk, ROW) * ROW;
                     add_panels(g, row, rows, panel, panels, k, end, a, values, room, sums);
-                    const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
-                    if (end == depth) finish(g, row, rows, column, columns, sums, ROW);
                 }
             }
     }

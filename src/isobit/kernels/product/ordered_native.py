@@ -41,8 +41,10 @@ ORDERS = (TDP32, VDP32)
 _ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _REPLACES, _ADDS, _FROM_ZERO = 0, 1, 2
-_DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
-"""The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
+_DEPTH, _PANEL, _NARROW = 32, 16, 32
+"""The last: that of low_rank.cpp."""
+_AS_IT_IS = 2048
+"""Rows up to which AMX reads a transposed matrix faster than its pack, which is written first."""
 _HALVES = ORDERS.index(TDP32)
 """The order in which a few ranks of A have half a panel."""
 _PAGES, _FACTORS = LargePages(), LargePages(chunk=4 << 20, smallest=1 << 10)
@@ -255,7 +257,7 @@ class OrderedProducts:
     def _reads(self, a: Tensor, b: Tensor) -> bool:
         """Whether a product of so few rows of a takes a transposed b as it is: AMX's, which pairs
         its rows of K in registers where a pack would be read once."""
-        few = ISAS[self._isa] == "amx" and a.shape[0] <= _ONCE
+        few = ISAS[self._isa] == "amx" and a.shape[0] <= _AS_IT_IS
         return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
