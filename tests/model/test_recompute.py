@@ -21,6 +21,7 @@ CASES = [
     ("fp8", "qwen3_moe"),
     ("fp8", "qwen3_5_moe_text"),
     ("fp8", "deepseek_v3"),
+    ("fp8", "nemotron_h"),
     ("fp8[kv_cache=e4m3-calibrated]", "qwen2"),
 ]
 

@@ -347,6 +347,10 @@ class ArchitectureConfig:
             raise IsobitError(
                 f"family: {self.family} has latent attention, whose sizes model.init does not have"
             )
+        if tables[self.family].one_part:
+            raise IsobitError(
+                f"family: {self.family} has Mamba-2 layers, whose sizes model.init does not have"
+            )
         mixture = tables[self.family].mixtures is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(
