@@ -1,7 +1,9 @@
 """Tasks of several turns: their data, tools and environments, and a step of each config."""
 
 import asyncio
+import functools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from isobit.rewards.sandbox.launch import check_cage
 from isobit.run.directory import read_jsonl
 from isobit.tasks import Task, TaskSettings, load_task
 from isobit.tasks.calculator import python
-from isobit.tasks.guess import Guess
+from isobit.tasks.guess import Guess, left_after
 from isobit.tasks.lookup import KINDS, NOTHING, Library, corpus_of
 from isobit.tasks.turns import correct
 from isobit.training.train import train
@@ -117,18 +119,89 @@ def play(guesses: list[str], dense: bool) -> list[Any]:
 
 
 def test_a_game() -> None:
-    """Halving finds every number; the dense reward is what is known, the sparse one the secret."""
+    """Halving finds every number; the dense reward is what is known, the sparse one the secret, and
+    to know it is not to have named it."""
     steps = play(["8", "12", "10", "11"], True)
     assert [step.messages[0]["content"] for step in steps[:3]] == [">", "<", ">"]
     assert [step.done for step in steps] == [False, False, False, True]
-    known = [math.log(15 / left) / math.log(15) for left in (7, 3, 1)]
+    known = [math.log(15 / left) / math.log(30) for left in (7, 3, 1)]
     assert [step.reward for step in steps] == [*known, 1.0]
     assert [step.reward for step in play(["8", "12", "10", "11"], False)] == [0, 0, 0, 1]
     missed = play(["8", "x", "", "9"], True)
     assert [step.messages[0]["content"] for step in missed] == [">", "?", "?", ">"]
     assert missed[-1].done
-    assert missed[-1].reward == math.log(15 / 6) / math.log(15)
+    assert missed[-1].reward == math.log(15 / 6) / math.log(30)
     assert play(["11"], True)[0].reward == 1.0
+    assert max(step.reward for step in play(["8", "12", "10", "10"], True)) < 0.8
+
+
+def shown_chances() -> dict[str, float]:
+    """How often demonstrations take the middle of what is left, and its lowest number, where the
+    two differ."""
+    counts = Counter[str]()
+    options = {"numbers": 10, "largest": 40, "guesses": 4}
+    for example in task("guess", demonstrations=True, **options).train.examples:
+        prompt: Any = example.prompt
+        (low, high), said = map(int, asked(example).split("-")), prompt[1:]
+        for guess, hint in zip(said[::2], said[1::2], strict=True):
+            secret = high if hint["content"] == ">" else low
+            low, high = left_after(low, high, int(guess["content"]), secret)
+        guess = int(example.columns["guess"])
+        middle = (low + high) // 2
+        assert guess in (low, middle)
+        if low < middle:
+            counts["middle" if guess == middle else "lowest"] += 1
+    return {kind: count / counts.total() for kind, count in counts.items()}
+
+
+def chance_and_explained(middle: float, lowest: float, at_random: float) -> tuple[float, float]:
+    """Of 10 numbers and 4 guesses, each of these kinds so often: the chance of a win, and what
+    the choice of guesses explains of its variance, the rest being where the secret is.
+
+    A win less its chance is a sum over guesses of two parts: what the choice adds to the chance, and
+    what the answer adds. They are uncorrelated, so their variances add up."""
+
+    def choices(left: int) -> list[float]:
+        return [
+            at_random / left + middle * (place == (left - 1) // 2) + lowest * (place == 0)
+            for place in range(left)
+        ]
+
+    @functools.cache
+    def won(left: int, guesses: int) -> float:
+        chances = choices(left) if guesses else []
+        return math.fsum(c * after(left, guesses, place) for place, c in enumerate(chances))
+
+    def after(left: int, guesses: int, place: int) -> float:
+        below, above = place, left - 1 - place
+        return (1 + below * won(below, guesses - 1) + above * won(above, guesses - 1)) / left
+
+    @functools.cache
+    def variance(left: int, guesses: int) -> float:
+        """Of choices, in games of which so many numbers and guesses are left."""
+        if left == 0 or guesses == 0:
+            return 0.0
+        total = 0.0
+        for place, chance in enumerate(choices(left)):
+            here = (after(left, guesses, place) - won(left, guesses)) ** 2
+            later = [n / left * variance(n, guesses - 1) for n in (place, left - 1 - place)]
+            total += chance * (here + sum(later))
+        return total
+
+    return won(10, 4), variance(10, 4)
+
+
+def test_the_choices_that_demonstrations_show_decide_games() -> None:
+    """What a sparse reward needs: a base whose choices explain enough of a win, and that can win more.
+    One that guesses at random among what is left wins more often, and its choices explain less."""
+    shown = shown_chances()
+    assert shown["middle"] == pytest.approx(1 / 3, abs=0.02)
+    wins, variance = chance_and_explained(1 / 3, 2 / 3, 0)
+    assert (round(wins, 2), round(variance / (wins * (1 - wins)), 2)) == (0.62, 0.19)
+    at_random, of_it = chance_and_explained(0, 0, 1)
+    assert (round(at_random, 2), round(of_it / (at_random * (1 - at_random)), 2)) == (0.76, 0.14)
+    assert chance_and_explained(1, 0, 0) == (1.0, 0.0)
+    assert chance_and_explained(0, 1, 0)[0] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Guess: find a secret number of a range in a few turns, such as in "12-42". After each guess the
 model hears whether the secret is higher (">") or lower ("<").
 
-With 31 numbers and 5 guesses, halving what is left finds every secret, and a guess at random among
-what is left about every second one. The game is an environment (`Guess`), and its reward is one of
-two: `sparse` is 1 for the secret and 0 otherwise; `dense` is the part of the secret's bits that the
-guesses have shown, log(numbers / numbers left) / log(numbers), which is 1 for the secret as well.
+With 10 numbers and 4 guesses, halving what is left finds every secret, and trying the lowest number
+that is left 0.4 of them. The game is an environment (`Guess`), and its reward is one of
+two: `sparse` is 1 for the secret and 0 otherwise; `dense` also pays for what the guesses have shown
+of another secret, log(numbers / numbers left) / log(2 numbers): as if to name it were one bit more.
+Both are 1 for games that are won and for no other.
 
 Held out are ranges that are never trained on. With `demonstrations` the examples are single turns
-for supervised training: games so far, each with a guess at random among what is left.
+for supervised training: games so far, each with the middle of what is left or, twice as often, its
+lowest number. Who plays so heeds every hint, and wins 0.62 of such games.
 """
 
 import math
@@ -44,10 +46,11 @@ class GuessOptions:
     guesses: Annotated[int, at_least(1), at_most(100), "guesses in a game"] = 5
     reward: Annotated[
         Literal["dense", "sparse"],
-        "sparse: 1 for the secret. dense: what the guesses have shown of it",
+        "sparse: 1 for the secret. dense: 1 for the secret, else less for what the guesses have shown",
     ] = "sparse"
     demonstrations: Annotated[
-        bool, "examples are single turns to learn from: a guess at random among what is left"
+        bool,
+        "examples are single turns to learn from: the middle of what is left, or its lowest number",
     ] = False
     train_size: Annotated[int, at_least(1), at_most(1_000_000), "examples to train on"] = 4_000
     seed: SEED = 0
@@ -101,14 +104,14 @@ def _game(options: GuessOptions, lows: list[int], index: int, draws: Iterator[in
 
 
 def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> list[Example]:
-    """Single turns of games in which each guess is one at random among what is left."""
+    """Single turns of games in which a guess is the middle of what is left, or its lowest number."""
     draws, found = draws_of(options.seed, stream + 2), list[Example]()
     while len(found) < size:
         game = _game(options, lows, 0, draws)
         low, high, secret = (game.columns[key] for key in ("low", "high", "secret"))
         chat = [user_says(f"{low}-{high}")]
         for _ in range(options.guesses):
-            guess = low + next(draws) % (high - low + 1)
+            guess = low if next(draws) % 3 else (low + high) // 2
             found.append(Example(len(found), list(chat), {"guess": str(guess)}))
             if guess == secret:
                 break
@@ -149,4 +152,4 @@ class Guess:
         if found or not self._dense:
             return float(found)
         left = self._high - self._low + 1
-        return math.log(self._numbers / left) / math.log(self._numbers)
+        return math.log(self._numbers / left) / math.log(2 * self._numbers)
