@@ -76,6 +76,12 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     **_PAD,
 }
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 _GEMMA4_ROPES = {
     "full_attention": {
         "rope_type": "proportional",
@@ -217,6 +223,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GEMMA4_ROPES,
         },
     ),
+    "gemma4-experts": ("Gemma4", _GEMMA4 | _GEMMA4_EXPERTS),
     "gemma4-unified": (
         "Gemma4Unified",
         {
@@ -318,6 +325,9 @@ def oracle(family: str, **changes: Any) -> Any:
     return model
 
 
+_AROUND_1 = ("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "expert_scale")
+
+
 @torch.no_grad()
 def randomize(model: Any, seed: int, text: str = "") -> None:
     """Give every parameter of a `transformers` model random values of a size that matters; norms
@@ -325,7 +335,7 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        norm = name.endswith("norm.weight")
+        norm = name.endswith(_AROUND_1)
         around_0 = (text or model.config.model_type).startswith(
             ("gemma3", "qwen3_5")
         ) and "linear_attn" not in name

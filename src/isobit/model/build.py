@@ -5,7 +5,7 @@ Left out: what they are, and their making anew (`weights/layout.py`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import (
     Attention,
+    Beside,
     Delta,
     LatentAttention,
     Layer,
@@ -260,6 +261,9 @@ class _LayerMaker:
             gate = _single(self.named("shared_gate"), self.sources)
         count, normalize = config.experts.per_token, config.experts.normalize
         found = Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
+        if config.experts_beside:
+            norms = (self.norm(one.name) for one in fields(Beside)[:-1])
+            return replace(found, beside=Beside(*norms, self.single("expert_scale")))
         if (scoring := config.experts.scoring) is None:
             return found
         return replace(found, scoring=scoring, balance=self.single("balance"))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.model.families import FAMILIES
 from isobit.model.hub import names
 from isobit.model.model import Model
 from isobit.precision import E4M3, QTensor
@@ -53,8 +52,7 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has
     such a shape.
     """
-    mixtures = FAMILIES[model.config.family].mixtures
-    if mixtures is not None and mixtures.together is not None:
+    if names.packing_of(model.config) is not None:
         raise IsobitError(
             f"FP8 blocks are of single matrices; a {model.config.family} stores experts "
             "together; give --format bf16"

@@ -60,7 +60,9 @@ class Mixtures:
     beside the experts, for every token, 0 if there is none; with `scoring` n_shared_experts; `shared_gate`: it has a
     gate. `biases`: routers and experts have them. `together`: how files that are written hold a
     layer's experts in one tensor, if they do (`hub/packed_experts.py`). `adapters`: PEFT holds
-    experts' in one tensor too, so (`adapters/peft_experts.py`); None: each by itself."""
+    experts' in one tensor too, so (`adapters/peft_experts.py`); None: each by itself. `switch`: the
+    key that says whether a model has any; they stand beside the MLP of every layer then, both with
+    norms of their own, and `shared` stands for nothing: its size is intermediate_size."""
 
     count: int
     per_token: int
@@ -75,6 +77,7 @@ class Mixtures:
     biases: bool = False
     together: Packing | None = None
     adapters: Packing | None = None
+    switch: str | None = None
 
 
 @dataclass(frozen=True)

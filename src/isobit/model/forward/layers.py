@@ -136,7 +136,7 @@ def _layer(
     if isinstance(layer.mlp, Mixture):
         assert layer.post_norm is not None
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-        x = mixture(normed, layer.mlp, ops, ctx.tape, ctx.recompute == "mlp")
+        x = mixture(normed, residual, layer.mlp, eps, ops, ctx.tape, ctx.recompute == "mlp")
     else:
         norm, weight, codes = layer.post_norm, layer.mlp.gate_up, GradientCodes()
         gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)

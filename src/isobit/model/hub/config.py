@@ -109,7 +109,8 @@ class ModelConfig:
         family = FAMILIES[self.family]
         assert self.global_heads is None or family.global_head_dim is not None
         assert self.logit_cap is None or family.capped_logits
-        assert (self.experts is not None) == (family.mixtures is not None)
+        if family.mixtures is None or family.mixtures.switch is None:
+            assert (self.experts is not None) == (family.mixtures is not None)
         if self.experts is not None and family.mixtures is not None:
             assert (self.experts.shared > 0) == (family.mixtures.shared > 0)
         assert not self.windows or (
@@ -247,8 +248,14 @@ class ModelConfig:
         """Layers with attention, and so with keys and values."""
         return self.num_layers - (0 if self.linear is None else len(self.linear.layers))
 
+    @property
+    def experts_beside(self) -> bool:
+        """Whether experts stand beside a layer's MLP, both with norms of their own."""
+        mixtures = FAMILIES[self.family].mixtures
+        return self.experts is not None and mixtures is not None and mixtures.switch is not None
+
     def is_mixture(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP."""
+        """Whether the layer has experts in place of one MLP, or beside it."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property

@@ -30,7 +30,7 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-_BARE = ("sinks", "decay", "step_bias", "balance", "layer_scalar")
+_BARE = ("sinks", "decay", "step_bias", "balance", "layer_scalar", "router_norm", "expert_scale")
 """Tensors whose names end with the module's."""
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -68,7 +68,7 @@ def split(
     inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
-    packing = _packing(config)
+    packing = packing_of(config)
     for master, tensors in parts(config):
         if packing is not None and ".experts." in master:
             continue
@@ -127,17 +127,19 @@ def whole_masters(
     return found
 
 
-def _packing(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
+def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
     """How files hold a layer's experts together, if they do: as the family's are written, or as
     these tensors' names say."""
     mixtures = FAMILIES[config.family].mixtures
-    if mixtures is None or mixtures.together is not None:
-        return None if mixtures is None else mixtures.together
+    if config.experts is None or mixtures is None:
+        return None
+    if mixtures.together is not None:
+        return mixtures.together
     return "rows" if any(name.endswith(".experts.gate_up_proj") for name in shapes) else None
 
 
 def _reader(read: Read, config: ModelConfig, shapes: Iterable[str]) -> Read:
-    packing = _packing(config, shapes)
+    packing = packing_of(config, shapes)
     return read if packing is None else apart(read, packing)
 
 
@@ -192,7 +194,7 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
     they are many, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
-    packing = _packing(config, shapes)
+    packing = packing_of(config, shapes)
     most = len(shapes) if packing is None else sum(map(math.prod, shapes.values()))
     if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""

@@ -2,6 +2,9 @@
 
 from isobit.model.hub.config import ModelConfig
 
+_BESIDE = ("shared_out_norm", "experts_norm", "router_norm", "experts_out_norm")
+"""The norms where experts stand beside an MLP."""
+
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every master, in order.
@@ -17,6 +20,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
     from `qkv` to `o`, one with latent attention `Latent.shapes`, and where attention has gates,
     those are rows of `qkv`. `balance` [E] is the bias by which experts are chosen that have scores.
+    Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
+    `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
+    gates are multiplied by `expert_scale` [E].
     """
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
@@ -71,6 +77,8 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
         shapes |= _shared_shapes(config, config.experts.shared)
+        if config.experts_beside:
+            shapes |= dict.fromkeys(_BESIDE, (hidden,)) | {"expert_scale": (config.experts.count,)}
         for name, shape in own.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
@@ -94,7 +102,7 @@ def _with_norms_of(
     config: ModelConfig, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Without the norms that the architecture does not have."""
-    kept = {"q_norm", "k_norm", "state_norm", "q_a_norm", "kv_a_norm", *config.norms}
+    kept = {"q_norm", "k_norm", "state_norm", "q_a_norm", "kv_a_norm", *_BESIDE, *config.norms}
     return {
         name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
     }

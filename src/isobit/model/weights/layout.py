@@ -52,10 +52,23 @@ class Mlp:
 
 
 @dataclass(frozen=True, eq=False)
+class Beside:
+    """Of experts beside an MLP: the norms behind the MLP, before and behind the experts, and before
+    the router, and what gates are multiplied by [E], in float32."""
+
+    shared_out_norm: Vector
+    experts_norm: Vector
+    router_norm: Vector
+    experts_out_norm: Vector
+    expert_scale: Vector
+
+
+@dataclass(frozen=True, eq=False)
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
     if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
+    `beside`: `shared` and the experts have norms of their own.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -71,6 +84,7 @@ class Mixture:
     shared_gate: Weight | None = None
     scoring: Scoring | None = None
     balance: Vector | None = None
+    beside: Beside | None = None
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
@@ -364,10 +378,10 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        others = ("router", "shared", "shared_gate", "balance")
+        others = ("router", "shared", "shared_gate", "balance", "beside")
         changed = {name: map_parts(getattr(value, name), change) for name in others}
         return replace(value.change(experts), **changed)
-    if isinstance(value, (Working, Outside, Layer, Attention, Delta, LatentAttention, Mlp)):
+    if isinstance(value, (Working, Outside, Layer, Attention, Delta, LatentAttention, Mlp, Beside)):
         return replace(
             value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)}
         )
@@ -390,7 +404,9 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)
-    elif isinstance(value, (Outside, Layer, Attention, Delta, LatentAttention, Mlp, Mixture)):
+    elif isinstance(
+        value, (Outside, Layer, Attention, Delta, LatentAttention, Mlp, Mixture, Beside)
+    ):
         yield from _parts(tuple(vars(value).values()))
 
 
