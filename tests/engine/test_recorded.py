@@ -68,7 +68,13 @@ def test_whatever_is_sampled(
 
 
 @pytest.mark.parametrize(
-    ("family", "refused"), [("qwen3_5_text", None), ("qwen3_moe", "tolist of a tensor")]
+    ("family", "refused"),
+    [
+        ("qwen3_5_text", None),
+        ("qwen3_moe", "tolist of a tensor"),
+        ("gemma4_text-small", None),
+        ("gemma4_text-experts", "tolist of a tensor"),
+    ],
 )
 def test_states_are_recorded_and_experts_computed_anew(
     family: str, refused: str | None, make_engine: MakeEngine, replays: list[str | None]

@@ -18,8 +18,10 @@ from isobit.model.weights.layout import (
     Attention,
     Beside,
     Delta,
+    Embedded,
     LatentAttention,
     Layer,
+    LayerEmbeddings,
     Mixture,
     Mlp,
     Outside,
@@ -180,7 +182,12 @@ def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
     embed = _vector("embed", flow, sources)
     head = embed if config.tie_embeddings else _vector("head", flow, sources)
     final_norm = _vector("final_norm", flow, sources, config.norm_offset)
-    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
+    output = Weight(head.name, head.master, head.working, None, None)
+    if not config.inputs.embedded:
+        return Outside(embed, final_norm, output)
+    table, norm = (_vector(name, flow, sources) for name in ("embed_layers", "project_layers_norm"))
+    projection = _single("project_layers", sources, flow.compute.dtype)
+    return Outside(embed, final_norm, output, LayerEmbeddings(table, projection, norm))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,14 +218,25 @@ class _LayerMaker:
             scalar=_vector(self.named("layer_scalar"), self.flow, self.sources)
             if config.layer_scalars
             else None,
+            embedded=self.embedded() if config.inputs.embedded else None,
         )
+
+    def embedded(self) -> Embedded:
+        gate, out = (
+            _single(self.named(name), self.sources, self.flow.compute.dtype)
+            for name in ("embedded_gate", "embedded_out")
+        )
+        return Embedded(gate, out, self.norm("embedded_out_norm"))
 
     def attention(self) -> Attention | Delta | LatentAttention:
         if self.config.is_linear(self.index):
             return self.delta()
         if self.config.latent is not None:
             return self.latent(whole=self.config.latent.q_rank is None)
-        norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
+        norms = None
+        if self.config.qk_norm:
+            own = self.config.keys_of(self.index) == self.index
+            norms = self.norm("q_norm"), self.norm("k_norm") if own else None
         return Attention(
             self.made("qkv"),
             norms,
@@ -329,10 +347,11 @@ class _LayerMaker:
         )
 
 
-def _single(name: str, sources: Sources) -> Weight:
-    """A linear layer in FP32: a router, or the gates of linear attention."""
+def _single(name: str, sources: Sources, dtype: torch.dtype = torch.float32) -> Weight:
+    """A linear layer that is not quantized: in FP32 a router, or the gates of linear attention; in
+    the compute format what belongs to embeddings of layers."""
     master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
-    values = master.detach().to(torch.float32, copy=True)
+    values = master.detach().to(dtype, copy=True)
     if bias is None:
         return Weight(name, sources.leaf(master), values, None, None)
     return Weight(

@@ -81,7 +81,7 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
         tensors |= {
             name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)
         }
-        if weight is not None:
+        if weight is not None or master == "project_layers":
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"
             kept |= {name.removesuffix(".weight"): reason for name, _ in parts}

@@ -117,8 +117,9 @@ class Family:
     a number of its own, which is not trained. `capped_logits`: config.json may have a cap of
     logits. `global_head_dim`: layers without a window have heads of their own
     (`hub/layer_heads.py`), and this stands for their width; None where all layers' are alike.
-    `checks` raise for a config.json, and its name, that has what is not here. `written`: keys that
-    a config.json needs besides, because what stands for them in transformers is something else.
+    `layer_embeddings`: layers may have embeddings of their own, and read the keys of others
+    (`hub/layer_inputs.py`), and this stands for the embeddings' width; None where they do neither.
+    `checks` raise for a config.json, and its name, that has what is not here.
     """
 
     architecture: str
@@ -152,8 +153,8 @@ class Family:
     layer_scalars: bool = False
     capped_logits: bool = False
     global_head_dim: int | None = None
+    layer_embeddings: int | None = None
     checks: tuple[Callable[[Mapping[str, Any], str], None], ...] = ()
-    written: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (

@@ -22,9 +22,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     those are rows of `qkv`. `balance` [E] is the bias by which experts are chosen that have scores.
     Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
     `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
-    gates are multiplied by `expert_scale` [E].
+    gates are multiplied by `expert_scale` [E]. A layer that reads keys has no `k_norm`, and only
+    queries' rows in `qkv`. What embeddings of layers need is of `LayerInputs.shapes`, behind
+    `mlp_out_norm`, and `LayerInputs.shapes_outside`, behind `embed`.
     """
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
+    whole = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed": whole}
+    shapes |= config.inputs.shapes_outside(*whole, config.num_layers)
     for index in range(config.num_layers):
         linear = config.linear if config.is_linear(index) else None
         inside = _attention_shapes(config, index)
@@ -33,7 +37,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         elif config.latent is not None:
             own = config.latent.shapes(config.hidden_size, config.num_heads)
             inside = _own_shapes(config, own)
-        inside |= _mlp_shapes(config, config.is_mixture(index))
+        inside |= _mlp_shapes(config, index)
+        inside |= config.inputs.shapes(config.hidden_size)
         inside |= {"layer_scalar": (1,)} if config.layer_scalars else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm"] = (config.hidden_size,)
@@ -50,7 +55,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     if config.qkv_bias:
         shapes["qkv_bias"] = (rows,)
     if config.qk_norm:
-        shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
+        shapes["q_norm"] = (heads * dim,)
+        shapes |= {"k_norm": (kv_heads * dim,)} if config.keys_of(layer) == layer else {}
     if config.sinks:
         shapes["sinks"] = (config.num_heads,)
     shapes["o"] = (hidden, config.num_heads * dim)
@@ -66,17 +72,18 @@ def _own_shapes(config: ModelConfig, own: dict[str, tuple[int, ...]]) -> dict[st
     return _with_norms_of(config, {"input_norm": hidden, **own, "attention_out_norm": hidden})
 
 
-def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.inner_of(layer)
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
-    if mixture and config.experts is not None:
+    if config.is_mixture(layer) and config.experts is not None:
         own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
         for number in range(config.experts.count):
             own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
             own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
-        shapes |= _shared_shapes(config, config.experts.shared)
+        shared = inner if config.experts_beside else config.experts.shared
+        shapes |= _shared_shapes(config, shared)
         if config.experts_beside:
             shapes |= dict.fromkeys(_BESIDE, (hidden,)) | {"expert_scale": (config.experts.count,)}
         for name, shape in own.items():
