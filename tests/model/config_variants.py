@@ -715,7 +715,9 @@ def _gemma4(family: str) -> Iterator[Row]:
     for direction in (None, "vision"):
         yield f"direction {direction}", {"use_bidirectional_attention": direction}, ""
     yield "both directions", {"use_bidirectional_attention": "all"}, "sees later tokens"
-    yield from _keys_of_others()
+    yield from _keys_of_others(
+        {"hidden_size_per_layer_input": 8} if family == "gemma4_text" else {}
+    )
     if family == "gemma4_text":
         yield from _embeddings_by_layer()
         yield from _experts_beside()
@@ -724,9 +726,10 @@ def _gemma4(family: str) -> Iterator[Row]:
         yield key, {key: value}, f"{key} {value} is not supported"
 
 
-def _keys_of_others() -> Iterator[Row]:
-    """Layers that read the keys and values of others."""
+def _keys_of_others(needed: dict[str, Any]) -> Iterator[Row]:
+    """Layers that read the keys and values of others, beside what transformers needs with them."""
     four = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    four |= needed
     shared = {**four, "num_kv_shared_layers": 2}
     yield "shared keys", shared, ""
     yield "shared keys, wider MLPs", {**shared, "use_double_wide_mlp": True}, ""
@@ -750,6 +753,8 @@ def _embeddings_by_layer() -> Iterator[Row]:
     yield "embeddings of more tokens", {width: 8, vocabulary: 70}, "it must be vocab_size"
     yield "embeddings of most tokens", {width: 8, vocabulary: _LEFT_OUT}, "it must be vocab_size"
     yield "no embeddings, of most tokens", {vocabulary: _LEFT_OUT}, ""
+    four = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    yield "shared keys, no embeddings", {**four, "num_kv_shared_layers": 2}, "does not compute it"
     yield "embeddings by layer, as text", {width: "8"}, "has the wrong type"
 
 

@@ -280,8 +280,9 @@ class _LayerMaker:
         count, normalize = config.experts.per_token, config.experts.normalize
         found = Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
         if config.experts_beside:
-            norms = (self.norm(one.name) for one in fields(Beside)[:-1])
-            return replace(found, beside=Beside(*norms, self.single("expert_scale")))
+            norms = {one.name: self.norm(one.name) for one in fields(Beside)[:-1]}
+            beside = Beside(**norms, expert_scale=self.single("expert_scale"))
+            return replace(found, beside=beside)
         if (scoring := config.experts.scoring) is None:
             return found
         return replace(found, scoring=scoring, balance=self.single("balance"))

@@ -34,7 +34,8 @@ class LayerInputs:
     ) -> "LayerInputs":
         """`slides`: which layers have a window; `width` stands for the embeddings' where
         config.json does not say. IsobitError where layers read keys and none of their kind has
-        any, and for embeddings of another vocabulary."""
+        any, or layers might have embeddings and have none, and for embeddings of another
+        vocabulary."""
         embedded = whole(values, _WIDTH, where, width, least=0)
         if embedded and (own := whole(values, _VOCABULARY, where, 262144)) != vocabulary:
             raise IsobitError(
@@ -46,6 +47,11 @@ class LayerInputs:
             raise IsobitError(
                 f"{where}: {_READING} {reading}: of the {len(slides)} layers the first ones, which "
                 "have keys of their own, must be of every kind that the others are of"
+            )
+        if reading and width and not embedded:
+            raise IsobitError(
+                f"{where}: {_READING} {reading} with {_WIDTH} 0 is not supported: transformers 5.24 "
+                "does not compute it"
             )
         return LayerInputs(embedded, reading, bool(reading) and flag(values, _WIDE, where))
 
