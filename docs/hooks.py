@@ -24,6 +24,8 @@ LONG_NAME = 48
 FOUND = ("config.md", "metrics.md")
 """Pages of which each row is found."""
 STACKED = (*FOUND, "quick-reference.md")
+BREAKING = ("methods.md", "from-trl.md", "from-verl.md", "from-nemo-rl.md")
+"""Pages whose tables are full of long names: these may break in a wide window too."""
 QUICK_BOOST = 4.0
 """A key that many people set comes before others that match equally well."""
 
@@ -39,6 +41,8 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Add an id to each row of a key or a metric; of a key that is there twice (`steps`) the second gets `steps-2`."""
     if page.file.src_uri in STACKED:
         content = content.replace("<table>", "<table data-keys>")
+    if page.file.src_uri in BREAKING:
+        content = content.replace("<table>", "<table data-breaks>")
     if page.file.src_uri not in FOUND:
         return content
     seen: dict[str, int] = {}
@@ -81,13 +85,13 @@ def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let long names in tables break after a slash, a dot or an underscore; site.css says where they may."""
+    """Let long names in tables break after a sign between their parts; site.css says where they may."""
 
     def broken(cell: re.Match[str]) -> str:
         return NAME.sub(name_broken, cell[0])
 
     def name_broken(name: re.Match[str]) -> str:
         place = '<wbr class="wide">' if len(name[0]) > LONG_NAME else "<wbr>"
-        return re.sub(r"([/._])(?=[A-Za-z{])", rf"\1{place}", name[0])
+        return re.sub(r"([/._=]|(?<!isobit)\[)(?=[A-Za-z{])", rf"\1{place}", name[0])
 
     return CELL.sub(broken, output)

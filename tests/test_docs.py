@@ -283,12 +283,15 @@ def test_what_documents_name_exists(path: Path) -> None:
 
 
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
-    """Every row of the measured page and of the log's, from the numbers of each run; and what is
-    concluded of them."""
+    """Every row of the measured page, of the log's and of the README's, from the numbers of each
+    run; and what is concluded of them."""
     runs = json.loads((ROOT / "docs" / "compare-recipes.json").read_text())
     assert {len(run["accuracy"]) for run in runs.values()} == {3}
-    pages = (MEASURED, ROOT / "docs" / "log.md", ROOT / "docs" / "how-to" / "choose-a-preset.md")
-    measured, log, chosen = (path.read_text().replace("**", "") for path in pages)
+    chosen_page = ROOT / "docs" / "how-to" / "choose-a-preset.md"
+    pages = (MEASURED, ROOT / "docs" / "log.md", chosen_page, README)
+    measured, log, chosen, readme = (path.read_text().replace("**", "") for path in pages)
+    compared = re.findall(r"^\| [^`|]+ \| `([\w-]+)` \| [\d.e-]+ \| [\d.]+ \|$", readme, re.M)
+    assert compared == ["fp8", "fp8-e2e", "fp8-rollout", "fp8-rollout-kv"]
     for preset, run in runs.items():
         kl, error, largest = (
             sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff")
@@ -302,6 +305,7 @@ def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
         )
         assert f"| `{preset}` | {' | '.join(shown)} | {accuracy} |" in measured
         assert f"| `{preset}` | {shown[0]} | {shown[2]} | {accuracy} |" in chosen
+        assert preset not in compared or f"| `{preset}` | {shown[0]} | {shown[2]} |" in readme
         counts = f"{sum(run['differing_tokens']):,.0f} of {sum(run['compared_tokens']):,.0f}"
         assert f"| `{preset}` | {accuracy} | {' | '.join(shown)} | {counts} |" in log
     kl = {preset: max(run["kl_k3"]) for preset, run in runs.items()}

@@ -165,8 +165,8 @@ def evaluate(
     consistency: _Consistency = None,
     backend: _Backend = None,
 ) -> None:
-    """Measure accuracy on held-out prompts (greedy, pass@k, maj@k, mean reward), with intervals;
-    compare two models.
+    """Evaluate a model on held-out prompts, or compare two models. Prints greedy accuracy, pass@k,
+    maj@k and mean reward, with intervals.
 
     \b
     isobit eval MODEL --task gsm8k --data test.jsonl

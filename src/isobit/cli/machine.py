@@ -11,8 +11,7 @@ from isobit.cli.app import app
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False,
 ) -> None:
-    """Say what this machine computes with and why, and what makes it slow; paste it into a bug
-    report.
+    """Say what this machine computes with, and what is slow. Paste it into a bug report.
 
     \b
     isobit doctor

@@ -162,8 +162,8 @@ def inspect(
         Path | None, typer.Option(metavar="DIR", help="also write inspection.html and .json")
     ] = None,
 ) -> None:
-    """Show the effect of precision flows on a model: quantization noise by tensor, mismatch of a
-    real rollout.
+    """Show what number formats do to a model. Quantization noise of each tensor, and the mismatch of
+    a real rollout under each flow.
 
     \b
     isobit inspect MODEL

@@ -14,7 +14,7 @@ def watch(
     run: Annotated[Path, typer.Argument(help="a run directory")],
     once: Annotated[bool, typer.Option("--once", help="show the current state and exit")] = False,
 ) -> None:
-    """Follow a run live: the screen of `isobit train`, from the run's files.
+    """Follow a run live. Shows the screen of `isobit train`, from the run's files.
 
     \b
     isobit watch runs/quickstart
@@ -30,7 +30,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     out: Annotated[Path | None, typer.Option(help="default: report.html in the first run")] = None,
 ) -> None:
-    """Write one self-contained HTML page about one run, or several side by side.
+    """Report on one run, or on several side by side. Writes one self-contained HTML page.
 
     \b
     isobit report runs/quickstart
@@ -49,7 +49,7 @@ def track(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     overrides: Overrides = None,
 ) -> None:
-    """Send a run's metrics to its trackers: missing steps, or everything to a new tracker.
+    """Send a run's metrics to its trackers. Missing steps, or everything to a new tracker.
 
     \b
     isobit track runs/quickstart
@@ -93,9 +93,9 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Draw a run's completions again from its checkpoints, and compare every token and
-    log-probability with what the run recorded, bit for bit. Check everything else that it recorded
-    by its chain of hashes.
+    """Check that a run's records are what it computed. Draws its completions again from its
+    checkpoints and compares every token and log-probability, bit for bit; checks everything else
+    that it recorded by its chain of hashes.
 
     \b
     isobit verify runs/quickstart

@@ -40,8 +40,8 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print bytes as JSON")] = False,
 ) -> None:
-    """Say how much memory a run takes on each GPU, whether it fits, and which keys lower it. Needs
-    no GPU, and reads no weights.
+    """Plan the memory of a run on each GPU. Says whether it fits, and which keys lower it. Needs no
+    GPU, and reads no weights.
 
     \b
     isobit plan run.yaml --gpus 8 --device h200

@@ -102,7 +102,7 @@ def serve(
     consistency: Consistency = "bitwise",
     backend: Backend = "auto",
 ) -> None:
-    """Serve a model and its adapters by OpenAI's routes, on this machine and with a token.
+    """Serve a model and its adapters by OpenAI's routes. On this machine, and with a token.
 
     \b
     isobit serve MODEL

@@ -163,8 +163,7 @@ def sft(
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
-    """Supervised training on right answers: a run with the model, the precision and the optimizer of
-    RL.
+    """Supervised training: on right answers, or on preferences. A run as those of `isobit train`.
 
     \b
     isobit sft configs/quickstart-sft.yaml
@@ -256,8 +255,7 @@ def compare(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train under several precision flows with the same data and seeds, and compare them in a table
-    and a page.
+    """Compare precision flows: train under each, and write a page. All have the same data and seeds.
 
     \b
     isobit compare configs/compare-recipes.yaml

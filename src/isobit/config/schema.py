@@ -371,7 +371,7 @@ class SftModelConfig:
     """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is
     `model.path`."""
 
-    path: str | None = None
+    path: Annotated[str | None, "a Hugging Face directory, or a run"] = None
     init: ArchitectureConfig | None = None
     chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
     chat_template_kwargs: Annotated[
@@ -397,8 +397,10 @@ class SftConfig:
     consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     adapter: AdapterConfig | None = None
-    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
-    steps: Annotated[int, at_least(1), below(MOST_STEPS)] = 100
+    optimizer: Annotated[
+        OptimizerSettings, "as of `isobit train`, but for learning_rate, which is 0.001 by default"
+    ] = OptimizerSettings(learning_rate=0.001)
+    steps: Annotated[int, at_least(1), below(MOST_STEPS), "optimizer steps"] = 100
     epochs: Annotated[float | None, above(0), EPOCHS] = None
     batch_size: Annotated[
         int, at_least(1), at_most(MOST_OF_A_STEP), "examples per optimizer step"
@@ -435,7 +437,9 @@ class SftConfig:
     ranks: Annotated[
         int, at_least(1), "processes that train together on this machine, as of `isobit train`"
     ] = 1
-    seed: Annotated[int, at_least(0), below(2**63)] = 0
+    seed: Annotated[
+        int, at_least(0), below(2**63), "decides the order of the data, and weights from nothing"
+    ] = 0
 
     @property
     def prompts_per_step(self) -> int:

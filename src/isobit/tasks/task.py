@@ -56,7 +56,10 @@ class TaskSettings:
     ] = field(default=(), kw_only=True)
     held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
     held_out_size: Annotated[
-        int | None, at_least(0), "examples that are kept out of training, for evaluation"
+        int | None,
+        at_least(0),
+        "examples that are kept out of training, for evaluation; default of a file: a tenth of it, "
+        "at most 256",
     ] = None
     format: Annotated[
         Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"

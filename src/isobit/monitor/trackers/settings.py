@@ -57,7 +57,7 @@ class WandbConfig:
 
     entity: Annotated[str | None, "user or team; default: the account's own"] = None
     mode: Annotated[Literal["online", "offline"] | None, "default: $WANDB_MODE, else online"] = None
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[str, ...], "tags of the run"] = ()
 
 
 @dataclass(frozen=True)

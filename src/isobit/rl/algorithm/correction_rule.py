@@ -42,9 +42,14 @@ class Rejection:
         "what is bounded, of learner to rollout. inverse_ratio: of rollout to learner, which "
         "verl's k1 modes bound",
     ] = "ratio"
-    level: Annotated[str, OneOf(LEVELS)] = "token"
-    low: float | None = None
-    high: float | None = None
+    level: Annotated[
+        str,
+        OneOf(LEVELS),
+        "what is left out: a token by its own measure, or a sequence by the sum, the mean or the "
+        "largest over its tokens",
+    ] = "token"
+    low: Annotated[float | None, "the smallest value that is kept; default: no bound"] = None
+    high: Annotated[float | None, "the largest value that is kept; default: no bound"] = None
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
@@ -64,7 +69,9 @@ class CorrectionRule:
     `denominator`: the loss is averaged over all tokens, or over those that are kept, and then a
     penalty in the loss is too (verl, whose mask of the response loses what is rejected)."""
 
-    weight: Annotated[str, OneOf(WEIGHTS)] = "none"
+    weight: Annotated[
+        str, OneOf(WEIGHTS), "what a token's loss is multiplied by: 1, its ratio, or its sequence's"
+    ] = "none"
     cap: Annotated[float | None, above(0), "largest weight; default: none"] = None
     floor: Annotated[float, at_least(0), "smallest weight"] = 0.0
     normalize: Annotated[
