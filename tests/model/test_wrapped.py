@@ -28,6 +28,8 @@ _SEEING = {
 _PUBLISHED = {
     "gemma3": ("Gemma3", "gemma3"),
     "gemma4": ("Gemma4", "gemma4"),
+    "gemma4-experts": ("Gemma4", "gemma4-experts"),
+    "gemma4-small": ("Gemma4", "gemma4-small"),
     "gemma4_unified": ("Gemma4Unified", "gemma4-unified"),
     "mistral3": ("Mistral3", "mistral"),
     "mistral3-grown": ("Mistral3", "ministral3"),
